@@ -1,0 +1,30 @@
+"""furlong: exact training of LLMs on sequences longer than the hardware should allow."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from furlong.api import StepResult, forward_backward
+    from furlong.planners.options import ChunkOptions
+
+__all__ = ["ChunkOptions", "StepResult", "forward_backward"]
+__version__ = "0.1.0"
+
+# Names are resolved on first use (PEP 562): importing furlong loads neither torch nor transformers.
+_HOME = {
+    "ChunkOptions": "furlong.planners.options",
+    "StepResult": "furlong.api",
+    "forward_backward": "furlong.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'furlong' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

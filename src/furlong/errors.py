@@ -1,0 +1,44 @@
+"""What furlong raises.
+
+    FurlongError
+    ├── UserError                 the user can mend it: exit code 2, one message in four parts
+    │   ├── ConfigError           a key, a value or a flag of the run's configuration
+    │   ├── DataError             files, records, sequences
+    │   └── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
+    └── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
+"""
+
+from __future__ import annotations
+
+
+class FurlongError(Exception):
+    """Root of everything furlong raises on purpose."""
+
+
+class UserError(FurlongError):
+    """Something the user can mend, told in four parts."""
+
+    def __init__(self, *, given: str, required: str, source: str, change: str) -> None:
+        self.given = given
+        self.required = required
+        self.source = source
+        self.change = change
+        super().__init__(
+            f"given:    {given}\nrequired: {required}\nfrom:     {source}\nchange:   {change}"
+        )
+
+
+class ConfigError(UserError):
+    """A key, a value or a flag of the run's configuration."""
+
+
+class DataError(UserError):
+    """Files, records or sequences that cannot be trained on."""
+
+
+class UnsupportedModelError(UserError):
+    """A model, or a setting of it, that cannot be trained exactly."""
+
+
+class PlanError(FurlongError):
+    """A plan breaks an invariant; the text shows the plan with an arrow at the guilty action."""

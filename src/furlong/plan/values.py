@@ -1,0 +1,174 @@
+"""The values that a plan is made of: slices, chunks, actions, the plan itself.
+
+A plan walks a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
+its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists the
+actions over those cells, in order. Everything here is immutable and free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+SHARDED = -1
+"""Placement of a slice that is spread over the whole sp axis; other placements are sp ranks."""
+
+Keep = Literal["input", "kv", "attention", "all"]
+"""What of a cell survives its forward: the stage input; and its K,V; and every layer's attention
+output with its log-sum-exp; or its whole graph."""
+
+Tier = Literal["device", "host", "disk"]
+Order = Literal["chunk-first", "layer-first"]
+ChunkKind = Literal["packed", "split", "hybrid"]
+Payload = Literal["activation", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of one sequence inside a chunk."""
+
+    seq_id: int
+    start: int
+    stop: int
+    placement: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit of one forward. A slice with `start > 0` has a prefix: its sequence's earlier tokens."""
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    chunk: int
+    stage: int
+    keep: Keep
+    recompute_layers: int = 0
+    """That many first layers of the stage are checkpointed, each by its own input (InfiniPipe's l)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    chunk: int
+    stage: int
+    recompute_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    chunk: int
+    stage: int
+    loss_factor: float = 1.0
+    """Multiplies the chunk's own loss (SpaCO's a)."""
+    relay_factor: float = 1.0
+    """Multiplies the dK,dV that later chunks have sent (SpaCO's c)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildKV:
+    """The stage's forward without gradients, up to its last K,V projection."""
+
+    chunk: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    payload: Payload
+    chunk: int
+    stage: int
+    """The stage whose output (activation) or whose input's gradient (gradient) travels."""
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    payload: Payload
+    chunk: int
+    stage: int
+    """The same stage as in the matching Send."""
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    stage: int
+
+
+Action = Forward | Recompute | Backward | RebuildKV | Send | Recv | Unshard | Reshard | Reduce
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """What every rank does with one global batch."""
+
+    seq_lens: tuple[int, ...]
+    """Tokens of each sequence; a slice's `seq_id` is an index into it."""
+    chunks: tuple[Chunk, ...]
+    stages: tuple[int, ...]
+    """Layers of each stage, from the first to the last."""
+    actions: tuple[tuple[Action, ...], ...]
+    """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
+    sp_size processes of one sp group together."""
+    tier: Tier = "device"
+    """Where K,V and their gradients live between the cells that use them."""
+    sp_size: int = 1
+
+    @cached_property
+    def chains(self) -> dict[int, tuple[int, ...]]:
+        """For each sequence that is cut, its chunks in the order of its tokens."""
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for index, chunk in enumerate(self.chunks):
+            for piece in chunk.slices:
+                pieces.setdefault(piece.seq_id, []).append((piece.start, index))
+        return {
+            seq_id: tuple(index for _, index in sorted(starts))
+            for seq_id, starts in pieces.items()
+            if len(starts) > 1
+        }
+
+    @cached_property
+    def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each chunk, (seq_id, position in that sequence's chain) of every cut sequence in it."""
+        links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
+        for seq_id, chain in self.chains.items():
+            for position, index in enumerate(chain):
+                links[index].append((seq_id, position))
+        return tuple(tuple(pairs) for pairs in links)
+
+    @cached_property
+    def continues(self) -> tuple[bool, ...]:
+        """For each chunk, whether a later chunk reads its K,V."""
+        return tuple(
+            any(position < len(self.chains[seq_id]) - 1 for seq_id, position in pairs)
+            for pairs in self.links
+        )
+
+    def kind(self, chunk: int) -> ChunkKind:
+        """packed: whole sequences; split: a piece of one; hybrid: a tail piece and whole sequences."""
+        slices = self.chunks[chunk].slices
+        whole = [s.start == 0 and s.stop == self.seq_lens[s.seq_id] for s in slices]
+        if all(whole):
+            return "packed"
+        return "hybrid" if any(whole) else "split"

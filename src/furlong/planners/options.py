@@ -1,0 +1,62 @@
+"""The dials of a plan, and the fixed rule behind `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from furlong.errors import ConfigError
+from furlong.plan.values import Keep, Order, Tier
+
+_AVAILABLE: dict[str, tuple[str, ...]] = {
+    "keep": get_args(Keep),
+    "tier": ("device",),
+    "order": ("chunk-first",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """How sequences are cut and what is kept. Changes time and memory, never a gradient."""
+
+    size: int = 4096
+    """Most tokens in a chunk."""
+    num_retained: int = 1
+    """How many last chunks of a sequence keep their whole graph (ChunkFlow's K)."""
+    keep: Keep = "attention"
+    """What the other chunks keep between forward and backward."""
+    tier: Tier = "device"
+    """Where K,V and their gradients live."""
+    order: Order = "chunk-first"
+    hybrid: bool = True
+    """Whether a long sequence's tail piece may share its chunk with whole short sequences."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("size", 1), ("num_retained", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ConfigError(
+                    given=f"chunks.{name} = {value!r}",
+                    required=f"a whole number of at least {lowest}",
+                    source="ChunkOptions",
+                    change=f"set {name} to {lowest} or more, or to auto in a run file",
+                )
+        for name, choices in _AVAILABLE.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    given=f"chunks.{name} = {value!r}",
+                    required=f"one of {', '.join(choices)}",
+                    source="ChunkOptions",
+                    change=f"choose one of them; see docs/ for what this release leaves out",
+                )
+
+
+def choose_options(max_seq_len: int, decided: dict[str, Any] | None = None) -> ChunkOptions:
+    """Options for a run whose longest sequence has `max_seq_len` tokens.
+
+    Every dial that `decided` leaves out is set by a fixed rule: the size is the largest power of
+    two that exceeds neither 4,096 nor `max_seq_len`; the others are ChunkOptions' defaults.
+    """
+    chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
+    return ChunkOptions(**(chosen | (decided or {})))

@@ -1,0 +1,47 @@
+"""How much memory is in use, and the peak since the last reset.
+
+On CUDA these are the caching allocator's allocated bytes; on a CPU the resident set of the process,
+whose peak Linux keeps and resets exactly (`/proc/self/clear_refs`). Where the operating system
+offers no reset, the peak is that of the process's whole life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+_RESET_PEAK_RSS = "5"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes in use now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let the peak start again from what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK_RSS)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes in use since the last reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

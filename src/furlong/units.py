@@ -1,0 +1,46 @@
+"""Amounts with units: read from text, printed for people."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES_PER_UNIT = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `512MiB`, `1.5 GB` or a plain count; ValueError if it is none of them."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _BYTES_PER_UNIT:
+        raise ValueError(f"{text!r} is no amount of memory; write one like 512MiB, 24GiB or 80GB")
+    return int(float(match[1]) * _BYTES_PER_UNIT[match[2].upper()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.5 GiB`: three significant digits in the largest binary unit that is not below one."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`850 ms`, `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def format_count(count: float) -> str:
+    """`812`, `16.4K`, `1.3M`: tokens and parameters, three significant digits."""
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("K", 10**3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
+    return f"{count:.0f}"
