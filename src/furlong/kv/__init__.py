@@ -1,1 +1,1 @@
-
+"""Keys and values of earlier chunks, with the gradients that later chunks send to them."""

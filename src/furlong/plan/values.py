@@ -40,7 +40,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The unit of one forward. A slice with `start > 0` has a prefix: its sequence's earlier tokens."""
+    """The unit of one forward.
+
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence.
+    """
 
     slices: tuple[Slice, ...]
 
@@ -55,7 +58,8 @@ class Forward:
     stage: int
     keep: Keep
     recompute_layers: int = 0
-    """That many first layers of the stage are checkpointed, each by its own input (InfiniPipe's l)."""
+    """That many first layers of the stage are checkpointed, each by its own input (the l of
+    InfiniPipe)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class ChunkPlan:
     tier: Tier = "device"
     """Where K,V and their gradients live between the cells that use them."""
     sp_size: int = 1
+    sampled: bool = False
+    """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
 
     @cached_property
     def chains(self) -> dict[int, tuple[int, ...]]:
@@ -150,7 +156,7 @@ class ChunkPlan:
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each chunk, (seq_id, position in that sequence's chain) of every cut sequence in it."""
+        """For each chunk, (seq_id, position in its chain) of every cut sequence in it."""
         links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for seq_id, chain in self.chains.items():
             for position, index in enumerate(chain):
@@ -166,7 +172,7 @@ class ChunkPlan:
         )
 
     def kind(self, chunk: int) -> ChunkKind:
-        """packed: whole sequences; split: a piece of one; hybrid: a tail piece and whole sequences."""
+        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences."""
         slices = self.chunks[chunk].slices
         whole = [s.start == 0 and s.stop == self.seq_lens[s.seq_id] for s in slices]
         if all(whole):

@@ -1,0 +1,112 @@
+"""What is refused by name, because it could not be trained exactly, and what is only worth a note."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from furlong.errors import UnsupportedModelError
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
+    """Raise UnsupportedModelError for what is known to break exactness."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_decoder"):
+        raise _unsupported(model, "is no transformers model", "a causal decoder of transformers")
+    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise _unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
+    text = config.get_text_config()
+    _refuse_layers(model, text)
+    _refuse_rope(model, text, max_seq_len)
+    if getattr(text, "output_router_logits", False):
+        raise _unsupported(
+            model,
+            "adds a router loss (output_router_logits=True), which mixes all tokens of a batch",
+            "no router loss",
+            "set config.output_router_logits = False",
+        )
+    if attention_dropout(model) > 0 and model.training:
+        raise _unsupported(
+            model,
+            f"has attention dropout {attention_dropout(model)}",
+            "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
+            "set the attention dropout of its config to 0 before building it",
+        )
+
+
+def attention_dropout(model: nn.Module) -> float:
+    """The largest attention dropout that the config names."""
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    names = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return max((float(getattr(text, name, None) or 0.0) for name in names), default=0.0)
+
+
+def other_dropouts(model: nn.Module) -> dict[str, float]:
+    """Names and probabilities of active dropout modules: allowed, but the draw depends on the plan."""
+    return {
+        name: module.p
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p > 0 and module.training
+    }
+
+
+def shortest_window(model: nn.Module) -> int | None:
+    """The shortest sliding window of any layer in tokens, None if no layer has one."""
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    window = getattr(text, "sliding_window", None)
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    if getattr(text, "use_sliding_window", True) is False:
+        return None
+    return int(window) if window else None
+
+
+def rope_types(text_config: Any) -> set[str]:
+    """The RoPE types of a text config, one for all layers or one per layer type."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    entries = [v for v in parameters.values() if isinstance(v, dict)] or [parameters]
+    return {str(entry.get("rope_type", "default")) for entry in entries}
+
+
+def _refuse_layers(model: nn.Module, text: Any) -> None:
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        raise _unsupported(
+            model,
+            f"has layers of type {', '.join(sorted(unknown))}",
+            "layers in which tokens meet in causal attention only, whole or with a sliding window",
+        )
+    if getattr(text, "use_bidirectional_attention", None):
+        raise _unsupported(model, "attends in both directions", "causal attention")
+
+
+def _refuse_rope(model: nn.Module, text: Any, max_seq_len: int | None) -> None:
+    types = rope_types(text)
+    if "dynamic" in types:
+        raise _unsupported(
+            model,
+            "has RoPE of type dynamic, whose frequencies depend on the length of each call",
+            "position embeddings that depend on the position alone",
+            "choose another type, such as yarn or linear, in config.rope_parameters",
+        )
+    if "longrope" in types and max_seq_len is None:
+        raise _unsupported(
+            model,
+            "has RoPE of type longrope, which has one set of factors for short and one for long runs",
+            "the length of the run's longest sequence, to choose the set once",
+            "pass max_seq_len to forward_backward or Engine",
+        )
+
+
+def _unsupported(
+    model: nn.Module, what: str, required: str, change: str = "train a model of another family"
+) -> UnsupportedModelError:
+    name = type(model).__name__
+    return UnsupportedModelError(
+        given=f"{name} {what}", required=required, source=f"the model ({name}) and its config",
+        change=change,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""The signature behind which attention kernels are exchanged, and the choice among them.
+
+A backend computes one *block*: some query rows against some keys of the same sequence. Which keys a
+row sees follows from positions alone, so no caller ever builds a mask.
+
+    T query rows, S keys, N query heads, K key-value heads (N a multiple of K), H head dim
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Which keys of a block the query rows see, and how scores are formed.
+
+    Row t sits `distance + t` tokens after the block's first key. It sees key s if
+    `s <= distance + t` and, with a window, `s > distance + t - window`.
+    """
+
+    distance: int
+    scale: float
+    window: int | None = None
+    """Sliding window in tokens, the row's own token included."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)` (Gemma 2)."""
+
+    def is_full(self, num_rows: int, num_keys: int) -> bool:
+        """Whether every row sees every key."""
+        in_window = self.window is None or self.distance + num_rows - 1 < self.window
+        return self.distance >= num_keys - 1 and in_window
+
+    def is_causal(self, num_rows: int, num_keys: int) -> bool:
+        """Whether this is the plain causal square: row t sees keys 0..t."""
+        in_window = self.window is None or self.window >= num_rows
+        return self.distance == 0 and num_rows == num_keys and in_window
+
+    def visible_rows(self, num_rows: int, num_keys: int) -> int:
+        """How many first rows see at least one key; the rows after them are beyond the window."""
+        if self.window is None:
+            return num_rows
+        return max(0, min(num_rows, num_keys - 1 + self.window - self.distance))
+
+    def visible_keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
+        """The range of keys that rows [start, stop) see between them."""
+        first = 0 if self.window is None else self.distance + start - self.window + 1
+        return max(0, first), min(num_keys, self.distance + stop)
+
+    def at(self, row: int, key: int) -> Block:
+        """The same rule for the sub-block that starts at this row and key."""
+        return Block(self.distance + row - key, self.scale, self.window, self.softcap)
+
+    def mask(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor:
+        """(T, S) bool, True where the row sees the key. For single tiles only."""
+        rows = self.distance + torch.arange(num_rows, device=device)[:, None]
+        keys = torch.arange(num_keys, device=device)[None, :]
+        seen = keys <= rows
+        return seen if self.window is None else seen & (keys > rows - self.window)
+
+
+class Backend(Protocol):
+    """Kernels for one block. Log-sum-exps are float32, or float64 for float64 inputs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).
+
+        A row that sees no key gets zeros and a log-sum-exp of -inf.
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (N, T, H), (K, S, H), (K, S, H) of this block's part.
+
+        `out` and `lse` are those of the whole row, over all of its blocks.
+        """
+        ...
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def num_row_pieces(num_rows: int, num_keys: int, num_heads: int, max_elements: int) -> int:
+    """Rows per tile so that a (heads, rows, keys) score tile stays below `max_elements`."""
+    return max(1, min(num_rows, max_elements // max(1, num_heads * num_keys)))
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The fastest backend that agrees with the reference here; the caller keeps it.
+
+    Each candidate is probed once on a small block, values and gradients. One that fails is left
+    out with a message: a kernel must never be chosen silently, nor be wrong silently.
+    """
+    from furlong.ops.cpu_flash import CPUFlash
+    from furlong.ops.cuda_flash import CUDAFlash, CUDNN
+    from furlong.ops.reference import Reference
+
+    candidates: list[Backend] = []
+    if device.type == "cpu":
+        candidates = [CPUFlash()]
+    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        candidates = [CUDNN(), CUDAFlash()]
+    for candidate in candidates:
+        fault = _probe(candidate, device, dtype, head_dim)
+        if fault is None:
+            return candidate
+        logging.getLogger(__name__).warning(
+            "attention backend %s left out on %s for %s, head dim %d: %s",
+            type(candidate).__name__, device, dtype, head_dim, fault,
+        )  # fmt: skip
+    return Reference()
+
+
+def _probe(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None if the backend agrees with the reference on a causal and on a full block, else why not."""
+    from furlong.ops.reference import Reference
+
+    generator = torch.Generator().manual_seed(0)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 3e-2)
+    num_rows = 48
+    for num_keys, distance in ((num_rows, 0), (80, 80)):
+        q, dout = (torch.randn(4, num_rows, head_dim, generator=generator) for _ in range(2))
+        k, v = (torch.randn(2, num_keys, head_dim, generator=generator) for _ in range(2))
+        q, dout, k, v = (t.to(device, dtype) for t in (q, dout, k, v))
+        block = Block(distance, head_dim**-0.5)
+        exact = [t.double() for t in (q, k, v)]
+        out, lse = Reference().forward(*exact, block)
+        expected = (out, lse, *Reference().backward(dout.double(), *exact, out, lse, block))
+        try:
+            mine = backend.forward(q, k, v, block)
+            given = (*mine, *backend.backward(dout, q, k, v, *mine, block))
+        except (RuntimeError, NotImplementedError) as error:
+            return str(error).splitlines()[0]
+        for value, truth in zip(given, expected, strict=True):
+            relative = float((value.double() - truth).norm() / truth.norm())
+            if not relative <= tolerance:
+                return f"relative error {relative:.1e} against the reference"
+    return None

@@ -1,0 +1,184 @@
+"""Attention of one chunk: its own slices, and the stored keys before its first slice.
+
+    out = merge over blocks of softmax(q k^T) v
+
+Own slices are causal and see nothing of one another; the prefix of the first slice is read block by
+block from the store. Partial results are merged by log-sum-exp; the backward uses the merged output
+and log-sum-exp for every block, as flash attention does. It adds the prefix's dK,dV to the store and
+returns, for the chunk's own K,V, their own gradient plus what later chunks have sent: the relay of
+SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and without an extra loss term.
+
+    T tokens of the chunk, N query heads, K key-value heads, H head dim, S keys of a prefix block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from furlong.ops.backend import Backend, Block, lse_dtype
+
+
+class PrefixBlock(Protocol):
+    """Some stored keys and values before a slice."""
+
+    k: Tensor  # (K, S, H)
+    v: Tensor  # (K, S, H)
+    distance: int
+    """Position of the slice's first token minus that of the block's first key."""
+
+    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
+        """Add to the gradients that wait for this block's own chunk."""
+        ...
+
+
+class LayerKV(Protocol):
+    """What one layer of one cell reads from the store and sends to it."""
+
+    def prefix_blocks(self, window: int | None) -> Iterable[PrefixBlock]:
+        """The blocks that the first slice's tokens see."""
+        ...
+
+    def relayed(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
+        """Rows of the chunk with the dK,dV (K, rows, H) that later chunks have sent to them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer's attention forms its scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def block(self, distance: int) -> Block:
+        return Block(distance, self.scale, self.window, self.softcap)
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    slices: Sequence[slice],
+    layer_kv: LayerKV,
+    rule: AttentionRule,
+    backend: Backend,
+    sinks: Tensor | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q (N, T, H), k and v (K, T, H) -> out (N, T, H) and its log-sum-exp (N, T).
+
+    `slices` are the rows of the chunk's slices, the one with a prefix first. `sinks` (N,) are
+    logits without a value that join every row's softmax (gpt-oss). With `known` = (out, lse) of an
+    earlier identical forward nothing is computed; the backward works as ever.
+    """
+    if known is None:
+        with torch.no_grad():
+            known = _forward(q, k, v, slices, layer_kv, rule, backend, sinks)
+    out, lse = known
+    call = _Call(tuple(slices), layer_kv, rule, backend)
+    return _ChunkAttention.apply(q, k, v, sinks, out, lse, call), lse  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    slices: tuple[slice, ...]
+    layer_kv: LayerKV
+    rule: AttentionRule
+    backend: Backend
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice],
+    layer_kv: LayerKV, rule: AttentionRule, backend: Backend, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if len(slices) == 1:
+        out, lse = backend.forward(q, k, v, rule.block(0))
+    else:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        for rows in slices:
+            out[:, rows], lse[:, rows] = backend.forward(
+                q[:, rows], k[:, rows], v[:, rows], rule.block(0)
+            )
+    first = slices[0]
+    merged: tuple[Tensor, Tensor] | None = None
+    for piece in layer_kv.prefix_blocks(rule.window):
+        if merged is None:
+            merged = out[:, first].to(lse.dtype), lse[:, first]
+        partial = backend.forward(q[:, first], piece.k, piece.v, rule.block(piece.distance))
+        merged = merge(*merged, *partial)
+    if merged is not None:
+        out[:, first], lse[:, first] = merged
+    if sinks is not None:
+        with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+        out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
+        lse = with_sinks
+    return out, lse
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets, from each set's output and log-sum-exp.
+
+    out (N, T, H), lse (N, T); computed in lse's dtype. At least one of the two must see a key.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = out_a.to(lse.dtype) * torch.exp(lse_a - lse)[..., None]
+    return out.addcmul_(out_b.to(lse.dtype), torch.exp(lse_b - lse)[..., None]), lse
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        out: Tensor, lse: Tensor, call: _Call,
+    ) -> Tensor:  # fmt: skip
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        backend, rule = call.backend, call.rule
+        if len(call.slices) == 1:
+            dq, dk, dv = backend.backward(dout, q, k, v, out, lse, rule.block(0))
+        else:
+            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            for rows in call.slices:
+                own = [t[:, rows] for t in (dout, q, k, v, out, lse)]
+                dq[:, rows], dk[:, rows], dv[:, rows] = backend.backward(*own, rule.block(0))
+        needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        first = call.slices[0]
+        dq_prefix: Tensor | None = None  # summed in lse's dtype, rounded once
+        for piece in call.layer_kv.prefix_blocks(rule.window):
+            dq_part, dk_prefix, dv_prefix = backend.backward(
+                dout[:, first], q[:, first], piece.k, piece.v, out[:, first], lse[:, first],
+                rule.block(piece.distance),
+            )  # fmt: skip
+            if dq_prefix is None:
+                dq_prefix = torch.zeros_like(dq_part, dtype=lse.dtype)
+            dq_prefix += dq_part
+            if needs_kv:
+                piece.add_grad(dk_prefix, dv_prefix)
+        if dq_prefix is not None:
+            dq[:, first] += dq_prefix
+        if needs_kv:
+            for rows, dk_relayed, dv_relayed in call.layer_kv.relayed():
+                dk[:, rows] += dk_relayed
+                dv[:, rows] += dv_relayed
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (N, T)
+            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+            dsinks = -(share * delta).sum(-1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None

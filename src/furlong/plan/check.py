@@ -1,0 +1,237 @@
+"""The checker: what every legal plan keeps, one function per invariant.
+
+    I1   every token is in exactly one slice
+    I2   what a chunk may hold: pieces with a prefix, placements
+    I7   every cell has one Forward, and one Backward (unless the plan samples its chunks)
+    I3   forwards ascend, and every cell follows its neighbour in the column
+    I4   earlier K,V are there when they are read
+    I5   backwards descend, so that dK,dV are complete
+    I6   every Backward has a graph, every Recompute an input
+    I8   a Backward ends its cell, and no graph is left over
+    I10  messages and collectives pair up
+    I11  no rank waits for ever
+    I9   memory stays within the budget
+
+I1 and I2 are in `check_chunks`, I10 and I11 in `check_ranks`, the others here. The orders are those
+that make a chunked backward exact (ChunkFlow, Algorithm 2, with its second loop descending, since
+dK,dV of a chunk are complete only after all later chunks). Each function relies on those before it
+and takes time linear in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from furlong.errors import PlanError
+from furlong.plan.check_chunks import chunks_are_well_formed, tokens_are_covered
+from furlong.plan.check_ranks import messages_pair_up, parameters_are_managed, ranks_never_stall
+from furlong.plan.grid import Grid, refuse_chunk
+from furlong.plan.values import (
+    Backward,
+    ChunkPlan,
+    Forward,
+    Payload,
+    RebuildKV,
+    Recompute,
+    Recv,
+)
+
+
+class Memory(Protocol):
+    """What the memory check asks of a cost model."""
+
+    def budget_bytes(self, rank: int) -> int:
+        """Bytes that the rank may use."""
+
+    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        """For each action of the rank, the peak of bytes in use while it runs."""
+
+
+def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
+    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place."""
+    if not plan.stages:
+        raise PlanError("broken rule: a plan has stages")
+    tokens_are_covered(plan)
+    chunks_are_well_formed(plan)
+    grid = Grid(plan)
+    cells_run_once(grid)
+    cells_follow_neighbours(grid)
+    earlier_kv_is_there(grid)
+    kv_gradients_are_complete(grid)
+    graphs_exist(grid)
+    backward_ends_a_cell(grid)
+    messages_pair_up(grid)
+    parameters_are_managed(grid)
+    ranks_never_stall(grid)
+    if memory is not None:
+        memory_is_enough(grid, memory)
+
+
+def cells_run_once(grid: Grid) -> None:
+    """I7. One Forward per cell; Backwards at all stages of a chunk, for all chunks if for any."""
+    rule = "every cell has one Forward and one Backward, on one rank"
+    firsts = {Forward: grid.forward, Backward: grid.backward}
+    for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
+        if kind in firsts:
+            if firsts[kind][cell] != at:
+                raise grid.refuse(rule, f"cell {grid.name(cell)} has one already", at)
+        elif kind is not Recompute and kind is not RebuildKV:
+            continue
+        if grid.forward[cell] >= 0 and grid.ranks[grid.forward[cell]] != grid.ranks[at]:
+            why = f"the Forward of {grid.name(cell)} is on rank {grid.ranks[grid.forward[cell]]}"
+            raise grid.refuse(rule, why, at)
+    trained = Backward in grid.kinds and not grid.plan.sampled
+    for chunk in range(grid.num_chunks):
+        cells = range(chunk, len(grid.forward), grid.num_chunks)
+        counts = [sum(places[cell] >= 0 for cell in cells) for places in firsts.values()]
+        if counts[0] != grid.num_stages or counts[1] not in (0, grid.num_stages):
+            why = f"chunk {chunk} has {counts[0]} Forwards and {counts[1]} Backwards"
+            raise refuse_chunk(grid.plan, rule, f"{why} over {grid.num_stages} stages", chunk)
+        if trained and not counts[1]:
+            why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
+            raise refuse_chunk(grid.plan, rule, why, chunk)
+
+
+def cells_follow_neighbours(grid: Grid) -> None:
+    """I3. F(c,s) after F(c,s-1) and after F of the chunk before; B(c,s) after F(c,s), B(c,s+1)."""
+    rule = "forwards ascend, and every cell follows its neighbours"
+    received: dict[tuple[Payload, int, int], int] = {}
+    for at, (action, cell) in enumerate(zip(grid.actions, grid.cells, strict=True)):
+        if isinstance(action, Recv):
+            received.setdefault((action.payload, cell, grid.ranks[at]), at)
+    rows: tuple[tuple[list[int], int, Payload], ...] = (
+        (grid.forward, -grid.num_chunks, "activation"),
+        (grid.backward, grid.num_chunks, "gradient"),
+    )
+    for places, step, payload in rows:
+        for cell, at in enumerate(places):
+            source = cell + step
+            if at < 0 or not 0 <= source < len(places):
+                continue
+            rank = grid.ranks[at]
+            if grid.ranks[places[source]] == rank:
+                if places[source] > at:
+                    raise grid.refuse(rule, f"cell {grid.name(source)} comes first", at)
+            elif not 0 <= received.get((payload, source, rank), -1) < at:
+                why = f"the {payload} of {grid.name(source)} has not been received"
+                raise grid.refuse(rule, why, at)
+    for cell, at in enumerate(grid.forward):
+        if 0 <= grid.backward[cell] < at:
+            raise grid.refuse(rule, "a Backward needs its Forward", grid.backward[cell])
+        chunk = cell % grid.num_chunks
+        for earlier in grid.before[chunk]:
+            source = cell - chunk + earlier
+            if grid.ranks[grid.forward[source]] != grid.ranks[at]:
+                raise grid.refuse(rule, f"cell {grid.name(source)} is on another rank", at)
+            if grid.forward[source] > at:
+                raise grid.refuse(rule, f"cell {grid.name(source)} comes first", at)
+
+
+def earlier_kv_is_there(grid: Grid) -> None:
+    """I4. K,V of a cell that keeps its input live up to the last Forward of their sequence, then
+    again from a RebuildKV on; those of other cells live up to their Backward."""
+    rule = "the K,V of earlier chunks are there when they are read"
+    keeps_input = [keep == "input" for keep in grid.keep]
+    rebuilt = bytearray(len(keeps_input))
+    num_ready: dict[tuple[int, int], int] = {}
+    for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
+        if kind is not Recompute and kind is not Backward and kind is not RebuildKV:
+            continue
+        stage, chunk = divmod(cell, grid.num_chunks)
+        row = cell - chunk
+        for seq_id, position in grid.plan.links[chunk]:
+            chain = grid.plan.chains[seq_id]
+            if at < grid.forward[row + chain[-1]]:
+                continue
+            ready = num_ready.get((seq_id, stage), 0)
+            while ready < position and (
+                not keeps_input[row + chain[ready]] or rebuilt[row + chain[ready]]
+            ):
+                ready += 1
+            num_ready[seq_id, stage] = ready
+            if ready < position:
+                missing = grid.name(row + chain[ready])
+                why = f"{missing} keeps its input only, and no RebuildKV({missing}) came before"
+                raise grid.refuse(rule, why, at)
+        if kind is RebuildKV:
+            if not keeps_input[cell] or not grid.plan.continues[chunk]:
+                why = "RebuildKV is for cells that keep their input and are read by later chunks"
+                raise grid.refuse(rule, why, at)
+            if at < grid.forward[cell]:
+                raise grid.refuse(rule, "a RebuildKV needs its Forward", at)
+            rebuilt[cell] = 1
+
+
+def kv_gradients_are_complete(grid: Grid) -> None:
+    """I5. A Backward comes after that of every later chunk of its sequence that has one."""
+    rule = "the dK,dV of a chunk are complete before its Backward"
+    for chain in grid.plan.chains.values():
+        for row in range(0, len(grid.backward), grid.num_chunks):
+            latest, latest_cell = -1, -1
+            for chunk in reversed(chain):
+                at = grid.backward[row + chunk]
+                if 0 <= at < latest:
+                    why = f"B{grid.name(latest_cell)} still adds to the dK,dV of chunk {chunk}"
+                    raise grid.refuse(rule, why, at)
+                if at >= 0:
+                    latest, latest_cell = at, row + chunk
+
+
+def graphs_exist(grid: Grid) -> None:
+    """I6. A Backward consumes the graph of a Forward that kept all or of exactly one Recompute."""
+    rule = "every Backward has one graph, and every Recompute an input to start from"
+    has_graph = bytearray(len(grid.forward))
+    for at, (action, cell) in enumerate(zip(grid.actions, grid.cells, strict=True)):
+        if isinstance(action, (Forward, Recompute)):
+            num_layers = grid.plan.stages[action.stage]
+            if not 0 <= action.recompute_layers <= num_layers:
+                raise grid.refuse(rule, f"the stage has {num_layers} layers", at)
+            if isinstance(action, Forward):
+                has_graph[cell] = action.keep == "all"
+                continue
+            if at < grid.forward[cell]:
+                raise grid.refuse(rule, "nothing is kept before the Forward", at)
+            if has_graph[cell]:
+                raise grid.refuse(rule, f"the graph of {grid.name(cell)} is there already", at)
+            if grid.keep[cell] == "all":
+                raise grid.refuse(rule, "a cell that kept all has no input left", at)
+            has_graph[cell] = 1
+        elif isinstance(action, Backward):
+            if not has_graph[cell]:
+                why = f"{grid.name(cell)} kept no graph and no Recompute made one"
+                raise grid.refuse(rule, why, at)
+            has_graph[cell] = 0
+
+
+def backward_ends_a_cell(grid: Grid) -> None:
+    """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
+    rule = "a Backward ends its cell, and no graph is left over"
+    ended: dict[tuple[int, int], int] = {}
+    for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
+        if kind is not Forward and kind not in (Recompute, RebuildKV, Backward):
+            continue
+        stage, chunk = divmod(cell, grid.num_chunks)
+        done = grid.backward[cell]
+        if 0 <= done < at:
+            raise grid.refuse(rule, f"B{grid.name(cell)} has run", at)
+        if done < 0 and (kind is Recompute or (kind is Forward and grid.keep[cell] == "all")):
+            raise grid.refuse(rule, f"no Backward consumes the graph of {grid.name(cell)}", at)
+        for seq_id, position in grid.plan.links[chunk]:
+            lowest = ended.get((seq_id, stage), position)
+            if lowest < position:
+                earlier = cell - chunk + grid.plan.chains[seq_id][lowest]
+                raise grid.refuse(rule, f"B{grid.name(earlier)} has freed the K,V it reads", at)
+            if kind is Backward:
+                ended[seq_id, stage] = position
+
+
+def memory_is_enough(grid: Grid, memory: Memory) -> None:
+    """I9. At every action the rank's bytes stay within its budget."""
+    rule = "memory stays within the budget"
+    for rank, start in enumerate(grid.starts[:-1]):
+        budget = memory.budget_bytes(rank)
+        for index, used in enumerate(memory.bytes_after(grid.plan, rank)):
+            if used > budget:
+                why = f"rank {rank} needs {used} bytes here and has {budget}"
+                raise grid.refuse(rule, why, start + index)

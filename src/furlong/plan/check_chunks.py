@@ -1,0 +1,60 @@
+"""The invariants of a plan's chunks alone: coverage, and what a chunk may hold."""
+
+from __future__ import annotations
+
+from furlong.plan.grid import refuse_chunk
+from furlong.plan.values import SHARDED, ChunkPlan, Slice
+
+
+def tokens_are_covered(plan: ChunkPlan) -> None:
+    """I1. The slices of each sequence tile it, and every sequence is there."""
+    rule = "every token is in exactly one slice"
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
+    for index, chunk in enumerate(plan.chunks):
+        if not chunk.slices:
+            raise refuse_chunk(plan, rule, f"chunk {index} is empty", index)
+        for piece in chunk.slices:
+            if not 0 <= piece.seq_id < len(plan.seq_lens):
+                why = f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}"
+                raise refuse_chunk(plan, rule, why, index)
+            if piece.stop <= piece.start:
+                raise refuse_chunk(
+                    plan, rule, f"a slice of sequence {piece.seq_id} is empty", index
+                )
+            pieces[piece.seq_id].append((piece.start, piece.stop, index))
+    for seq_id, (seq_len, found) in enumerate(zip(plan.seq_lens, pieces, strict=True)):
+        covered = 0
+        for start, stop, index in sorted(found):
+            if start != covered:
+                why = f"sequence {seq_id} is covered up to token {covered}, then from {start}"
+                raise refuse_chunk(plan, rule, why, index)
+            covered = stop
+        if covered != seq_len or not found:
+            why = f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}"
+            raise refuse_chunk(plan, rule, why, found[-1][2] if found else 0)
+
+
+def chunks_are_well_formed(plan: ChunkPlan) -> None:
+    """I2. Few pieces have a prefix, a sequence is once in a chunk and keeps its placement."""
+    rule = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
+    placements: dict[int, int] = {}
+    for index, chunk in enumerate(plan.chunks):
+        why = _oddity(chunk.slices, plan.sp_size)
+        for piece in chunk.slices:
+            if placements.setdefault(piece.seq_id, piece.placement) != piece.placement:
+                why = f"sequence {piece.seq_id} has another placement in an earlier chunk"
+        if why:
+            raise refuse_chunk(plan, rule, why, index)
+
+
+def _oddity(slices: tuple[Slice, ...], sp_size: int) -> str:
+    if any(not (p.placement == SHARDED or 0 <= p.placement < sp_size) for p in slices):
+        return f"a placement is no rank of an sp axis of {sp_size}"
+    if len(slices) > 1 and len({piece.seq_id for piece in slices}) < len(slices):
+        return "a sequence has two slices in the chunk"
+    with_prefix = [piece.placement for piece in slices if piece.start > 0]
+    if sp_size == 1 and any(piece.start > 0 for piece in slices[1:]):
+        return "only the first slice of a chunk on one device may have a prefix"
+    if len(set(with_prefix)) < len(with_prefix):
+        return "two pieces with a prefix share a place"
+    return ""

@@ -1,0 +1,109 @@
+"""A plan's actions found by cell, and how a broken plan is shown.
+
+The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
+cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from furlong.errors import PlanError
+from furlong.plan.text import format_action, format_chunk
+from furlong.plan.values import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    Keep,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Unshard,
+)
+
+_OF_PARAMETERS = (Unshard, Reshard, Reduce)
+_OF_MESSAGES = (Send, Recv)
+_NUM_AROUND = 4
+_ARROW = "    <-- here"
+
+
+class Grid:
+    """Where each cell's Forward and Backward are, for the checks of one plan."""
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        self.plan = plan
+        self.num_chunks = len(plan.chunks)
+        self.num_stages = len(plan.stages)
+        self.actions: list[Action] = [action for actions in plan.actions for action in actions]
+        self.kinds = [type(action) for action in self.actions]
+        self.ranks = [rank for rank, actions in enumerate(plan.actions) for _ in actions]
+        self.starts = [0]
+        for actions in plan.actions:
+            self.starts.append(self.starts[-1] + len(actions))
+        self.cells = [self._cell(at, action) for at, action in enumerate(self.actions)]
+        """The cell of each action; of an action on parameters, the stage's first."""
+        num_cells = self.num_chunks * self.num_stages
+        self.forward = self._first(Forward, num_cells)
+        """Where each cell's first Forward is, or -1."""
+        self.backward = self._first(Backward, num_cells)
+        self.keep: list[Keep | None] = [
+            action.keep if at >= 0 and isinstance(action := self.actions[at], Forward) else None
+            for at in self.forward
+        ]
+        """What each cell's Forward keeps (None only for a cell without one)."""
+        chains = plan.chains
+        self.before = [
+            [chains[seq_id][position - 1] for seq_id, position in links if position]
+            for links in plan.links
+        ]
+        """For each chunk, the ones just before it in its sequences."""
+
+    def _cell(self, at: int, action: Action) -> int:
+        rule = "every action names a cell of the grid"
+        if not 0 <= action.stage < self.num_stages:
+            raise self.refuse(rule, f"the plan has {self.num_stages} stages", at)
+        if isinstance(action, _OF_PARAMETERS):
+            return action.stage * self.num_chunks
+        if not 0 <= action.chunk < self.num_chunks:
+            raise self.refuse(rule, f"the plan has {self.num_chunks} chunks", at)
+        if isinstance(action, _OF_MESSAGES):
+            peers = range(len(self.plan.actions))
+            if action.peer not in peers or action.peer == self.ranks[at]:
+                raise self.refuse(rule, f"{action.peer} is no other rank of the plan", at)
+        return action.stage * self.num_chunks + action.chunk
+
+    def _first(self, kind: type[Action], num_cells: int) -> list[int]:
+        places = [-1] * num_cells
+        for at, (other, cell) in enumerate(zip(self.kinds, self.cells, strict=True)):
+            if other is kind and places[cell] < 0:
+                places[cell] = at
+        return places
+
+    def name(self, cell: int) -> str:
+        """chunk.stage, as in an action's text."""
+        stage, chunk = divmod(cell, self.num_chunks)
+        return f"{chunk}.{stage}"
+
+    def refuse(self, rule: str, why: str, at: int) -> PlanError:
+        """The error for a broken rule, showing the actions around the guilty one."""
+        rank = self.ranks[at]
+        guilty = at - self.starts[rank]
+        shown = range(*_around(guilty, self.plan.actions[rank]))
+        lines = [f"{i:6d}  {format_action(self.plan.actions[rank][i])}" for i in shown]
+        lines[shown.index(guilty)] += _ARROW
+        return PlanError("\n".join([f"broken rule: {rule}", why, f"rank {rank}", *lines]))
+
+
+def refuse_chunk(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
+    """The error for a broken rule, showing the chunks around the guilty one."""
+    shown = range(*_around(chunk, plan.chunks))
+    lines = [f"{i:6d}  {format_chunk(plan.chunks[i]):.80}" for i in shown]
+    if lines:
+        lines[shown.index(chunk)] += _ARROW
+    return PlanError("\n".join([f"broken rule: {rule}", why, "chunks", *lines]))
+
+
+def _around(middle: int, values: Sequence[object]) -> tuple[int, int]:
+    return max(0, middle - _NUM_AROUND), min(len(values), middle + _NUM_AROUND + 1)

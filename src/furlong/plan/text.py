@@ -1,0 +1,239 @@
+"""Plans as text: short forms that parse back, JSON, and a page for a person.
+
+    F3.0 kv           Forward of chunk 3 at stage 0, keeping its K,V
+    F3.0 all l2       ... keeping its graph, two layers of it checkpointed
+    R3.0 l2           Recompute
+    B3.0 a16 c8.5     Backward with loss factor 16 and relay factor 8.5 (left out where 1)
+    K3.0              RebuildKV
+    send activation 3.0 to 1, recv gradient 3.0 from 1
+    unshard 0, reshard 0, reduce 0
+    0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on sp rank 2 (@* all, none: 0)
+
+A capital letter is computation on a cell; everything else is a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, cast, get_args
+
+from furlong.errors import UserError
+from furlong.plan.values import (
+    SHARDED,
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Keep,
+    Payload,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Slice,
+    Tier,
+    Unshard,
+)
+
+VERSION = 1
+"""Of the JSON form. Other versions are refused: a plan is cheap to make again."""
+
+
+def format_action(action: Action) -> str:
+    """The short form of an action."""
+    match action:
+        case Forward(chunk, stage, keep, layers):
+            return f"F{chunk}.{stage} {keep}" + (f" l{layers}" if layers else "")
+        case Recompute(chunk, stage, layers):
+            return f"R{chunk}.{stage}" + (f" l{layers}" if layers else "")
+        case Backward(chunk, stage, loss_factor, relay_factor):
+            loss = f" a{_number(loss_factor)}" if loss_factor != 1 else ""
+            relay = f" c{_number(relay_factor)}" if relay_factor != 1 else ""
+            return f"B{chunk}.{stage}{loss}{relay}"
+        case RebuildKV(chunk, stage):
+            return f"K{chunk}.{stage}"
+        case Send(payload, chunk, stage, peer):
+            return f"send {payload} {chunk}.{stage} to {peer}"
+        case Recv(payload, chunk, stage, peer):
+            return f"recv {payload} {chunk}.{stage} from {peer}"
+        case Unshard(stage):
+            return f"unshard {stage}"
+        case Reshard(stage):
+            return f"reshard {stage}"
+        case Reduce(stage):
+            return f"reduce {stage}"
+
+
+def _number(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
+
+
+_CELL = r"(\d+)\.(\d+)"
+_FORMS: tuple[tuple[re.Pattern[str], Callable[..., Action]], ...] = (
+    (
+        re.compile(rf"F{_CELL} ({'|'.join(get_args(Keep))})(?: l(\d+))?"),
+        lambda c, s, keep, n: Forward(int(c), int(s), keep, int(n or 0)),
+    ),
+    (
+        re.compile(rf"R{_CELL}(?: l(\d+))?"),
+        lambda c, s, n: Recompute(int(c), int(s), int(n or 0)),
+    ),
+    (
+        re.compile(rf"B{_CELL}(?: a(\S+))?(?: c(\S+))?"),
+        lambda c, s, loss, relay: Backward(int(c), int(s), float(loss or 1), float(relay or 1)),
+    ),
+    (re.compile(rf"K{_CELL}"), lambda c, s: RebuildKV(int(c), int(s))),
+    (
+        re.compile(rf"send ({'|'.join(get_args(Payload))}) {_CELL} to (\d+)"),
+        lambda payload, c, s, peer: Send(payload, int(c), int(s), int(peer)),
+    ),
+    (
+        re.compile(rf"recv ({'|'.join(get_args(Payload))}) {_CELL} from (\d+)"),
+        lambda payload, c, s, peer: Recv(payload, int(c), int(s), int(peer)),
+    ),
+    (re.compile(r"unshard (\d+)"), lambda s: Unshard(int(s))),
+    (re.compile(r"reshard (\d+)"), lambda s: Reshard(int(s))),
+    (re.compile(r"reduce (\d+)"), lambda s: Reduce(int(s))),
+)
+_SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(\d+|\*))?")
+
+
+def parse_action(text: str, *, source: str = "an action's text") -> Action:
+    """The action whose short form is `text`; `source` tells a message where the text came from."""
+    try:
+        for pattern, build in _FORMS:
+            found = pattern.fullmatch(text)
+            if found:
+                return build(*found.groups())
+    except ValueError:
+        pass  # a factor that is no number
+    raise _unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
+
+
+def format_chunk(chunk: Chunk) -> str:
+    """The short forms of a chunk's slices, one after the other."""
+    return " ".join(map(_format_slice, chunk.slices))
+
+
+def _format_slice(piece: Slice) -> str:
+    spread = "*" if piece.placement == SHARDED else piece.placement
+    return f"{piece.seq_id}:{piece.start}-{piece.stop}" + (f"@{spread}" if spread else "")
+
+
+def parse_chunk(text: str, *, source: str = "a chunk's text") -> Chunk:
+    """The chunk whose short form is `text`."""
+    slices = []
+    for word in text.split(" "):
+        found = _SLICE.fullmatch(word)
+        if not found:
+            raise _unreadable(repr(text), "slices such as '0:0-4096' or '0:0-4096@2'", source)
+        seq_id, start, stop, placement = found.groups(default="0")
+        rank = SHARDED if placement == "*" else int(placement)
+        slices.append(Slice(int(seq_id), int(start), int(stop), rank))
+    return Chunk(tuple(slices))
+
+
+def save_plan(plan: ChunkPlan) -> str:
+    """JSON that a person can read: one chunk and one action per line."""
+    fields = {
+        "version": str(VERSION),
+        "tier": json.dumps(plan.tier),
+        "sp_size": json.dumps(plan.sp_size),
+        "sampled": json.dumps(plan.sampled),
+        "seq_lens": json.dumps(plan.seq_lens),
+        "stages": json.dumps(plan.stages),
+        "chunks": _lines([format_chunk(chunk) for chunk in plan.chunks]),
+        "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
+    }
+    return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in fields.items()) + "\n}\n"
+
+
+def _lines(texts: Any) -> str:
+    return json.dumps(list(texts), indent=1)
+
+
+def load_plan(text: str) -> ChunkPlan:
+    """The plan that `save_plan` wrote. Says nothing about legality: that is `plan.check`."""
+    try:
+        saved = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(f"text that is no JSON ({error})", "a saved plan") from None
+    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+        version = saved.get("version") if isinstance(saved, dict) else None
+        raise _unreadable(f"version {version!r}", f"version {VERSION}")
+    expected = {"version", "tier", "sp_size", "sampled", "seq_lens", "stages", "chunks", "actions"}
+    if saved.keys() != expected:
+        odd = ", ".join(sorted(saved.keys() ^ expected))
+        raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
+    if saved["tier"] not in get_args(Tier):
+        raise _unreadable(f"tier = {saved['tier']!r}", f"one of {', '.join(get_args(Tier))}")
+    if not isinstance(saved["sampled"], bool):
+        raise _unreadable(f"sampled = {saved['sampled']!r}", "true or false")
+    if not isinstance(saved["actions"], list):
+        raise _unreadable("actions that are no list", "one list of actions per rank")
+    return ChunkPlan(
+        seq_lens=_whole_numbers(saved, "seq_lens"),
+        chunks=tuple(
+            parse_chunk(chunk, source=f"chunk {index} of a saved plan")
+            for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
+        ),
+        stages=_whole_numbers(saved, "stages"),
+        actions=tuple(
+            tuple(
+                parse_action(action, source=f"rank {rank}, action {index} of a saved plan")
+                for index, action in enumerate(_texts(actions, f"actions of rank {rank}"))
+            )
+            for rank, actions in enumerate(saved["actions"])
+        ),
+        tier=cast(Tier, saved["tier"]),
+        sp_size=_whole_numbers({"sp_size": [saved["sp_size"]]}, "sp_size")[0],
+        sampled=saved["sampled"],
+    )
+
+
+def _whole_numbers(saved: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = saved[name]
+    # bool is an int to Python, and true no length to us
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise _unreadable(f"{name} = {values!r:.80}", "whole numbers")
+    return tuple(values)
+
+
+def _texts(values: Any, name: str) -> list[str]:
+    if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
+        raise _unreadable(f"{name} = {values!r:.80}", "a list of short texts")
+    return values
+
+
+def _unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
+    return UserError(
+        given=given,
+        required=required,
+        source=source,
+        change="save the plan again with this version of furlong",
+    )
+
+
+def format_plan(plan: ChunkPlan) -> str:
+    """A page for a person: the chunks with their kinds, then every rank's actions."""
+    lines = [
+        f"{len(plan.seq_lens)} sequences, {sum(plan.seq_lens)} tokens, {len(plan.chunks)} chunks; "
+        f"layers per stage: {', '.join(map(str, plan.stages))}; K,V on {plan.tier}"
+    ]
+    lines += [
+        f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, {format_chunk(chunk)}"
+        for index, chunk in enumerate(plan.chunks)
+    ]
+    for rank, actions in enumerate(plan.actions):
+        lines.append(f"rank {rank}")
+        texts = ", ".join(format_action(action).replace(" ", "\xa0") for action in actions)
+        # no-break spaces, so that no line ends within an action
+        wrapped = textwrap.wrap(texts, 100, initial_indent="  ", subsequent_indent="  ")
+        lines += [line.replace("\xa0", " ") for line in wrapped]
+    return "\n".join(lines) + "\n"

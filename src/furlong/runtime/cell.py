@@ -1,0 +1,102 @@
+"""One (chunk, stage) while it computes: where its attention reads, writes and remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from furlong.kv.store import KVStore
+from furlong.ops.backend import Backend
+from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, chunk_attention
+
+
+class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
+    """The cell's last K,V are stored: what follows in the forward is needed by its backward only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of a cut sequence inside a chunk."""
+
+    rows: slice
+    seq_id: int
+    index: int
+    """Its position in the sequence's chain."""
+    continues: bool
+    """Whether later chunks read its K,V."""
+
+
+@dataclass
+class Cell:
+    """Implements `models.causal_lm.Cell` over the store."""
+
+    slices: tuple[slice, ...]
+    pieces: tuple[Piece, ...]
+    store: KVStore
+    backend: Backend
+    num_layers: int
+    relay_factor: float = 1.0
+    writes_kv: bool = False
+    stops_at_last_kv: bool = False
+    remembers: bool = False
+    """Whether each layer's attention output and log-sum-exp are put into `known`."""
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    num_attended: int = 0
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
+        """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
+        self.num_attended += 1
+        if self.writes_kv:
+            for piece in self.pieces:
+                if piece.continues:
+                    own_k, own_v = k.detach()[:, piece.rows], v.detach()[:, piece.rows]
+                    self.store.write(piece.seq_id, layer, piece.index, own_k, own_v, rule.window)
+        if self.stops_at_last_kv and layer == self.num_layers - 1:
+            raise KVReady
+        out, lse = chunk_attention(
+            q, k, v, slices=self.slices, layer_kv=_LayerView(self, layer), rule=rule,
+            backend=self.backend, sinks=sinks, known=self.known.pop(layer, None),
+        )  # fmt: skip
+        if self.remembers:
+            self.known[layer] = (out.detach(), lse)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerView:
+    """Implements `ops.chunk_attention.LayerKV` for one layer of a cell."""
+
+    cell: Cell
+    layer: int
+
+    def prefix_blocks(self, window: int | None) -> Iterable[PrefixBlock]:
+        for piece in self.cell.pieces:
+            if piece.index > 0:
+                store = self.cell.store
+                yield from store.prefix_blocks(piece.seq_id, self.layer, piece.index, window)
+
+    def relayed(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
+        for piece in self.cell.pieces:
+            sent = self.cell.store.relayed(piece.seq_id, self.layer, piece.index)
+            if sent is not None:
+                first, dk, dv = sent
+                rows = slice(piece.rows.start + first, piece.rows.stop)
+                factor = self.cell.relay_factor
+                yield rows, *((dk, dv) if factor == 1 else (dk * factor, dv * factor))
+
+
+def rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The generators' states, to replay a forward's dropout."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
+
+
+def set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

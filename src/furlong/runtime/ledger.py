@@ -1,0 +1,28 @@
+"""What is alive during a step: every cell's graph, kept tensors, K,V. Empty at the end, or a bug."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Held = Literal["graph", "attention", "kv"]
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._alive: set[tuple[Held, int, int]] = set()
+
+    def hold(self, what: Held, chunk: int, stage: int) -> None:
+        entry = (what, chunk, stage)
+        assert entry not in self._alive, f"{what} of cell {chunk}.{stage} is held twice"
+        self._alive.add(entry)
+
+    def release(self, what: Held, chunk: int, stage: int) -> None:
+        entry = (what, chunk, stage)
+        assert entry in self._alive, f"{what} of cell {chunk}.{stage} is not held"
+        self._alive.remove(entry)
+
+    def holds(self, what: Held, chunk: int, stage: int) -> bool:
+        return (what, chunk, stage) in self._alive
+
+    def assert_empty(self) -> None:
+        assert not self._alive, f"left over at the end of the step: {sorted(self._alive)}"
