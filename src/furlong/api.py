@@ -1,4 +1,4 @@
-"""What a user's own training loop calls: `forward_backward`, and `Engine` to keep what lives across steps."""
+"""What a training loop calls: `forward_backward`, and `Engine`, which keeps what outlives it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from furlong.errors import DataError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
-from furlong.ops.backend import Backend, choose_backend
+from furlong.ops.backend import Backend
+from furlong.ops.choose import choose_backend
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
@@ -48,8 +49,8 @@ class Engine:
         """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
 
-        Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a model is
-        checked once, on first use, against its own forward.
+        Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a model
+        is checked once, on first use, against its own forward.
         """
         self.model = CausalLM(model, max_seq_len=max_seq_len)
         self.compute_dtype = compute_dtype
@@ -85,8 +86,8 @@ class Engine:
         if dropouts and backward:
             name, probability = next(iter(dropouts.items()))
             warnings.warn(
-                f"{len(dropouts)} dropout modules are active ({name}: {probability}); what they draw "
-                "depends on how the batch is cut into chunks",
+                f"{len(dropouts)} dropout modules are active ({name}: {probability}); what they "
+                "draw depends on how the batch is cut into chunks",
                 stacklevel=3,
             )
         with compute_parameters(self.model.model, self.compute_dtype), self.model.installed():
@@ -111,21 +112,19 @@ def forward_backward(
     """Loss and exact gradients of a global batch, computed chunk by chunk.
 
     model: a Hugging Face causal decoder, also with LoRA adapters of peft.
-    sequences: one dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded; labels
-        are unshifted as in transformers, -100 where there is none.
-    num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call. With
-        the count of a global batch, several calls add up to that batch's gradients exactly.
+    sequences: one dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded;
+        labels are unshifted as in transformers, -100 where there is none.
+    num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call.
+        With the count of a global batch, several calls add up to that batch's gradients exactly.
     backward: False evaluates: no gradients.
     max_seq_len, compute_dtype: see `Engine`.
 
     Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. Train mode,
-    requires_grad and the attention implementation are afterwards as before, also after an error (then
-    part of the gradients may have been added). Raises UserError for what the caller can mend.
+    requires_grad and the attention implementation are afterwards as before, also after an error
+    (then part of the gradients may have been added). Raises UserError for what the caller can mend.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
-    return engine.forward_backward(
-        sequences, options or ChunkOptions(), num_valid_tokens, backward
-    )
+    return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
 
 
 def _head_dim(model: CausalLM) -> int:

@@ -1,11 +1,11 @@
 """What furlong raises.
 
-    FurlongError
-    ├── UserError                 the user can mend it: exit code 2, one message in four parts
-    │   ├── ConfigError           a key, a value or a flag of the run's configuration
-    │   ├── DataError             files, records, sequences
-    │   └── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
-    └── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
+FurlongError
+├── UserError                 the user can mend it: exit code 2, one message in four parts
+│   ├── ConfigError           a key, a value or a flag of the run's configuration
+│   ├── DataError             files, records, sequences
+│   └── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
+└── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
 """
 
 from __future__ import annotations

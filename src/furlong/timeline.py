@@ -41,10 +41,11 @@ class Timeline:
         return max((r.device_bytes for r in self.records), default=0)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Seconds per kind of action (`F`, `R`, `B`, ...), summed over ranks."""
+        """Seconds per kind of action (`F`, `R`, `B`, `K`, `send`, ...), summed over ranks."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
-            seconds[record.action[0]] += record.stop_s - record.start_s
+            kind = record.action[0] if record.action[0].isupper() else record.action.split()[0]
+            seconds[kind] += record.stop_s - record.start_s
         return dict(seconds)
 
 

@@ -23,7 +23,11 @@ def format_bytes(num_bytes: float) -> str:
     """`1.5 GiB`: three significant digits in the largest binary unit that is not below one."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+            return (
+                f"{num_bytes / size:.3g} {unit}"
+                if num_bytes < 999.5 * size
+                else f"{num_bytes / size:.0f} {unit}"
+            )
     return f"{num_bytes:.0f} B"
 
 
@@ -42,5 +46,7 @@ def format_count(count: float) -> str:
     """`812`, `16.4K`, `1.3M`: tokens and parameters, three significant digits."""
     for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("K", 10**3)):
         if abs(count) >= size:
-            return f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
+            return (
+                f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
+            )
     return f"{count:.0f}"

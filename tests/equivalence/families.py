@@ -37,7 +37,9 @@ FAMILIES: dict[str, tuple[str, dict, float, str]] = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}, EXACT, "sdpa"),
     "phi3": ("Phi3Config", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, EXACT, "sdpa"),
     "olmo2": ("Olmo2Config", {}, EXACT, "sdpa"),
-    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, EXACT, "sdpa"),
+    "granite": (
+        "GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, EXACT, "sdpa",
+    ),
     "gpt_neox": (
         "GPTNeoXConfig", {"hidden_dropout": 0.0, "num_key_value_heads": None}, EXACT, "sdpa",
     ),

@@ -55,7 +55,9 @@ def worst_relative_error(given: dict[str, Tensor], truth: dict[str, Tensor]) -> 
     """The largest relative L2 error of any parameter's gradient."""
     assert given.keys() == truth.keys(), given.keys() ^ truth.keys()
     floor = 1e-9 * total_norm(truth)  # a gradient that is zero but for rounding has no direction
-    return max(float((given[n] - truth[n]).norm()) / max(float(truth[n].norm()), floor) for n in truth)
+    return max(
+        float((given[n] - truth[n]).norm()) / max(float(truth[n].norm()), floor) for n in truth
+    )
 
 
 def total_norm(grads: dict[str, Tensor]) -> float:

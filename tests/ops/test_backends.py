@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from furlong.ops.backend import Block, choose_backend
+from furlong.ops.backend import Block
+from furlong.ops.choose import choose_backend
 from furlong.ops.cpu_flash import CPUFlash
 from furlong.ops.cuda_flash import CUDNN, CUDAFlash
 from furlong.ops.reference import Reference
@@ -62,7 +63,9 @@ def worst_error(backend, case, heads, dtype, device="cpu"):
     pairs = [(mine[:, :seen], out), (my_lse[:, :seen], lse)]
     pairs += [(g, w.grad) for g, w in zip(grads, wide, strict=True)]
     floor = 0.1 * dout.double().norm()  # a true gradient may be zero (a single key)
-    return max(float((a.double() - b.detach()).norm() / max(b.detach().norm(), floor)) for a, b in pairs)
+    return max(
+        float((a.double() - b.detach()).norm() / max(b.detach().norm(), floor)) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])

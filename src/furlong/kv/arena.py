@@ -1,7 +1,7 @@
 """Pooled memory for the store: taken and given back in pieces, grown to the largest step seen.
 
-A step that finds the pool too small adds a slab; when everything has come back, several slabs become
-one of their total size, so that later steps of the same size allocate nothing.
+A step that finds the pool too small adds a slab; when everything has come back, several slabs
+become one of their total size, so that later steps of the same size allocate nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Arena:
         for slab, holes in enumerate(self._free):
             for index, (start, stop) in enumerate(holes):
                 if stop - start >= num_bytes:
-                    holes[index : index + 1] = [(start + num_bytes, stop)] * (stop - start > num_bytes)
+                    holes[index : index + 1] = [(start + num_bytes, stop)] * (
+                        stop - start > num_bytes
+                    )
                     return slab, start
         slab_bytes = max(num_bytes, 0 if self._slabs else self._consolidated_bytes)
         self._slabs.append(torch.empty(slab_bytes, dtype=torch.uint8, device=self.device))

@@ -1,11 +1,12 @@
 """The KVStore: per sequence and layer, what later chunks need of earlier ones.
 
-K,V of a cut sequence lie in one buffer per layer, in the order of their tokens, so that the prefix of
-a chunk is a view. Their gradients lie in a second buffer of the same shape (float32 where K,V have 16
-bits), made when the first gradient arrives. With a sliding window of w tokens only the last w-1 tokens
-of a chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous.
+K,V of a cut sequence lie in one buffer per layer, in the order of their tokens, so that the prefix
+of a chunk is a view. Their gradients lie in a second buffer of the same shape (float32 where K,V
+have 16 bits), made when the first gradient arrives. With a sliding window of w tokens only the
+last w-1 tokens of a chunk are kept: no later token sees the others, and what a later chunk sees
+stays contiguous.
 
-    K key-value heads, S stored tokens, H head dim; `piece` is a chunk's position in its chain
+    K key-value heads, S stored tokens, H head dim; `piece` is a chunk's position in its group
 """
 
 from __future__ import annotations

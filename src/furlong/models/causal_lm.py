@@ -1,4 +1,5 @@
-"""The adapter of a Hugging Face decoder: hidden states, head, and the door through which attention enters.
+"""The adapter of a Hugging Face decoder: hidden states, head, and the door through which attention
+enters.
 
 Attention enters through transformers' own `AttentionInterface`, under a name of ours. For that name
 no mask function is registered, so transformers builds no mask. The cell that is being computed is
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +47,8 @@ class CausalLM:
     """
 
     def __init__(self, model: nn.Module, *, max_seq_len: int | None = None) -> None:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        wrapped: Any = model
+        base = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
         refuse_unsupported(base, max_seq_len)
         self.model = model
         self.config = base.config.get_text_config()
@@ -66,7 +69,7 @@ class CausalLM:
         return next(self.model.parameters()).device
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cell: Cell) -> Tensor:
-        """Final hidden states (T, D) of input_ids (T,) at position_ids (T,). Call inside `installed`."""
+        """Final hidden states (T, D) of input_ids (T,) at position_ids (T,), inside `installed`."""
         for module in self._attention_modules:
             module.__dict__[_CELL] = cell
         try:
@@ -79,11 +82,11 @@ class CausalLM:
                 module.__dict__.pop(_CELL, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (T, V) of final hidden states (T, D), with the family's own scaling and capping."""
+        """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (T, V) of one whole sequence (T,) by the model's own forward. Call outside `installed`."""
+        """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
         with _pinned_longrope(self._base, self.max_seq_len):
             return self._base(input_ids=input_ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
@@ -115,12 +118,12 @@ def _attention(
     cell: Cell | None = module.__dict__.get(_CELL)
     if cell is None:
         raise FurlongError(
-            f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} outside of "
-            "forward_backward; set the model's attention implementation to sdpa"
+            f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
+            "outside of forward_backward; set the model's attention implementation to sdpa"
         )
     if key.shape[-1] != value.shape[-1]:
         raise UnsupportedModelError(
-            given=f"{type(module).__name__} has keys of {key.shape[-1]} and values of {value.shape[-1]}",
+            given=f"{type(module).__name__}: keys of {key.shape[-1]}, values of {value.shape[-1]}",
             required="keys and values of the same head dim",
             source="the model's attention",
             change="train a model of another family",
@@ -131,15 +134,22 @@ def _attention(
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
 
 
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """Every field that some family's head looks for."""
+
+    cross_attentions: Any = None
+
+
 class _HiddenStates(nn.Module):
     """Stands in the decoder's place: its input is its output."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _head_alone(base: nn.Module, decoder: nn.Module) -> nn.Module:
-    """The model with its decoder taken out, parameters shared: its forward is the family's own head."""
+    """The model without its decoder, parameters shared: its forward is the family's own head."""
     names = [name for name, child in base.named_children() if child is decoder]
     if not names:
         raise UnsupportedModelError(
@@ -158,7 +168,9 @@ def _head_alone(base: nn.Module, decoder: nn.Module) -> nn.Module:
 @contextmanager
 def _attention_implementation(base: nn.Module, name: str) -> Iterator[None]:
     """Set the attention name on every config that the model's modules hold."""
-    configs = {id(m.config): m.config for m in base.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in base.modules() if hasattr(m, "config")
+    }
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         for config, _ in before:
@@ -186,20 +198,20 @@ def _without_gradient_checkpointing(base: nn.Module) -> Iterator[None]:
 def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
     """Let longrope choose its factors by the run's longest sequence, once, and keep them.
 
-    transformers chooses them per call, by the call's largest position: a chunk would choose otherwise
-    than the sequence that it is a piece of.
+    transformers chooses them per call, by the call's largest position: a chunk would choose
+    otherwise than the sequence that it is a piece of.
     """
     if max_seq_len is None or "longrope" not in rope_types(base.config.get_text_config()):  # type: ignore[operator, union-attr]
         yield
         return
-    rotaries = [m for m in base.modules() if getattr(m, "rope_type", None) == "longrope"]
+    rotaries: list[Any] = [m for m in base.modules() if getattr(m, "rope_type", None) == "longrope"]
     try:
         for rotary in rotaries:
-            device = rotary.inv_freq.device  # type: ignore[union-attr]
+            device = rotary.inv_freq.device
             longest = torch.tensor([[max_seq_len - 1]], device=device)
             rotary(torch.zeros(1, device=device), longest)  # transformers chooses
-            rotary.rope_type = "pinned"  # type: ignore[assignment]
+            rotary.rope_type = "pinned"
         yield
     finally:
         for rotary in rotaries:
-            rotary.rope_type = "longrope"  # type: ignore[assignment]
+            rotary.rope_type = "longrope"

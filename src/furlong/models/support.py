@@ -1,4 +1,4 @@
-"""What is refused by name, because it could not be trained exactly, and what is only worth a note."""
+"""What is refused by name because it could not be trained exactly, and what is worth a note."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attention_dropout(model: nn.Module) -> float:
 
 
 def other_dropouts(model: nn.Module) -> dict[str, float]:
-    """Names and probabilities of active dropout modules: allowed, but the draw depends on the plan."""
+    """Names and probabilities of active dropouts: what they draw depends on the plan."""
     return {
         name: module.p
         for name, module in model.named_modules()
@@ -96,7 +96,7 @@ def _refuse_rope(model: nn.Module, text: Any, max_seq_len: int | None) -> None:
     if "longrope" in types and max_seq_len is None:
         raise _unsupported(
             model,
-            "has RoPE of type longrope, which has one set of factors for short and one for long runs",
+            "has RoPE of type longrope, with one set of factors for short and one for long runs",
             "the length of the run's longest sequence, to choose the set once",
             "pass max_seq_len to forward_backward or Engine",
         )

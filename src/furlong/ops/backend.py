@@ -1,4 +1,4 @@
-"""The signature behind which attention kernels are exchanged, and the choice among them.
+"""The signature behind which attention kernels are exchanged.
 
 A backend computes one *block*: some query rows against some keys of the same sequence. Which keys a
 row sees follows from positions alone, so no caller ever builds a mask.
@@ -8,7 +8,6 @@ row sees follows from positions alone, so no caller ever builds a mask.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,7 +78,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients (N, T, H), (K, S, H), (K, S, H) of this block's part.
 
-        `out` and `lse` are those of the whole row, over all of its blocks.
+        `out` and `lse` are those of the whole row, over all of its blocks. Key and value gradients
+        may come in lse's dtype.
         """
         ...
 
@@ -91,56 +91,3 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def num_row_pieces(num_rows: int, num_keys: int, num_heads: int, max_elements: int) -> int:
     """Rows per tile so that a (heads, rows, keys) score tile stays below `max_elements`."""
     return max(1, min(num_rows, max_elements // max(1, num_heads * num_keys)))
-
-
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """The fastest backend that agrees with the reference here; the caller keeps it.
-
-    Each candidate is probed once on a small block, values and gradients. One that fails is left
-    out with a message: a kernel must never be chosen silently, nor be wrong silently.
-    """
-    from furlong.ops.cpu_flash import CPUFlash
-    from furlong.ops.cuda_flash import CUDAFlash, CUDNN
-    from furlong.ops.reference import Reference
-
-    candidates: list[Backend] = []
-    if device.type == "cpu":
-        candidates = [CPUFlash()]
-    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        candidates = [CUDNN(), CUDAFlash()]
-    for candidate in candidates:
-        fault = _probe(candidate, device, dtype, head_dim)
-        if fault is None:
-            return candidate
-        logging.getLogger(__name__).warning(
-            "attention backend %s left out on %s for %s, head dim %d: %s",
-            type(candidate).__name__, device, dtype, head_dim, fault,
-        )  # fmt: skip
-    return Reference()
-
-
-def _probe(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """None if the backend agrees with the reference on a causal and on a full block, else why not."""
-    from furlong.ops.reference import Reference
-
-    generator = torch.Generator().manual_seed(0)
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 3e-2)
-    num_rows = 48
-    for num_keys, distance in ((num_rows, 0), (80, 80)):
-        q, dout = (torch.randn(4, num_rows, head_dim, generator=generator) for _ in range(2))
-        k, v = (torch.randn(2, num_keys, head_dim, generator=generator) for _ in range(2))
-        q, dout, k, v = (t.to(device, dtype) for t in (q, dout, k, v))
-        block = Block(distance, head_dim**-0.5)
-        exact = [t.double() for t in (q, k, v)]
-        out, lse = Reference().forward(*exact, block)
-        expected = (out, lse, *Reference().backward(dout.double(), *exact, out, lse, block))
-        try:
-            mine = backend.forward(q, k, v, block)
-            given = (*mine, *backend.backward(dout, q, k, v, *mine, block))
-        except (RuntimeError, NotImplementedError) as error:
-            return str(error).splitlines()[0]
-        for value, truth in zip(given, expected, strict=True):
-            relative = float((value.double() - truth).norm() / truth.norm())
-            if not relative <= tolerance:
-                return f"relative error {relative:.1e} against the reference"
-    return None

@@ -4,9 +4,10 @@
 
 Own slices are causal and see nothing of one another; the prefix of the first slice is read block by
 block from the store. Partial results are merged by log-sum-exp; the backward uses the merged output
-and log-sum-exp for every block, as flash attention does. It adds the prefix's dK,dV to the store and
-returns, for the chunk's own K,V, their own gradient plus what later chunks have sent: the relay of
-SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and without an extra loss term.
+and log-sum-exp for every block, as flash attention does. It adds the prefix's dK,dV to the store
+and returns, for the chunk's own K,V, their own gradient plus what later chunks have sent: the
+relay of SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and without an extra loss
+term.
 
     T tokens of the chunk, N query heads, K key-value heads, H head dim, S keys of a prefix block
 """
@@ -27,10 +28,14 @@ from furlong.ops.backend import Backend, Block, lse_dtype
 class PrefixBlock(Protocol):
     """Some stored keys and values before a slice."""
 
-    k: Tensor  # (K, S, H)
-    v: Tensor  # (K, S, H)
-    distance: int
-    """Position of the slice's first token minus that of the block's first key."""
+    @property
+    def k(self) -> Tensor: ...  # (K, S, H)
+    @property
+    def v(self) -> Tensor: ...  # (K, S, H)
+    @property
+    def distance(self) -> int:
+        """Position of the slice's first token minus that of the block's first key."""
+        ...
 
     def add_grad(self, dk: Tensor, dv: Tensor) -> None:
         """Add to the gradients that wait for this block's own chunk."""
@@ -155,8 +160,10 @@ class _ChunkAttention(torch.autograd.Function):
         else:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             for rows in call.slices:
-                own = [t[:, rows] for t in (dout, q, k, v, out, lse)]
-                dq[:, rows], dk[:, rows], dv[:, rows] = backend.backward(*own, rule.block(0))
+                dq[:, rows], dk[:, rows], dv[:, rows] = backend.backward(
+                    dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows],
+                    rule.block(0),
+                )  # fmt: skip
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         first = call.slices[0]
         dq_prefix: Tensor | None = None  # summed in lse's dtype, rounded once
@@ -181,4 +188,4 @@ class _ChunkAttention(torch.autograd.Function):
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (N, T)
             share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
             dsinks = -(share * delta).sum(-1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None

@@ -35,9 +35,9 @@ class CPUFlash:
             return out.reshape(q.shape), lse.reshape(q.shape[:2])
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
-        for rows, keys, mask in _band(block, num_rows, num_keys, q):
+        for rows, seen, mask in _band(block, num_rows, num_keys, q):
             tile_out, tile_lse = _flash(
-                *_expanded(q[:, rows], k[:, keys], v[:, keys]), attn_mask=mask, scale=block.scale
+                *_expanded(q[:, rows], k[:, seen], v[:, seen]), attn_mask=mask, scale=block.scale
             )
             out[:, rows] = tile_out.reshape(q[:, rows].shape)
             lse[:, rows] = tile_lse.reshape(q[:, rows].shape[:2])
@@ -59,12 +59,13 @@ class CPUFlash:
             return _unfold(dq, q.shape), dk.sum(0), dv.sum(0)  # (pieces, K, S, H) -> (K, S, H)
         if block.is_causal(num_rows, num_keys):
             return _square_backward(dout, q, k, v, out, lse, True, None, block.scale)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows, keys, mask in _band(block, num_rows, num_keys, q):
-            tile = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows])
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for rows, seen, mask in _band(block, num_rows, num_keys, q):
+            tile = (dout[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, rows])
             dq[:, rows], dk_tile, dv_tile = _square_backward(*tile, False, mask, block.scale)
-            dk[:, keys] += dk_tile
-            dv[:, keys] += dv_tile
+            dk[:, seen] += dk_tile
+            dv[:, seen] += dv_tile
         return dq, dk, dv
 
 
@@ -93,7 +94,11 @@ def _expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q (N, T, H) -> (K, N/K, T, H); k, v -> views of the same heads, nothing copied."""
     num_kv_heads, num_groups = k.shape[0], q.shape[0] // k.shape[0]
     heads = (num_kv_heads, num_groups, -1, -1)
-    return q.unflatten(0, (num_kv_heads, num_groups)), k[:, None].expand(heads), v[:, None].expand(heads)
+    return (
+        q.unflatten(0, (num_kv_heads, num_groups)),
+        k[:, None].expand(heads),
+        v[:, None].expand(heads),
+    )
 
 
 def _square_backward(

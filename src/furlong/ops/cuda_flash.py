@@ -1,7 +1,7 @@
 """Attention of one block by PyTorch's CUDA kernels: flash attention and cuDNN's.
 
-Both are called at the level where the log-sum-exp goes in and out, so that blocks can be merged; the
-backward takes the merged output and log-sum-exp, the way torch's own context parallelism does.
+Both are called at the level where the log-sum-exp goes in and out, so that blocks can be merged;
+the backward takes the merged output and log-sum-exp, the way torch's own context parallelism does.
 """
 
 from __future__ import annotations
@@ -98,13 +98,18 @@ class CUDNN:
             heads[1].shape[2], k.shape[1], 0.0, is_causal, scale=block.scale,
         )  # fmt: skip
         groups = (k.shape[0], -1)  # (heads, S, H) -> (K, heads/K, S, H) -> (K, S, H)
-        return dq.reshape(q.shape), dk[0].unflatten(0, groups).sum(1), dv[0].unflatten(0, groups).sum(1)
+        return (
+            dq.reshape(q.shape),
+            dk[0].unflatten(0, groups).sum(1),
+            dv[0].unflatten(0, groups).sum(1),
+        )
 
 
 def _flash_call(
     num_rows: int, num_keys: int, block: Block
 ) -> tuple[int, int, bool, int | None, int | None] | None:
-    """(rows, first key, is_causal, window left, window right) of one flash call, None if it has none.
+    """(rows, first key, is_causal, window left, window right) of one flash call, None if it has
+    none.
 
     flash aligns row t with key t + S - T; a window reaches `left` keys before and `right` after it.
     """

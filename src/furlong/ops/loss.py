@@ -1,6 +1,6 @@
 """Cross-entropy over tiles of labelled tokens, so that logits exist for one tile at a time.
 
-    T tokens of the chunk, D hidden size, V vocabulary
+T tokens of the chunk, D hidden size, V vocabulary
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def tiled_loss(
 ) -> tuple[float, Tensor | None]:
     """The summed loss of a chunk and, with `grad_scale`, its gradient by the hidden states.
 
-    `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (T,), already shifted, IGNORE_INDEX
-    where there is none: those positions never reach the head. With `grad_scale` the gradient of
-    `grad_scale * loss` is added to the head's parameters and returned by the hidden states (T, D).
-    The loss itself is computed in float32, or in float64 for float64 logits.
+    `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (T,), already shifted,
+    IGNORE_INDEX where there is none: those positions never reach the head. With `grad_scale` the
+    gradient of `grad_scale * loss` is added to the head's parameters and returned by the hidden
+    states (T, D). The loss itself is computed in float32, or in float64 for float64 logits.
     """
     rows = torch.nonzero(labels != IGNORE_INDEX).flatten()
     grad = None if grad_scale is None else torch.zeros_like(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for tile in rows.split(max_tile_tokens):
         tile_hidden = hidden.detach()[tile]  # (t, D)
-        if grad is None:
+        if grad is None or grad_scale is None:
             with torch.no_grad():
                 total += _summed(head(tile_hidden), labels[tile])
             continue

@@ -1,7 +1,7 @@
 """Attention of one block in plain tensor operations: any dtype, any device, every rule.
 
-It is what the fast backends are tested against, and it serves what they lack (softcap). Scores exist
-for one tile of rows at a time.
+It is what the fast backends are tested against, and it serves what they lack (softcap). Scores
+exist for one tile of rows at a time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class Reference:
                 dscores = dscores * (1 - tanh**2)
             dscores = dscores * block.scale
             dq[:, rows] = _grouped(dscores, k[:, keys].to(wide)).to(q.dtype)
-            dk[:, keys] += _fold(dscores, num_kv_heads).mT @ _fold(q[:, rows].to(wide), num_kv_heads)
+            dk[:, keys] += _fold(dscores, num_kv_heads).mT @ _fold(
+                q[:, rows].to(wide), num_kv_heads
+            )
             dv[:, keys] += _fold(probabilities, num_kv_heads).mT @ _fold(dout_rows, num_kv_heads)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk, dv
 
 
 def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, slice, Block]]:

@@ -141,17 +141,17 @@ def earlier_kv_is_there(grid: Grid) -> None:
         stage, chunk = divmod(cell, grid.num_chunks)
         row = cell - chunk
         for seq_id, position in grid.plan.links[chunk]:
-            chain = grid.plan.chains[seq_id]
-            if at < grid.forward[row + chain[-1]]:
+            group = grid.plan.groups[seq_id]
+            if at < grid.forward[row + group[-1]]:
                 continue
             ready = num_ready.get((seq_id, stage), 0)
             while ready < position and (
-                not keeps_input[row + chain[ready]] or rebuilt[row + chain[ready]]
+                not keeps_input[row + group[ready]] or rebuilt[row + group[ready]]
             ):
                 ready += 1
             num_ready[seq_id, stage] = ready
             if ready < position:
-                missing = grid.name(row + chain[ready])
+                missing = grid.name(row + group[ready])
                 why = f"{missing} keeps its input only, and no RebuildKV({missing}) came before"
                 raise grid.refuse(rule, why, at)
         if kind is RebuildKV:
@@ -166,10 +166,10 @@ def earlier_kv_is_there(grid: Grid) -> None:
 def kv_gradients_are_complete(grid: Grid) -> None:
     """I5. A Backward comes after that of every later chunk of its sequence that has one."""
     rule = "the dK,dV of a chunk are complete before its Backward"
-    for chain in grid.plan.chains.values():
+    for group in grid.plan.groups.values():
         for row in range(0, len(grid.backward), grid.num_chunks):
             latest, latest_cell = -1, -1
-            for chunk in reversed(chain):
+            for chunk in reversed(group):
                 at = grid.backward[row + chunk]
                 if 0 <= at < latest:
                     why = f"B{grid.name(latest_cell)} still adds to the dK,dV of chunk {chunk}"
@@ -220,7 +220,7 @@ def backward_ends_a_cell(grid: Grid) -> None:
         for seq_id, position in grid.plan.links[chunk]:
             lowest = ended.get((seq_id, stage), position)
             if lowest < position:
-                earlier = cell - chunk + grid.plan.chains[seq_id][lowest]
+                earlier = cell - chunk + grid.plan.groups[seq_id][lowest]
                 raise grid.refuse(rule, f"B{grid.name(earlier)} has freed the K,V it reads", at)
             if kind is Backward:
                 ended[seq_id, stage] = position

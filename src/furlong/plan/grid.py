@@ -53,9 +53,9 @@ class Grid:
             for at in self.forward
         ]
         """What each cell's Forward keeps (None only for a cell without one)."""
-        chains = plan.chains
+        groups = plan.groups
         self.before = [
-            [chains[seq_id][position - 1] for seq_id, position in links if position]
+            [groups[seq_id][position - 1] for seq_id, position in links if position]
             for links in plan.links
         ]
         """For each chunk, the ones just before it in its sequences."""

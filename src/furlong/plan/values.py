@@ -142,7 +142,7 @@ class ChunkPlan:
     """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
 
     @cached_property
-    def chains(self) -> dict[int, tuple[int, ...]]:
+    def groups(self) -> dict[int, tuple[int, ...]]:
         """For each sequence that is cut, its chunks in the order of its tokens."""
         pieces: dict[int, list[tuple[int, int]]] = {}
         for index, chunk in enumerate(self.chunks):
@@ -156,10 +156,10 @@ class ChunkPlan:
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each chunk, (seq_id, position in its chain) of every cut sequence in it."""
+        """For each chunk, (seq_id, position in its group) of every cut sequence in it."""
         links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
-        for seq_id, chain in self.chains.items():
-            for position, index in enumerate(chain):
+        for seq_id, group in self.groups.items():
+            for position, index in enumerate(group):
                 links[index].append((seq_id, position))
         return tuple(tuple(pairs) for pairs in links)
 
@@ -167,7 +167,7 @@ class ChunkPlan:
     def continues(self) -> tuple[bool, ...]:
         """For each chunk, whether a later chunk reads its K,V."""
         return tuple(
-            any(position < len(self.chains[seq_id]) - 1 for seq_id, position in pairs)
+            any(position < len(self.groups[seq_id]) - 1 for seq_id, position in pairs)
             for pairs in self.links
         )
 

@@ -48,7 +48,7 @@ class ChunkOptions:
                     given=f"chunks.{name} = {value!r}",
                     required=f"one of {', '.join(choices)}",
                     source="ChunkOptions",
-                    change=f"choose one of them; see docs/ for what this release leaves out",
+                    change="choose one of them; the README says what this release leaves out",
                 )
 
 

@@ -14,7 +14,7 @@ from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, chunk_attent
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """The cell's last K,V are stored: what follows in the forward is needed by its backward only."""
+    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Piece:
     rows: slice
     seq_id: int
     index: int
-    """Its position in the sequence's chain."""
+    """Its position in the sequence's group."""
     continues: bool
     """Whether later chunks read its K,V."""
 

@@ -1,4 +1,4 @@
-"""Carries out one rank's actions on a device. It decides nothing: the plan says what happens when."""
+"""Carries out one rank's actions on a device. It decides nothing: the plan says what comes when."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
 from furlong.ops.backend import Backend
 from furlong.ops.loss import tile_tokens, tiled_loss
+from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
 from furlong.plan.values import (
@@ -49,7 +50,7 @@ class _Live:
 
 
 class Executor:
-    """One plan on one device; `run` may be called once.
+    """One plan on one device; the plan is checked, and `run` may be called once.
 
     Gradients of loss / num_valid_tokens are added to the parameters' `.grad`.
     """
@@ -67,9 +68,10 @@ class Executor:
     ) -> None:
         if len(plan.stages) != 1 or plan.sp_size != 1 or plan.tier != "device":
             raise PlanError(
-                f"this executor runs one stage on one device: the plan has {len(plan.stages)} stages, "
-                f"sp_size {plan.sp_size}, tier {plan.tier}"
+                f"this executor runs one stage on one device: the plan has {len(plan.stages)} "
+                f"stages, sp_size {plan.sp_size}, tier {plan.tier}"
             )
+        check(plan)
         self._model = model
         self._plan = plan
         self._sequences = sequences
@@ -86,7 +88,7 @@ class Executor:
         self._loss_sum = 0.0
 
     def run(self) -> tuple[float, Timeline]:
-        """Obey the plan; returns the summed loss and what was done when. Call inside `installed`."""
+        """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
         records: list[Record] = []
         start_s = time.perf_counter()
         frees = kv_frees(self._plan, self._rank)
@@ -98,11 +100,10 @@ class Executor:
                     self._free_kv(chunk, stage)
                 if self._model.device.type == "cuda":
                     torch.cuda.synchronize(self._model.device)
+                ended_s = time.perf_counter() - start_s
+                text, in_use_bytes = format_action(action), memory_bytes(self._model.device)
                 records.append(
-                    Record(
-                        self._rank, "compute", format_action(action), began_s,
-                        time.perf_counter() - start_s, memory_bytes(self._model.device), 0,
-                    )  # fmt: skip
+                    Record(self._rank, "compute", text, began_s, ended_s, in_use_bytes, 0)
                 )
             self._ledger.assert_empty()
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
@@ -139,7 +140,6 @@ class Executor:
                 live.hidden = self._hidden(live)
         elif (action.chunk, action.stage) not in self._backwards:
             self._evaluate(live)
-            del self._live[action.chunk, action.stage]
         elif continues:
             live.rng = rng_state(self._model.device) if self._replays_rng else None
             if action.keep == "attention":
@@ -224,8 +224,8 @@ class Executor:
 def piece_lens(plan: ChunkPlan) -> dict[int, list[int]]:
     """Tokens of each piece of each cut sequence."""
     lens: dict[int, list[int]] = {}
-    for seq_id, chain in plan.chains.items():
-        pieces = [s for c in chain for s in plan.chunks[c].slices if s.seq_id == seq_id]
+    for seq_id, group in plan.groups.items():
+        pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
         lens[seq_id] = [piece.num_tokens for piece in pieces]
     return lens
 
@@ -233,7 +233,9 @@ def piece_lens(plan: ChunkPlan) -> dict[int, list[int]]:
 def chunk_pieces(plan: ChunkPlan, chunk: int, rows: tuple[slice, ...]) -> tuple[Piece, ...]:
     index_of = dict(plan.links[chunk])
     return tuple(
-        Piece(where, s.seq_id, index_of[s.seq_id], index_of[s.seq_id] < len(plan.chains[s.seq_id]) - 1)
+        Piece(
+            where, s.seq_id, index_of[s.seq_id], index_of[s.seq_id] < len(plan.groups[s.seq_id]) - 1
+        )
         for s, where in zip(plan.chunks[chunk].slices, rows, strict=True)
         if s.seq_id in index_of
     )

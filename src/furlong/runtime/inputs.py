@@ -39,11 +39,16 @@ def shift_labels(sequences: Sequence[Mapping[str, Tensor]]) -> list[ShiftedSeque
     shifted = []
     for index, sequence in enumerate(sequences):
         input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
-        if not _is_token_vector(input_ids) or not _is_token_vector(labels) or (
-            input_ids.shape != labels.shape or len(input_ids) == 0  # type: ignore[union-attr, arg-type]
+        if (
+            not _is_token_vector(input_ids)
+            or not _is_token_vector(labels)
+            or (
+                input_ids.shape != labels.shape or len(input_ids) == 0  # type: ignore[union-attr, arg-type]
+            )
         ):
             raise DataError(
-                given=f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
+                given=f"sequence {index} with input_ids {_describe(input_ids)}, "
+                f"labels {_describe(labels)}",
                 required="input_ids and labels as int64 tensors of one shape (T,), T at least 1",
                 source="the sequences passed to forward_backward",
                 change="pass one dict per sequence, unpadded, without a batch axis",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 def compute_parameters(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
     """Within it the model's parameters are `compute_dtype` (None: as they are).
 
-    Gradients end in the `.grad` of the model's own parameters. Those of 16-bit computations are summed
-    in float32; a parameter that is itself 16-bit gets its sum on exit, rounded once. On exit, also
-    after an error, the model holds its own parameters again.
+    Gradients end in the `.grad` of the model's own parameters. Those of 16-bit computations are
+    summed in float32; a parameter that is itself 16-bit gets its sum on exit, rounded once. On
+    exit, also after an error, the model holds its own parameters again.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}

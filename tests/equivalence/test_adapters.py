@@ -1,0 +1,218 @@
+"""LoRA adapters, longrope, dropout, other families: equal to the model's own forward, or refused."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from families import VOCAB_SIZE, build
+from gradients import batch, reference_loss, take_grads, worst_relative_error
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import furlong
+from furlong.errors import UnsupportedModelError
+from furlong.runtime.cell import Cell
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+def tiny(config_class: str, **settings) -> transformers.PreTrainedModel:
+    common = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**{**common, **settings})
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
+def assert_equal_gradients(model, sequences, options=OPTIONS, bound=1e-12, **arguments):
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    result = furlong.forward_backward(model, sequences, options, **arguments)
+    assert result.loss == pytest.approx(loss, rel=bound)
+    assert worst_relative_error(take_grads(model), truth) <= bound
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["k_proj", "v_proj"], "all-linear"])
+@pytest.mark.parametrize("keep", ["kv", "attention"])
+def test_lora(targets, keep):
+    base = build("qwen2")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at the start, which would hide lora_A's gradient
+                parameter.normal_()
+    model = model.double()
+    options = furlong.ChunkOptions(size=8, keep=keep)
+    assert_equal_gradients(model, batch([21, 4, 17]), options)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_only_the_head_is_trained():
+    model = build("llama")
+    model.requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    assert_equal_gradients(model, batch([21, 4]))
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def longrope_model():
+    return build(
+        "phi3", max_position_embeddings=64, original_max_position_embeddings=16,
+        rope_parameters=dict(LONGROPE),
+    )  # fmt: skip
+
+
+def test_longrope_beyond_the_original_length():
+    model = longrope_model()
+    assert_equal_gradients(model, batch([40]), max_seq_len=40)
+    losses = [
+        furlong.forward_backward(model, batch([40]), OPTIONS, backward=False, max_seq_len=n).loss
+        for n in (40, 16)
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-3, "the two sets of factors must differ to be told apart"
+
+
+def test_longrope_within_the_original_length():
+    assert_equal_gradients(longrope_model(), batch([14, 3]), max_seq_len=16)
+
+
+def test_longrope_factors_belong_to_the_run_and_not_to_the_call():
+    """A short sequence gets the long factors when the run has longer ones, in every chunking."""
+    model = longrope_model()
+    short = batch([12])
+    losses = [
+        furlong.forward_backward(
+            model, short, furlong.ChunkOptions(size=size), backward=False, max_seq_len=length
+        ).loss
+        for size, length in ((64, 64), (5, 64), (64, 16))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and abs(losses[0] - losses[2]) > 1e-6
+
+
+def test_longrope_asks_for_the_length_of_the_run():
+    with pytest.raises(UnsupportedModelError, match="pass max_seq_len"):
+        furlong.forward_backward(longrope_model(), batch([12]), OPTIONS)
+
+
+@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
+def test_dropout_is_allowed_with_a_note_and_replayed(keep, monkeypatch):
+    """A recompute that drew anew would not meet the K,V that later chunks have seen."""
+    model = build("phi3", resid_pdrop=0.3)
+    keys_of: dict[tuple, list[torch.Tensor]] = {}
+    plain = Cell.attend
+
+    def attend(self, layer, q, k, v, rule, sinks):
+        keys_of.setdefault((self.pieces[0].index, layer), []).append(k.detach())
+        return plain(self, layer, q, k, v, rule, sinks)
+
+    options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
+    with pytest.warns(UserWarning, match="dropout modules are active"):
+        furlong.forward_backward(model, batch([3]), options)
+    monkeypatch.setattr(Cell, "attend", attend)
+    with pytest.warns(UserWarning, match="dropout modules are active"):
+        furlong.forward_backward(model, batch([24]), options)
+    replayed = {key: keys for key, keys in keys_of.items() if len(keys) > 1}
+    assert {piece for piece, _ in replayed} == {0, 1} and len(replayed) == 2 * 3
+    assert all(torch.equal(keys[0], other) for keys in replayed.values() for other in keys[1:])
+
+
+def test_dropout_is_silent_in_evaluation():
+    model = build("phi3", resid_pdrop=0.3).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        furlong.forward_backward(model, batch([24]), OPTIONS)
+
+
+def test_gradient_checkpointing_of_the_model_is_set_aside():
+    model = build("llama")
+    model.gradient_checkpointing_enable()
+    assert_equal_gradients(model, batch([21, 4]))
+    assert model.is_gradient_checkpointing
+
+
+OTHERS = {
+    "phi": ("PhiConfig", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 6}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 6, "residual_dropout": 0.0}),
+    "cohere": ("CohereConfig", {}),
+    "smollm3": ("SmolLM3Config", {}),
+    "glm4": ("Glm4Config", {"head_dim": 8}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 6}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_families_outside_the_matrix_work_too(family):
+    config_class, settings = OTHERS[family]
+    assert_equal_gradients(tiny(config_class, **settings), batch([21, 4]), bound=2e-6)
+
+
+REFUSED = {
+    "falcon": ("FalconConfig", {"alibi": True}, "Falcon"),
+    "bloom": ("BloomConfig", {"n_head": 4, "hidden_size": 32}, "Bloom"),
+    "gpt2 with attention dropout": ("GPT2Config", {"attn_pdrop": 0.1}, "attention dropout 0.1"),
+    "dynamic rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "RoPE of type dynamic",
+    ),
+    "router loss": (
+        "MixtralConfig", {"num_local_experts": 2, "output_router_logits": True}, "router loss",
+    ),
+    "chunked attention": (
+        "LlamaConfig", {"layer_types": ["chunked_attention", "full_attention"]},
+        "chunked_attention",
+    ),
+    "state space": ("MambaConfig", {"state_size": 4}, "Mamba"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_inexact_is_refused_by_name(name):
+    config_class, settings, told = REFUSED[name]
+    if name == "chunked attention":
+        model = tiny(config_class)
+        model.config.layer_types = settings["layer_types"]
+    else:
+        model = tiny(config_class, **settings)
+    with pytest.raises(UnsupportedModelError) as error:
+        furlong.forward_backward(model, batch([21, 4]), OPTIONS)
+    assert told in str(error.value)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_encoder_decoder_is_refused():
+    config = transformers.T5Config(
+        vocab_size=VOCAB_SIZE, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2
+    )
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration"):
+        furlong.forward_backward(
+            transformers.T5ForConditionalGeneration(config), batch([9]), OPTIONS
+        )
+
+
+def test_the_self_check_finds_tokens_that_meet_outside_of_attention():
+    model = build("llama")
+    layer = model.model.layers[1]
+    plain = layer.mlp.forward
+
+    def leaky(x):
+        return plain(x) + x.cumsum(1)  # every token sees all tokens before it in the same call
+
+    layer.mlp.forward = leaky
+    with pytest.raises(UnsupportedModelError, match="other logits in chunks than whole"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)

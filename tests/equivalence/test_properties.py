@@ -1,0 +1,162 @@
+"""What holds for every batch besides the gradients' values: isolation, normalisation, precision."""
+
+import math
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB_SIZE, build
+from gradients import (
+    batch,
+    num_labels,
+    reference_loss,
+    take_grads,
+    total_relative_error,
+    worst_relative_error,
+)
+
+import furlong
+from furlong.errors import DataError
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mixtral"])
+def test_changing_one_token_moves_no_bit_elsewhere(family):
+    """Only the long sequence has labels: all gradients are its own, so none may move by one bit."""
+    model = build(family, torch.float32)
+    long, short, other = batch([21, 4, 6])
+    for sequence in (short, other):
+        sequence["labels"][:] = -100
+    results = []
+    for _ in range(2):
+        loss = furlong.forward_backward(model, [short, long, other], OPTIONS).loss
+        results.append((loss, take_grads(model)))
+        short["input_ids"][1] = (short["input_ids"][1] + 1) % VOCAB_SIZE
+    (loss_a, grads_a), (loss_b, grads_b) = results
+    moved = [n for n in grads_a if not torch.equal(grads_a[n], grads_b[n])]
+    assert loss_a == loss_b and not moved
+
+
+def test_changing_one_token_moves_its_own_sequence():
+    model = build("llama")
+    (sequence,) = batch([21])
+    before = furlong.forward_backward(model, [sequence], OPTIONS, backward=False).loss
+    sequence["input_ids"][0] = (sequence["input_ids"][0] + 1) % VOCAB_SIZE
+    after = furlong.forward_backward(model, [sequence], OPTIONS, backward=False).loss
+    assert before != after
+
+
+def test_one_call_or_several_with_the_global_count():
+    model = build("qwen2")
+    sequences = batch([21, 4, 6, 17], masked=[range(3), range(4)])
+    furlong.forward_backward(model, sequences, OPTIONS)
+    truth = take_grads(model)
+    divisor = num_labels(sequences)
+    for part in (sequences[:1], sequences[1:2], sequences[2:]):
+        furlong.forward_backward(model, part, OPTIONS, num_valid_tokens=divisor)
+    assert worst_relative_error(take_grads(model), truth) < 1e-12
+
+
+def test_gradients_are_added():
+    model = build("llama")
+    sequences = batch([11])
+    furlong.forward_backward(model, sequences, OPTIONS)
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    furlong.forward_backward(model, sequences, OPTIONS)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+@pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
+def test_evaluation_gives_the_same_loss_and_no_gradients(keep):
+    model = build("gemma3")
+    sequences = batch([21, 4, 6, 17])
+    options = furlong.ChunkOptions(size=8, keep=keep)
+    result = furlong.forward_backward(model, sequences, options, backward=False)
+    assert all(p.grad is None for p in model.parameters())
+    trained = furlong.forward_backward(model, sequences, options)
+    assert result.loss == pytest.approx(trained.loss, rel=1e-12)
+    assert result.num_valid_tokens == trained.num_valid_tokens == num_labels(sequences)
+    assert {record.action[0] for record in result.timeline.records} == {"F"}
+
+
+def test_a_batch_without_labels_needs_a_divisor():
+    model = build("llama")
+    sequences = batch([9], masked=[range(9)])
+    with pytest.raises(DataError, match="no token with a label"):
+        furlong.forward_backward(model, sequences, OPTIONS)
+    result = furlong.forward_backward(model, sequences, OPTIONS, num_valid_tokens=5)
+    assert result.loss == 0 and all(not g.any() for g in take_grads(model).values())
+
+
+@pytest.mark.parametrize(
+    "sequence, told",
+    [
+        (
+            {"input_ids": torch.zeros(3, dtype=torch.int32), "labels": torch.zeros(3).long()},
+            "int32",
+        ),
+        (
+            {"input_ids": torch.zeros(3).long(), "labels": torch.zeros(4).long()},
+            "labels int64 (4,)",
+        ),
+        ({"input_ids": torch.zeros(1, 3).long(), "labels": torch.zeros(1, 3).long()}, "(1, 3)"),
+        ({"input_ids": torch.zeros(0).long(), "labels": torch.zeros(0).long()}, "(0,)"),
+        ({"input_ids": torch.zeros(3).long()}, "labels NoneType"),
+    ],
+)
+def test_malformed_sequences_are_told_apart(sequence, told):
+    good = batch([4])[0]
+    with pytest.raises(DataError) as error:
+        furlong.forward_backward(build("llama"), [good, sequence], OPTIONS)
+    assert told in str(error.value) and "sequence 1" in str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_as_good_as_transformers_own(family):
+    sequences = batch([61, 9, 30, 2])
+    exact = build(family, torch.float64)
+    reference_loss(exact, sequences)
+    truth = take_grads(exact)
+    model = build(family, torch.float32)
+    model.load_state_dict(exact.state_dict())
+    reference_loss(model, sequences)
+    theirs = take_grads(model)
+    furlong.forward_backward(model, sequences, OPTIONS)
+    mine = take_grads(model)
+    assert total_relative_error(mine, truth) <= 2e-5
+    for name, gradient in truth.items():
+        own_error = (mine[name] - gradient).norm()
+        assert own_error <= 3 * (theirs[name] - gradient).norm() + 1e-7 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("num_chunks", [1, 16, 64])
+def test_bfloat16_errs_no_more_than_transformers_own(num_chunks):
+    """Float32 weights computing in bfloat16, against a bfloat16 model's unchunked backward."""
+    mine, theirs = [], []
+    for seed in range(4):
+        sequences = batch([512], seed=seed)
+        exact = build("qwen2", torch.float32, seed=seed, max_position_embeddings=512)
+        reference_loss(exact, sequences)
+        truth = take_grads(exact)
+        rounded = build("qwen2", torch.float32, seed=seed, max_position_embeddings=512).bfloat16()
+        reference_loss(rounded, sequences)
+        theirs.append(total_relative_error(take_grads(rounded), truth))
+        furlong.forward_backward(
+            exact, sequences, furlong.ChunkOptions(size=512 // num_chunks),
+            compute_dtype=torch.bfloat16,
+        )  # fmt: skip
+        assert all(p.grad.dtype == p.dtype == torch.float32 for p in exact.parameters())
+        mine.append(total_relative_error(take_grads(exact), truth))
+    assert math.fsum(mine) <= 1.1 * math.fsum(theirs)
+
+
+def test_a_bfloat16_model_gets_gradients_rounded_once():
+    sequences = batch([64])
+    model = build("qwen2").bfloat16()
+    furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=1))
+    many = take_grads(model)
+    furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=64))
+    one = take_grads(model)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert total_relative_error(many, one) < 0.03

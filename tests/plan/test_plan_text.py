@@ -1,0 +1,178 @@
+"""Plans survive their text forms, and text that is no plan is refused in four parts."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.errors import UserError
+from furlong.plan.text import (
+    format_action,
+    format_chunk,
+    format_plan,
+    load_plan,
+    parse_action,
+    parse_chunk,
+    save_plan,
+)
+from furlong.plan.values import (
+    SHARDED,
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Slice,
+    Unshard,
+)
+
+FORMS = [
+    (Forward(3, 0, "kv"), "F3.0 kv"),
+    (Forward(3, 0, "all", recompute_layers=2), "F3.0 all l2"),
+    (Recompute(3, 0), "R3.0"),
+    (Recompute(12, 7, recompute_layers=2), "R12.7 l2"),
+    (Backward(3, 0), "B3.0"),
+    (Backward(3, 0, loss_factor=16.0, relay_factor=8.5), "B3.0 a16 c8.5"),
+    (Backward(3, 0, relay_factor=0.0), "B3.0 c0"),
+    (RebuildKV(3, 0), "K3.0"),
+    (Send("activation", 3, 0, peer=1), "send activation 3.0 to 1"),
+    (Recv("gradient", 3, 0, peer=1), "recv gradient 3.0 from 1"),
+    (Unshard(2), "unshard 2"),
+    (Reshard(2), "reshard 2"),
+    (Reduce(2), "reduce 2"),
+]
+PLAN = ChunkPlan(
+    seq_lens=(5, 2),
+    chunks=(Chunk((Slice(0, 0, 4),)), Chunk((Slice(0, 4, 5), Slice(1, 0, 2)))),
+    stages=(2,),
+    actions=((Forward(0, 0, "kv"), Forward(1, 0, "kv")),),
+    tier="host",
+)
+
+small = st.integers(0, 10**6)
+factors = st.floats(allow_nan=False, allow_infinity=False)
+keeps = st.sampled_from(("input", "kv", "attention", "all"))
+payloads = st.sampled_from(("activation", "gradient"))
+actions: st.SearchStrategy[Action] = st.one_of(
+    st.builds(Forward, small, small, keeps, small),
+    st.builds(Recompute, small, small, small),
+    st.builds(Backward, small, small, factors, factors),
+    st.builds(RebuildKV, small, small),
+    st.builds(Send, payloads, small, small, small),
+    st.builds(Recv, payloads, small, small, small),
+    st.builds(Unshard, small),
+    st.builds(Reshard, small),
+    st.builds(Reduce, small),
+)
+slices = st.builds(Slice, small, small, small, st.integers(SHARDED, 9))
+chunks = st.builds(Chunk, st.lists(slices, min_size=1, max_size=4).map(tuple))
+
+
+@pytest.mark.parametrize(("action", "text"), FORMS)
+def test_short_forms(action, text):
+    assert format_action(action) == text
+    assert parse_action(text) == action
+
+
+def test_first_letters_tell_computations_apart():
+    letters = {type(action): text[0] for action, text in FORMS}
+    assert {kind.__name__ for kind, letter in letters.items() if letter in "FRBK"} == {
+        "Forward",
+        "Recompute",
+        "Backward",
+        "RebuildKV",
+    }
+    assert len({letters[kind] for kind in (Forward, Recompute, Backward, RebuildKV)}) == 4
+
+
+def test_chunk_forms():
+    chunk = Chunk((Slice(0, 0, 4096), Slice(7, 5, 9, placement=2), Slice(1, 0, 3, SHARDED)))
+    assert format_chunk(chunk) == "0:0-4096 7:5-9@2 1:0-3@*"
+    assert parse_chunk(format_chunk(chunk)) == chunk
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions)
+def test_actions_round_trip(action):
+    assert parse_action(format_action(action)) == action
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(chunks, max_size=3), st.lists(st.lists(actions, max_size=4), max_size=3), st.data())
+def test_plans_round_trip(chunk_list, action_lists, data):
+    plan = ChunkPlan(
+        seq_lens=tuple(data.draw(st.lists(small, max_size=3))),
+        chunks=tuple(chunk_list),
+        stages=tuple(data.draw(st.lists(small, max_size=3))),
+        actions=tuple(map(tuple, action_lists)),
+        tier=data.draw(st.sampled_from(("device", "host", "disk"))),
+        sp_size=data.draw(st.integers(1, 8)),
+        sampled=data.draw(st.booleans()),
+    )
+    assert load_plan(save_plan(plan)) == plan
+
+
+def test_saved_plan_has_one_short_text_per_line():
+    lines = save_plan(PLAN).splitlines()
+    assert ' "F0.0 kv",' in lines
+    assert ' "0:4-5 1:0-2"' in lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F3", "F3.0", "F3.0 most", "F3.0 kv l", "B3.0 c", "B3.0 aten", "R-1.0", "send 3.0 to 1"],
+)
+def test_odd_actions_are_refused(text):
+    with pytest.raises(UserError) as error:
+        parse_action(text, source="rank 0, action 4")
+    assert error.value.given == repr(text)
+    assert error.value.source == "rank 0, action 4"
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:1", "0:0-4@-1", "0:0-4  1:0-2", "0:0-4,1:0-2"])
+def test_odd_chunks_are_refused(text):
+    with pytest.raises(UserError):
+        parse_chunk(text)
+
+
+def change(field, value):
+    return json.dumps(json.loads(save_plan(PLAN)) | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("{", "no JSON"),
+        ("[]", "version None"),
+        (change("version", 2), "version 2"),
+        (change("extra", 1), "extra"),
+        (change("tier", "tape"), "tape"),
+        (change("sampled", 1), "sampled"),
+        (change("seq_lens", [5, True]), "seq_lens"),
+        (change("stages", "2"), "stages"),
+        (change("sp_size", 1.5), "sp_size"),
+        (change("chunks", [7]), "chunks"),
+        (change("actions", {}), "actions"),
+        (change("actions", ["F0.0 kv"]), "actions of rank 0"),
+        (change("actions", [["X0.0"]]), "X0.0"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused_in_four_parts(text, given):
+    with pytest.raises(UserError) as error:
+        load_plan(text)
+    assert given in error.value.given
+    assert error.value.required and error.value.source and error.value.change
+
+
+def test_page_for_a_person():
+    page = format_plan(PLAN)
+    assert "chunk 0: split, 4 tokens, 0:0-4" in page
+    assert "chunk 1: hybrid, 3 tokens, 0:4-5 1:0-2" in page
+    assert "rank 0\n  F0.0 kv, F1.0 kv\n" in page

@@ -1,0 +1,212 @@
+"""The shape of the package: floors, imports without torch, budgets of size, public names.
+
+Every rule is a function of sources, so that the last tests can show it sources that break it.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import furlong
+
+ROOT = Path(furlong.__file__).parent
+
+# From the top down. A name may import from floors below its own, never from its own or above;
+# "furlong" is the package's __init__, which resolves the public names.
+FLOORS = (
+    ("cli",),
+    ("verify",),
+    ("train",),
+    ("furlong",),
+    ("api", "calibrate"),
+    ("runtime", "data"),
+    ("models",),
+    ("ops", "kv"),
+    ("planners",),
+    ("report",),
+    ("simulate",),
+    ("cost",),
+    ("plan", "config", "timeline"),
+    ("errors", "units"),
+)
+FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))
+MAX_LINES_PER_FILE = 300
+MAX_LINES_PER_FUNCTION = 60
+
+
+def read_sources():
+    """Module name -> source, for every file of the package."""
+    sources = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("furlong", *path.relative_to(ROOT).with_suffix("").parts)
+        sources[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return sources
+
+
+SOURCES = read_sources()
+PACKAGES = {
+    ".".join(("furlong", *path.parent.relative_to(ROOT).parts))
+    for path in ROOT.rglob("__init__.py")
+}
+
+
+def imports_of(module, source, modules, packages):
+    """Modules of furlong that `module` names in any import, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                keep = len(parents) - node.level + (module in packages)
+                base = ".".join([*parents[:keep], *filter(None, [node.module])])
+            inside = {f"{base}.{alias.name}" for alias in node.names}
+            names = {name.rpartition(".")[2] for name in inside & modules}
+            found |= inside & modules
+            if names != {alias.name for alias in node.names}:
+                found.add(base)
+    return {name for name in found if name.split(".")[0] == "furlong"} - {module}
+
+
+def unit_of(module):
+    """The name on a floor that a module belongs to."""
+    return [*module.split("."), "furlong"][1]
+
+
+def floor_of(module):
+    return next((i for i, floor in enumerate(FLOORS) if unit_of(module) in floor), None)
+
+
+def forbidden_imports(sources, packages):
+    """Imports that do not go to a lower floor, except within one package."""
+    modules = set(sources)
+    return [
+        f"{module} imports {target}"
+        for module, source in sources.items()
+        for target in sorted(imports_of(module, source, modules, packages))
+        if unit_of(module) != unit_of(target)
+        and not (floor_of(module) or 0) < (floor_of(target) or 0)
+    ]
+
+
+def first_circle(sources, packages):
+    """Modules that import each other in a circle, or nothing."""
+    graph = {
+        name: imports_of(name, source, set(sources), packages) for name, source in sources.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def too_long(sources):
+    """Files and functions beyond their budgets."""
+    found = []
+    for module, source in sources.items():
+        num_lines = len(source.splitlines())
+        if num_lines >= MAX_LINES_PER_FILE:
+            found.append(f"{module}: {num_lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = node.end_lineno - node.lineno + 1
+                if num_lines >= MAX_LINES_PER_FUNCTION:
+                    found.append(f"{module}.{node.name}: {num_lines} lines")
+    return found
+
+
+def test_every_module_has_a_floor():
+    assert [module for module in SOURCES if floor_of(module) is None] == []
+
+
+def test_imports_go_downward():
+    assert forbidden_imports(SOURCES, PACKAGES) == []
+
+
+def test_no_circles():
+    assert first_circle(SOURCES, PACKAGES) == []
+
+
+def test_files_and_functions_are_short():
+    assert too_long(SOURCES) == []
+
+
+def heavy_modules_after(*modules):
+    """Which of torch and transformers a fresh interpreter has loaded after importing `modules`."""
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+def test_everything_under_the_torch_line_and_the_cli_load_neither_torch_nor_transformers():
+    light = [module for module in SOURCES if floor_of(module) >= FIRST_FLOOR_WITHOUT_TORCH]
+    assert "furlong.plan.check" in light
+    commands = [name for name in ("furlong.cli.main",) if name in SOURCES]
+    assert heavy_modules_after("furlong", *light, *commands) == []
+
+
+def test_public_names_are_sorted():
+    assert furlong.__all__ == sorted(set(furlong.__all__))
+    assert dir(furlong) == furlong.__all__
+
+
+@pytest.mark.parametrize("name", furlong.__all__)
+def test_public_names_resolve(name):
+    assert getattr(furlong, name).__name__ == name
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = furlong.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("furlong.plan.text", "import furlong.runtime.executor", "furlong.runtime.executor"),
+        ("furlong.plan.text", "from furlong.runtime import executor", "furlong.runtime.executor"),
+        (
+            "furlong.plan.text",
+            "from furlong.runtime.executor import run",
+            "furlong.runtime.executor",
+        ),
+        ("furlong.plan.text", "from ..runtime import executor", "furlong.runtime.executor"),
+        ("furlong.plan.text", "from ..runtime.executor import run", "furlong.runtime.executor"),
+        ("furlong.plan", "from ..runtime import executor", "furlong.runtime.executor"),
+        ("furlong.plan.text", "from furlong import ChunkOptions", "furlong"),
+        ("furlong.plan.text", "def f():\n    import furlong.units", "furlong.units"),
+        ("furlong.plan.text", "if TYPE_CHECKING:\n    import furlong.units", "furlong.units"),
+    ],
+)
+def test_finds_every_form_of_import(module, source, expected):
+    modules = {"furlong.plan", "furlong.runtime", "furlong.runtime.executor"}
+    assert imports_of(module, source, modules, {"furlong.plan", "furlong.runtime"}) == {expected}
+
+
+def test_the_rules_can_fail():
+    upward = {"furlong.plan.text": "import furlong.api", "furlong.api": ""}
+    assert forbidden_imports(upward, set()) == ["furlong.plan.text imports furlong.api"]
+    sideways = {"furlong.ops.loss": "from furlong.kv import store", "furlong.kv.store": ""}
+    assert forbidden_imports(sideways, set()) == ["furlong.ops.loss imports furlong.kv.store"]
+    downward = {"furlong.api": "import furlong.plan.text", "furlong.plan.text": ""}
+    assert forbidden_imports(downward, set()) == []
+    circle = {"furlong.plan.a": "import furlong.plan.b", "furlong.plan.b": "import furlong.plan.a"}
+    assert len(first_circle(circle, set())) == 3
+    long_function = "def long():\n" + "    pass\n" * MAX_LINES_PER_FUNCTION
+    assert too_long({"a": "\n" * MAX_LINES_PER_FILE, "b": long_function}) == [
+        "a: 300 lines",
+        "b.long: 61 lines",
+    ]
+    assert heavy_modules_after("torch") == ["torch"]
+    assert floor_of("furlong.utils") is None
