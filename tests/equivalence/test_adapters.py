@@ -1,4 +1,4 @@
-"""LoRA adapters, longrope, dropout, other families: equal to the model's own forward, or refused."""
+"""LoRA, longrope, dropout, other families: equal to the model's own forward, or refused."""
 
 import warnings
 

@@ -135,7 +135,7 @@ def _attention(
 
 
 @dataclass
-class _DecoderOutput(MoeModelOutputWithPast):
+class _DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
     """Every field that some family's head looks for."""
 
     cross_attentions: Any = None

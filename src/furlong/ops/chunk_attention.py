@@ -172,9 +172,7 @@ class _ChunkAttention(torch.autograd.Function):
                 dout[:, first], q[:, first], piece.k, piece.v, out[:, first], lse[:, first],
                 rule.block(piece.distance),
             )  # fmt: skip
-            if dq_prefix is None:
-                dq_prefix = torch.zeros_like(dq_part, dtype=lse.dtype)
-            dq_prefix += dq_part
+            dq_prefix = dq_part.to(lse.dtype) if dq_prefix is None else dq_prefix.add_(dq_part)
             if needs_kv:
                 piece.add_grad(dk_prefix, dv_prefix)
         if dq_prefix is not None:

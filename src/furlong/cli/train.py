@@ -1,0 +1,16 @@
+"""`furlong train`: trains what a run file and flags describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from furlong.config.sources import parse_run
+
+
+def run(arguments: Sequence[str]) -> int:
+    config = parse_run(arguments)
+    # torch and transformers are loaded when the command line has been found sound.
+    from furlong.train.run import train
+
+    train(config)
+    return 0

@@ -1,0 +1,1 @@
+"""The schema of a run and where its values come from."""

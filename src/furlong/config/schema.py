@@ -1,0 +1,245 @@
+"""The one schema of a run: it serves the run file, the flags, `--help` and Python.
+
+Numbers are lax, since YAML reads `1e-5` as text. A key that only a later release carries out
+accepts nothing but the value that means "off".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings.sources import PydanticBaseSettingsSource
+
+from furlong.units import parse_bytes
+
+_SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _only(*allowed: object) -> AfterValidator:
+    """Accepts the values that this release carries out."""
+    listed = " or ".join("null" if value is None else str(value).lower() for value in allowed)
+
+    def check(value: object) -> object:
+        if value not in allowed:
+            raise PydanticCustomError("not_in_release", "{listed}: the rest is not in this release",
+                                      {"listed": listed})  # fmt: skip
+        return value
+
+    return AfterValidator(check)
+
+
+def _read_amount(value: object) -> object:
+    return value if value == "auto" or value is None else parse_bytes(str(value))
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Amount = Annotated[int | Literal["auto"], BeforeValidator(_read_amount)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters on frozen weights."""
+
+    model_config = _SECTION
+
+    rank: PositiveInt = 8
+    """Rank of the adapters."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
+    target_modules: Literal["all-linear"] | Names = "all-linear"
+    """all-linear (every linear layer but the head) or the names of the modules."""
+
+
+class ModelConfig(BaseModel):
+    """The model."""
+
+    model_config = _SECTION
+
+    name: str = Field(min_length=1)
+    """Hub id or local folder of a Hugging Face model with its tokenizer."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """pretrained loads the weights; random needs config.json and the tokenizer only."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of the compute and of frozen weights; trained weights are float32 or wider."""
+    lora: LoraConfig | None = None
+    """null trains every weight."""
+    rope: Annotated[Any, _only(None)] = None
+    """Change of the position embedding; null keeps the model's own."""
+
+
+class DataConfig(BaseModel):
+    """The sequences."""
+
+    model_config = _SECTION
+
+    train: Paths
+    """Files or folders: a text file is one sequence, a line {"text": ...} of a .jsonl is one."""
+    eval: Paths | None = None
+    """Held-out files or folders."""
+    format: Annotated[Literal["auto", "text", "chat", "tokens"], _only("auto", "text")] = "auto"
+    """auto goes by the file's ending; text reads every file as one sequence."""
+    max_seq_len: PositiveInt = 131072
+    """Most tokens in a sequence."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """What happens to a sequence above max_seq_len."""
+
+
+class ChunksConfig(BaseModel):
+    """How sequences are cut and what is kept: time and memory, never a gradient."""
+
+    model_config = _SECTION
+
+    size: PositiveInt | Literal["auto"] = "auto"
+    """Most tokens in a chunk."""
+    num_retained: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """How many last chunks of a sequence keep their whole graph."""
+    keep: Literal["auto", "input", "kv", "attention", "all"] = "auto"
+    """What the other chunks keep between forward and backward."""
+    tier: Annotated[Literal["auto", "device", "host", "disk"], _only("auto", "device")] = "auto"
+    """Where K,V and their gradients live."""
+    order: Annotated[Literal["auto", "chunk-first", "layer-first"],
+                     _only("auto", "chunk-first")] = "auto"  # fmt: skip
+    """Order of the walk."""
+    stage_layers: Annotated[PositiveInt | Literal["auto"], _only("auto")] = "auto"
+    """Layers of a stage."""
+    sample: Annotated[float | None, _only(None)] = None
+    """Share of the chunks that are backpropagated; null = all, exactly."""
+
+
+class MemoryConfig(BaseModel):
+    """Budgets."""
+
+    model_config = _SECTION
+
+    device: Annotated[Amount, _only("auto")] = "auto"
+    """Budget of the device."""
+    host: Annotated[Amount, _only("auto")] = "auto"
+    """Budget of the host."""
+    disk: Annotated[Amount, _only(0)] = 0
+    """Budget on disk."""
+    disk_dir: Annotated[str | None, _only(None)] = None
+    """Folder of what lives on disk."""
+
+
+class ParallelConfig(BaseModel):
+    """Layout over devices."""
+
+    model_config = _SECTION
+
+    dp: Annotated[PositiveInt | Literal["auto"], _only("auto", 1)] = "auto"
+    """Data parallel ranks."""
+    sp: Annotated[PositiveInt, _only(1)] = 1
+    """Ranks that share a sequence."""
+    pp: Annotated[PositiveInt, _only(1)] = 1
+    """Pipeline stages."""
+
+
+class TrainConfig(BaseModel):
+    """The optimizer's steps."""
+
+    model_config = _SECTION
+
+    steps: PositiveInt | None = 100
+    """Optimizer steps; null leaves it to epochs."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data, instead of steps."""
+    sequences_per_step: PositiveInt = 32
+    """Sequences in a global batch."""
+    lr: float = Field(default=2.0e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's two decay rates."""
+    eps: float = Field(default=1.0e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decay of trained weights with two or more axes; norms and biases never decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """What the learning rate does after warm-up."""
+    warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    """Share of the steps in which the learning rate rises to lr."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm; null leaves them."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the data's order, of random weights and of dropout."""
+    save_every_steps: Annotated[int, _only(0)] = 0
+    """Steps between checkpoints; 0 = none."""
+    eval_every_steps: Annotated[int, Field(ge=0)] = 50
+    """Steps between evaluations on data.eval; 0 = before the first and after the last step only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_the_default_steps(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("epochs") is not None:
+            return {"steps": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise PydanticCustomError("run_length", "one of train.steps and train.epochs, not both")
+        return self
+
+
+class LogConfig(BaseModel):
+    """Where figures go besides the terminal and metrics.jsonl."""
+
+    model_config = _SECTION
+
+    tensorboard: Annotated[bool, _only(False)] = False
+    """Write TensorBoard files."""
+    wandb: Annotated[str | None, _only(None)] = None
+    """Project on Weights & Biases."""
+
+
+class RunConfig(BaseSettings):
+    """A training run."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: ModelConfig
+    data: DataConfig
+    chunks: ChunksConfig = ChunksConfig()
+    memory: MemoryConfig = MemoryConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
+    out: str = Field(default="runs/first", min_length=1)
+    """Folder of the run: must not exist or be empty."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: Any, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The file's values only; `sources.parse_run` puts the flags in front."""
+        return (named["init_settings"],)
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunConfig:
+        if self.model.lora is not None and self.model.init == "random":
+            raise PydanticCustomError(
+                "lora_base",
+                "model.init: pretrained with model.lora: an adapter is saved without its base, so"
+                " random base weights would be lost",
+            )
+        return self

@@ -1,0 +1,54 @@
+"""AdamW and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """AdamW over what requires a gradient. Norms and biases (one axis) do not decay."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, schedule: Schedule, *, num_steps: int, warmup_ratio: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate per step: the same values as transformers' `get_scheduler`."""
+    warmup_steps = math.ceil(num_steps * warmup_ratio)
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(schedule, step, warmup_steps, num_steps)
+    )
+
+
+def lr_factor(schedule: Schedule, step: int, warmup_steps: int, num_steps: int) -> float:
+    """Share of the peak learning rate that step number `step` (from 0) uses."""
+    if step < warmup_steps:
+        return step / warmup_steps
+    num_decay_steps = max(1, num_steps - warmup_steps)
+    match schedule:
+        case "cosine":
+            progress = (step - warmup_steps) / num_decay_steps
+            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+        case "linear":
+            return max(0.0, (num_steps - step) / num_decay_steps)
+        case "constant":
+            return 1.0

@@ -1,0 +1,77 @@
+"""Exit codes, messages and speed of the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from furlong import __version__
+from furlong.cli.main import main
+
+CALL = "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--help"]) == 0
+    assert "train RUN.yaml" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"furlong {__version__}\n"
+
+
+def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "did you mean furlong train?" in capsys.readouterr().err
+
+
+def test_what_the_user_can_mend_ends_with_2_and_four_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--train.lrr=3"]) == 2
+    message = capsys.readouterr().err
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "given", "required", "from", "change",
+    ]  # fmt: skip
+
+
+def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:
+    program = "import furlong.cli.train as verb; verb.run = lambda rest: 1 / 0; "
+    finished = subprocess.run(
+        [sys.executable, "-c", program + CALL + "sys.exit(code)", "train"],
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 1
+    assert "Traceback" in finished.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_the_command_loads_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    program = CALL + "assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True)
+
+
+def test_help_of_train_is_quick_and_light() -> None:
+    # The schema prints its help and exits; what was loaded until then is looked at in the end.
+    program = (
+        "import atexit, sys, os\n"
+        "def look():\n"
+        "    if {'torch', 'transformers', 'numpy'} & set(sys.modules): os._exit(9)\n"
+        "atexit.register(look)\n"
+        "from furlong.cli.main import main\n"
+        "main(['train', '--help'])\n"
+    )
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        after = os.times()
+        # Processor time: other processes may be busy meanwhile.
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+        assert finished.returncode == 0, finished.stderr
+    assert "--train.lr float" in finished.stdout
+    assert "Peak learning rate of AdamW" in finished.stdout
+    assert min(seconds) < 0.5

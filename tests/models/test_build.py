@@ -1,0 +1,109 @@
+"""Models in and out of folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
+
+from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.build import build_model, export_model
+
+IDS = torch.arange(12)[None]
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def config_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path / "config-only"
+    Qwen2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=request.param,
+    ).save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any, dtype: torch.dtype) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = model.eval().to(dtype)(IDS).logits
+    return output
+
+
+def test_random_weights_follow_the_seed_and_leave_the_global_generator(config_folder: Path) -> None:
+    state = torch.random.get_rng_state()
+    one, two, other = (
+        build_model(str(config_folder), init="random", seed=seed).state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_export_gives_the_same_logits(
+    config_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = build_model(str(config_folder), init="random", dtype=dtype)
+    trained_dtype = torch.promote_types(dtype, torch.float32)
+    assert {p.dtype for p in model.parameters()} == {trained_dtype}
+    folder = export_model(model, None, tmp_path / "export", dtype=dtype)
+    assert [file.name for file in tmp_path.glob("*.partial")] == []
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == dtype
+    assert torch.equal(logits(loaded, dtype), logits(model, dtype))
+    again = build_model(str(folder), dtype=dtype)
+    assert again.training
+    assert {p.dtype for p in again.parameters()} == {trained_dtype}
+    with pytest.raises(ConfigError, match="exists"):
+        export_model(model, None, folder, dtype=dtype)
+
+
+def test_adapters_are_wide_and_their_base_is_frozen(config_folder: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    base = build_model(str(config_folder), init="random")
+    folder = export_model(base, None, tmp_path / "base", dtype=torch.bfloat16)
+    model = build_model(str(folder), dtype=torch.bfloat16, lora=LORA)
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapter = export_model(model, None, tmp_path / "adapter", dtype=torch.bfloat16)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    assert torch.equal(logits(loaded, torch.float32), logits(model, torch.float32))
+
+
+def test_what_cannot_be_built_is_told(config_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        build_model("./nowhere")
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        build_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="required: weights"):
+        build_model(str(config_folder))
+    with pytest.raises(ConfigError, match=r"required: all-linear, or names among[\s\S]*q_proj"):
+        build_model(str(config_folder), init="random", lora=LORA | {"target_modules": ["nope"]})
+    BertConfig().save_pretrained(tmp_path / "vision")
+    (tmp_path / "vision" / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(UnsupportedModelError, match="model type vit"):
+        build_model(str(tmp_path / "vision"), init="random")
+
+
+def test_missing_weights_are_not_made_up(config_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = build_model(str(config_folder), init="random")
+    folder = export_model(model, None, tmp_path / "export", dtype=torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 weights, model\.norm\.weight"):
+        build_model(str(folder))

@@ -1,0 +1,40 @@
+"""Learning rates and decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from furlong.train.optimizer import Schedule, build_optimizer, build_schedule
+
+HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(
+    ("num_steps", "ratio", "warmup_steps"), [(30, 0.1, 3), (7, 0.03, 1), (5, 0.0, 0), (4, 1.0, 4)]
+)
+def test_the_schedule_is_that_of_transformers(
+    schedule: Schedule, num_steps: int, ratio: float, warmup_steps: int
+) -> None:
+    optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.7) for _ in range(2)]
+    ours = build_schedule(optimizers[0], schedule, num_steps=num_steps, warmup_ratio=ratio)
+    theirs = get_scheduler(HF_NAME[schedule], optimizers[1], warmup_steps, num_steps)
+    for _ in range(num_steps + 1):
+        assert ours.get_last_lr() == pytest.approx(theirs.get_last_lr(), rel=1e-14, abs=1e-16)
+        for optimizer, scheduler in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.step()
+            scheduler.step()
+
+
+def test_norms_biases_and_frozen_weights_do_not_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    optimizer = build_optimizer(
+        model.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5
+    )
+    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    expected = {id(model[0].weight): 0.5, id(model[0].bias): 0.0}
+    expected |= {id(model[1].weight): 0.0, id(model[1].bias): 0.0}
+    assert decays == expected

@@ -1,0 +1,145 @@
+"""Thirty steps of the loop against a plain loop over transformers' own forward, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, get_scheduler
+
+from furlong.api import Engine
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.tokenize import IGNORE_INDEX, Sequence
+from furlong.models.build import build_model, export_model
+from furlong.planners.options import ChunkOptions
+from furlong.train.loop import run_steps
+from furlong.train.metrics import MetricsLog
+from furlong.train.optimizer import build_optimizer, build_schedule
+from furlong.train.step import evaluate
+
+NUM_STEPS = 30
+WARMUP_STEPS = 3
+SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+MAX_GRAD_NORM = 0.5
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+WEIGHT_DECAY = 0.1
+
+
+def make_batches() -> list[Batch]:
+    """Batches of short and long sequences with masked prompts; one chunk and more has no label."""
+    draw = np.random.default_rng(5)
+    batches = []
+    for step in range(NUM_STEPS):
+        sequences = []
+        for seq_id, seq_len in enumerate(draw.integers(1, 40, size=4)):
+            ids = draw.integers(0, SHAPE["vocab_size"], size=seq_len).astype(np.int32)
+            labels = ids.copy()
+            labels[: draw.integers(0, seq_len + 1)] = IGNORE_INDEX
+            sequences.append(Sequence(seq_id, f"step {step}", ids, labels))
+        batches.append(Batch(tuple(sequences), LoaderState(0, step + 1)))
+    assert all(batch.num_valid_tokens for batch in batches)
+    return batches
+
+
+def build(tmp_path: Path, family: str, lora: bool) -> Any:
+    folder = tmp_path / family
+    if not folder.exists():
+        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family](**SHAPE)
+        config.save_pretrained(tmp_path / f"{family}-config")
+        random = build_model(str(tmp_path / f"{family}-config"), init="random", dtype=torch.float64)
+        export_model(random, None, folder, dtype=torch.float64)
+    return build_model(str(folder), dtype=torch.float64, lora=LORA if lora else None)
+
+
+def plain_loop(model: Any, batches: list[Batch]) -> tuple[list[float], list[float]]:
+    """What a user of transformers would write: losses before each update, gradient norms."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, **SETTINGS)
+    scheduler = get_scheduler("cosine", optimizer, WARMUP_STEPS, NUM_STEPS)
+    losses, norms = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for sequence in batch.tensors(torch.device("cpu")):
+            logits = model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
+            loss_sum = torch.nn.functional.cross_entropy(
+                logits[:-1], sequence["labels"][1:], ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+            loss = loss_sum / batch.num_valid_tokens
+            if len(sequence["labels"]) > 1:
+                loss.backward()
+            total += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(decayed + others, MAX_GRAD_NORM)))
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "size", "num_retained"),
+    [("qwen2", False, 7, 1), ("llama", False, 16, 0), ("llama", True, 8, 2)],
+    ids=["qwen2", "llama", "lora"],
+)
+def test_thirty_steps(
+    tmp_path: Path, family: str, lora: bool, size: int, num_retained: int
+) -> None:
+    batches = make_batches()
+    reference = build(tmp_path, family, lora)
+    losses, norms = plain_loop(reference, batches)
+    assert min(norms) < MAX_GRAD_NORM < max(norms) or max(norms) > MAX_GRAD_NORM
+
+    model = build(tmp_path, family, lora)
+    engine = Engine(model, max_seq_len=64)
+    optimizer = build_optimizer(model.parameters(), weight_decay=WEIGHT_DECAY, **SETTINGS)  # type: ignore[arg-type]
+    options = ChunkOptions(size=size, num_retained=num_retained)
+    with MetricsLog(tmp_path / "metrics.jsonl", NUM_STEPS, say=lambda line: None) as log:
+        figures = run_steps(
+            engine,
+            model,
+            itertools.chain(batches),
+            options,
+            num_steps=NUM_STEPS,
+            optimizer=optimizer,
+            scheduler=build_schedule(optimizer, "cosine", num_steps=NUM_STEPS, warmup_ratio=0.1),
+            max_grad_norm=MAX_GRAD_NORM,
+            log=log,
+            evaluate=lambda: evaluate(engine, model, batches[:3], options),
+        )
+    np.testing.assert_allclose(figures.losses, losses, rtol=1e-10)
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        error = (weight - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-300)
+        assert error <= 1e-10, name
+    assert figures.eval_loss_before != figures.eval_loss_after
+    held_out = sum(batch.num_valid_tokens for batch in batches[:3])
+    expected = sum(_loss_sum(reference, batch) for batch in batches[:3]) / held_out
+    assert figures.eval_loss_after == pytest.approx(expected, rel=1e-10)
+
+
+def _loss_sum(model: Any, batch: Batch) -> float:
+    total = 0.0
+    with torch.no_grad():
+        for sequence in batch.tensors(torch.device("cpu")):
+            logits = model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
+            total += torch.nn.functional.cross_entropy(
+                logits[:-1], sequence["labels"][1:], ignore_index=IGNORE_INDEX, reduction="sum"
+            ).item()
+    return total

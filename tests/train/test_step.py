@@ -1,0 +1,107 @@
+"""What stops a step, and what a batch without labels does to the loop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from furlong.api import StepResult
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.tokenize import IGNORE_INDEX, Sequence
+from furlong.errors import FurlongError
+from furlong.planners.options import ChunkOptions
+from furlong.timeline import Record, Timeline
+from furlong.train.loop import run_steps
+from furlong.train.metrics import MetricsLog
+from furlong.train.optimizer import build_optimizer, build_schedule
+
+OPTIONS = ChunkOptions(size=8)
+
+
+class FixedEngine:
+    """Stands in for the engine: the gradient that it is told to leave, and a fixed timeline."""
+
+    def __init__(self, model: torch.nn.Linear, losses: list[float], grads: list[float]) -> None:
+        self.model, self.results = model, iter(zip(losses, grads, strict=True))
+        self.divisors: list[int | None] = []
+        self.weights: list[torch.Tensor] = []
+
+    def forward_backward(
+        self,
+        sequences: Any,
+        options: ChunkOptions,
+        num_valid_tokens: int | None = None,
+        backward: bool = True,
+    ) -> StepResult:
+        loss, grad = next(self.results)
+        self.divisors.append(num_valid_tokens)
+        self.weights.append(self.model.weight.detach().clone())
+        self.model.weight.grad = torch.full_like(self.model.weight, grad)
+        kinds = zip(("F0.0 kv", "R0.0", "K0.0", "B0.0"), (1.0, 2.0, 4.0, 8.0), strict=True)
+        records = tuple(Record(0, "compute", kind, 0.0, stop, 0, 0) for kind, stop in kinds)
+        return StepResult(loss, loss, 1, Timeline(records))
+
+
+def make_batch(num_labels: int) -> Batch:
+    ids = np.arange(5, dtype=np.int32)
+    labels = np.where(np.arange(5) >= 5 - num_labels, ids, IGNORE_INDEX).astype(np.int32)
+    return Batch((Sequence(7, "book.txt", ids, labels),), LoaderState(0, 1))
+
+
+def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int) -> Any:
+    optimizer = build_optimizer(
+        engine.model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+    with MetricsLog(tmp_path / "metrics.jsonl", num_steps) as log:
+        return run_steps(
+            engine,
+            engine.model,
+            itertools.chain(batches),
+            OPTIONS,
+            num_steps=num_steps,
+            optimizer=optimizer,
+            scheduler=build_schedule(optimizer, "constant", num_steps=num_steps, warmup_ratio=0.0),
+            max_grad_norm=None,
+            log=log,
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
+)
+def test_a_figure_that_is_not_finite_stops_before_the_weights_change(
+    tmp_path: Path, loss: float, grad: float
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    engine = FixedEngine(model, [1.0, loss], [1.0, grad])
+    with pytest.raises(FurlongError, match=r"step 2: [\s\S]*step 1\.[\s\S]*7 \(book\.txt\)"):
+        run(tmp_path, engine, [make_batch(3)] * 2, 2)
+    assert torch.equal(model.weight, engine.weights[1])
+    assert not torch.equal(model.weight, engine.weights[0])
+
+
+def test_a_batch_without_labels_is_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, 2.0], [1.0, 1.0])
+    figures = run(tmp_path, engine, [make_batch(n) for n in (2, 0, 0, 4)], 2)
+    assert (figures.num_skipped_batches, figures.losses) == (2, (3.0, 2.0))
+    assert engine.divisors == [2, 4]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [("skipped" in record, record["step"]) for record in records] == [
+        (False, 1), (True, 2), (True, 2), (False, 2),
+    ]  # fmt: skip
+    assert (records[0]["forward_s"], records[0]["recompute_s"], records[0]["backward_s"]) == (
+        1.0, 6.0, 8.0,
+    )  # fmt: skip
+    assert records[0]["grad_norm"] == pytest.approx(2.0)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert printed[0].startswith("step 1/2  loss 3.0000  grad 2  lr 1.00e-01")
