@@ -34,6 +34,9 @@ class StepResult:
     num_valid_tokens: int
     """Tokens with a label in this call."""
     timeline: Timeline
+    token_losses: tuple[Tensor, ...] = ()
+    """Of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU. Entry t
+    is the loss of token t + 1 given those up to t; 0 where that has no label."""
 
 
 class Engine:
@@ -96,7 +99,8 @@ class Engine:
                 num_valid_tokens=divisor, backend=self._backend, arena=self._arena,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
-        return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline)
+        losses = tuple(executor.token_losses)
+        return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses)
 
 
 def forward_backward(

@@ -31,8 +31,9 @@ def test_covering_array(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(product(), key=str), ids=str)
+@pytest.mark.parametrize("case", sorted((c for c in product() if not c.tied), key=str), ids=str)
 def test_full_product(case):
+    """Of untied heads; tied ones, which the chunks do not touch, are in the covering array."""
     check(case)
 
 

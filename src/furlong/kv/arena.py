@@ -1,7 +1,9 @@
 """Pooled memory for the store: taken and given back in pieces, grown to the largest step seen.
 
 A step that finds the pool too small adds a slab; when everything has come back, several slabs
-become one of their total size, so that later steps of the same size allocate nothing.
+become one of their total size, so that later steps of the same size allocate nothing. Slabs are
+large, so that what lives from forward to backward leaves no holes among the allocator's short-lived
+tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 64
+_MIN_SLAB_BYTES = 2**26
 
 
 class Arena:
@@ -40,7 +43,8 @@ class Arena:
         slab, start = self._first_fit(needed)
         view = self._slabs[slab][start : start + num_bytes].view(dtype).view(shape)
         self._taken[self._slabs[slab].data_ptr() + start] = (slab, start, start + needed)
-        return view
+        # `.data`: a version counter of its own, so that autograd sees writes to this piece only.
+        return view.data
 
     def give(self, tensor: Tensor) -> None:
         """Give back what `take` returned."""
@@ -67,7 +71,8 @@ class Arena:
                         stop - start > num_bytes
                     )
                     return slab, start
-        slab_bytes = max(num_bytes, 0 if self._slabs else self._consolidated_bytes)
+        consolidated_bytes = 0 if self._slabs else self._consolidated_bytes
+        slab_bytes = max(num_bytes, consolidated_bytes, _MIN_SLAB_BYTES)
         self._slabs.append(torch.empty(slab_bytes, dtype=torch.uint8, device=self.device))
         self._free.append([(num_bytes, slab_bytes)] * (slab_bytes > num_bytes))
         return len(self._slabs) - 1, 0

@@ -68,7 +68,7 @@ class KVStore:
 
     def __init__(self, arena: Arena, pieces: Mapping[int, Sequence[int]]) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order."""
-        self._arena = arena
+        self.arena = arena
         self._pieces = pieces
         self._buffers: dict[tuple[int, int], _LayerBuffer] = {}
 
@@ -84,7 +84,7 @@ class KVStore:
             for count in kept:
                 offsets.append(offsets[-1] + count)
             shape = (2, k.shape[0], offsets[-1], k.shape[2])
-            buffer = _LayerBuffer(self._arena.take(shape, k.dtype), offsets, lens)
+            buffer = _LayerBuffer(self.arena.take(shape, k.dtype), offsets, lens)
             self._buffers[seq_id, layer] = buffer
         start, stop = buffer.offsets[piece], buffer.offsets[piece + 1]
         first = k.shape[1] - (stop - start)
@@ -103,7 +103,7 @@ class KVStore:
         first = 0 if window is None else max(0, stop - (window - 1))
         for start in range(first, stop, _MAX_BLOCK_TOKENS):
             end = min(start + _MAX_BLOCK_TOKENS, stop)
-            yield _StoredBlock(self._arena, buffer, start, end, stop - start)
+            yield _StoredBlock(self.arena, buffer, start, end, stop - start)
 
     def relayed(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
@@ -124,16 +124,16 @@ class KVStore:
         if buffer.alive:
             return
         del self._buffers[seq_id, layer]
-        self._arena.give(buffer.kv)
+        self.arena.give(buffer.kv)
         if buffer.grad is not None:
-            self._arena.give(buffer.grad)
+            self.arena.give(buffer.grad)
 
     def clear(self) -> None:
         """Give everything back, after an error."""
         for buffer in self._buffers.values():
-            self._arena.give(buffer.kv)
+            self.arena.give(buffer.kv)
             if buffer.grad is not None:
-                self._arena.give(buffer.grad)
+                self.arena.give(buffer.grad)
         self._buffers.clear()
 
     @property
@@ -142,4 +142,4 @@ class KVStore:
 
     @property
     def taken_bytes(self) -> int:
-        return self._arena.taken_bytes
+        return self.arena.taken_bytes

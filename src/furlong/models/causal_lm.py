@@ -162,6 +162,8 @@ def _head_alone(base: nn.Module, decoder: nn.Module) -> nn.Module:
     # Dicts are copied too: a child set on the copy must not appear on the original.
     head.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in base.__dict__.items()}
     head._modules[names[0]] = _HiddenStates()
+    # A library's wrapper of this instance's forward (TRL's, accelerate's) would run the original.
+    head.__dict__.pop("forward", None)
     return head
 
 

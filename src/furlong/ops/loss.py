@@ -27,27 +27,22 @@ def tiled_loss(
     labels: Tensor,
     *,
     max_tile_tokens: int,
-    grad_scale: float | None = None,
-) -> tuple[float, Tensor | None]:
-    """The summed loss of a chunk and, with `grad_scale`, its gradient by the hidden states.
+    grad_scale: float,
+) -> tuple[float, Tensor]:
+    """The summed loss of a chunk and the gradient of `grad_scale * loss` by the hidden states.
 
     `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (T,), already shifted,
-    IGNORE_INDEX where there is none: those positions never reach the head. With `grad_scale` the
-    gradient of `grad_scale * loss` is added to the head's parameters and returned by the hidden
-    states (T, D). The loss itself is computed in float32, or in float64 for float64 logits.
+    IGNORE_INDEX where there is none: those positions never reach the head. The gradient is added to
+    the head's parameters and returned by the hidden states (T, D). The loss itself is computed in
+    float32, or in float64 for float64 logits.
     """
     rows = torch.nonzero(labels != IGNORE_INDEX).flatten()
-    grad = None if grad_scale is None else torch.zeros_like(hidden)
+    grad = torch.zeros_like(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for tile in rows.split(max_tile_tokens):
-        tile_hidden = hidden.detach()[tile]  # (t, D)
-        if grad is None or grad_scale is None:
-            with torch.no_grad():
-                total += _summed(head(tile_hidden), labels[tile])
-            continue
-        tile_hidden.requires_grad_()
+        tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
         with torch.enable_grad():
-            loss = _summed(head(tile_hidden), labels[tile])
+            loss = cross_entropy(_wide(head(tile_hidden)), labels[tile], reduction="sum")
             (loss * grad_scale).backward()  # type: ignore[no-untyped-call]
         assert tile_hidden.grad is not None
         grad[tile] = tile_hidden.grad
@@ -55,6 +50,20 @@ def tiled_loss(
     return float(total), grad
 
 
-def _summed(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return cross_entropy(wide, labels, reduction="sum")
+def token_losses(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, *, max_tile_tokens: int
+) -> Tensor:
+    """The loss of every token (T,), float64, 0 where there is no label; without gradients.
+
+    Arguments as in `tiled_loss`.
+    """
+    losses = torch.zeros(labels.shape, dtype=torch.float64, device=hidden.device)
+    with torch.no_grad():
+        for tile in torch.nonzero(labels != IGNORE_INDEX).flatten().split(max_tile_tokens):
+            logits = _wide(head(hidden[tile]))  # (t, V)
+            losses[tile] = cross_entropy(logits, labels[tile], reduction="none").double()
+    return losses
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

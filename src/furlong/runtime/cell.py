@@ -44,7 +44,9 @@ class Cell:
     remembers: bool = False
     """Whether each layer's attention output and log-sum-exp are put into `known`."""
     known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer: out (N, T, H), lse (N, T). In the arena until `forget`."""
     num_attended: int = 0
+    _held: list[Tensor] = field(default_factory=list)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
@@ -63,8 +65,21 @@ class Cell:
             backend=self.backend, sinks=sinks, known=self.known.pop(layer, None),
         )  # fmt: skip
         if self.remembers:
-            self.known[layer] = (out.detach(), lse)
+            self.known[layer] = self._hold(out.detach()), self._hold(lse)
         return out
+
+    def forget(self) -> None:
+        """Give back what was remembered; after the backward, whose graph still uses it."""
+        for tensor in self._held:
+            self.store.arena.give(tensor)
+        self._held.clear()
+        self.known.clear()
+
+    def _hold(self, x: Tensor) -> Tensor:
+        """A copy of x (N, T, ...) in the arena, row-major as attention's output is read."""
+        held = self.store.arena.take((x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
+        self._held.append(held)
+        return held.transpose(0, 1).copy_(x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
 from furlong.ops.backend import Backend
-from furlong.ops.loss import tile_tokens, tiled_loss
+from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
@@ -86,6 +86,9 @@ class Executor:
         self._replays_rng = bool(other_dropouts(model.model))
         self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
         self._loss_sum = 0.0
+        lens = () if self._backwards else plan.seq_lens
+        self.token_losses = [torch.zeros(seq_len, dtype=torch.float64) for seq_len in lens]
+        """Of a plan without backward: the loss of each token (T,) of each sequence."""
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
@@ -108,8 +111,10 @@ class Executor:
             self._ledger.assert_empty()
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
         finally:
-            self._store.clear()
+            for live in self._live.values():
+                live.cell.forget()
             self._live.clear()
+            self._store.clear()
         return self._loss_sum, Timeline(tuple(records))
 
     def _obey(self, action: Action) -> None:
@@ -139,7 +144,7 @@ class Executor:
             with torch.enable_grad():
                 live.hidden = self._hidden(live)
         elif (action.chunk, action.stage) not in self._backwards:
-            self._evaluate(live)
+            self._evaluate(live, action.chunk)
         elif continues:
             live.rng = rng_state(self._model.device) if self._replays_rng else None
             if action.keep == "attention":
@@ -153,8 +158,6 @@ class Executor:
         self._ledger.hold("graph", action.chunk, action.stage)
         with torch.enable_grad(), self._replayed(live):
             live.hidden = self._hidden(live)
-        if self._ledger.holds("attention", action.chunk, action.stage):
-            self._ledger.release("attention", action.chunk, action.stage)
 
     def _rebuild_kv(self, action: RebuildKV) -> None:
         live = self._live[action.chunk, action.stage]
@@ -175,7 +178,7 @@ class Executor:
         set_rng_state(resume, self._model.device)
 
     def _backward(self, action: Backward) -> None:
-        live = self._live.pop((action.chunk, action.stage))
+        live = self._live[action.chunk, action.stage]
         assert live.hidden is not None
         hidden = live.hidden
         live.cell.relay_factor = action.relay_factor
@@ -186,15 +189,23 @@ class Executor:
         self._loss_sum += loss_sum
         if hidden.requires_grad:
             torch.autograd.backward(hidden, grad)
+        live.cell.forget()
+        if self._ledger.holds("attention", action.chunk, action.stage):
+            self._ledger.release("attention", action.chunk, action.stage)
         self._ledger.release("graph", action.chunk, action.stage)
+        del self._live[action.chunk, action.stage]
 
-    def _evaluate(self, live: _Live) -> None:
+    def _evaluate(self, live: _Live, chunk: int) -> None:
         with torch.no_grad():
             hidden = self._hidden(live)
-        loss_sum, _ = tiled_loss(
+        losses = token_losses(
             self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens
         )
-        self._loss_sum += loss_sum
+        self._loss_sum += float(losses.sum())
+        if self.token_losses:
+            slices = self._plan.chunks[chunk].slices
+            for piece, rows in zip(slices, live.inputs.slices, strict=True):
+                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
 
     def _run_to_last_kv(self, live: _Live) -> None:
         live.cell.stops_at_last_kv = True
