@@ -1,7 +1,5 @@
 """What holds for every batch besides the gradients' values: isolation, normalisation, precision."""
 
-import math
-
 import pytest
 import torch
 from families import FAMILIES, VOCAB_SIZE, build
@@ -143,22 +141,26 @@ def rounded_pair(seed: int):
     return pair
 
 
-@pytest.mark.parametrize("num_chunks", [1, 16, 64])
-def test_bfloat16_errs_no_more_than_transformers_own(num_chunks):
-    """Float32 weights computing in bfloat16, against a bfloat16 model's unchunked backward."""
-    mine, theirs = [], []
-    for seed in range(4):
+def test_bfloat16_errs_no_more_than_transformers_own():
+    """Float32 weights computing in bfloat16, against a bfloat16 model's unchunked backward.
+
+    A single ratio scatters by a fifth either way, so errors are pooled over seeds.
+    """
+    theirs = 0.0
+    mine = dict.fromkeys((1, 16, 64), 0.0)
+    for seed in range(16):
         sequences = batch([512], seed=seed)
         exact, rounded = rounded_pair(seed)
         reference_loss(exact, sequences)
         truth = take_grads(exact)
         reference_loss(rounded, sequences)
-        theirs.append(total_relative_error(take_grads(rounded), truth))
-        options = furlong.ChunkOptions(size=512 // num_chunks)
-        furlong.forward_backward(exact, sequences, options, compute_dtype=torch.bfloat16)
-        assert all(p.grad.dtype == p.dtype == torch.float32 for p in exact.parameters())
-        mine.append(total_relative_error(take_grads(exact), truth))
-    assert math.fsum(mine) <= 1.1 * math.fsum(theirs)
+        theirs += total_relative_error(take_grads(rounded), truth)
+        for num_chunks in mine:
+            options = furlong.ChunkOptions(size=512 // num_chunks)
+            furlong.forward_backward(exact, sequences, options, compute_dtype=torch.bfloat16)
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in exact.parameters())
+            mine[num_chunks] += total_relative_error(take_grads(exact), truth)
+    assert {n: error / theirs for n, error in mine.items() if error > 1.1 * theirs} == {}
 
 
 def test_a_bfloat16_model_gets_gradients_rounded_once():
