@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.values import Action, Chunk, ChunkPlan, Reduce, Slice
+from furlong.planners.groups import longest_first, refuse_unusable
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pack import pack
 from furlong.planners.schedule import schedule_group
@@ -26,16 +26,9 @@ def plan_chunkflow(
     backward: bool = True,
 ) -> ChunkPlan:
     """A checked plan for one device and one stage; without backward a plan that only evaluates."""
-    if not seq_lens:
-        raise DataError(
-            given="no sequences",
-            required="at least one sequence",
-            source="the lengths of the global batch",
-            change="give every rank a sequence; one token without a label will do",
-        )
     chunks: list[Chunk] = []
     actions: list[Action] = []
-    for group in _group_chunks(seq_lens, options):
+    for group in group_chunks(seq_lens, options):
         first = len(chunks)
         chunks += group
         actions += schedule_group(
@@ -57,8 +50,9 @@ def plan_chunkflow(
     return plan
 
 
-def _group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[Chunk]]:
+def group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[Chunk]]:
     """The chunks of every cut sequence, and every packed chunk by itself; most tokens first."""
+    refuse_unusable(seq_lens)
     long = split_long(seq_lens, options.size)
     short = {seq_id: n for seq_id, n in enumerate(seq_lens) if seq_id not in long}
     tails = [pieces[-1].num_tokens for pieces in long.values()] if options.hybrid else []
@@ -72,5 +66,4 @@ def _group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[C
             # a chunk's piece with a prefix comes first
             group[-1] = Chunk((*group[-1].slices, *joined))
     groups += [[Chunk(tuple(slices))] for slices in bins[len(tails) :]]
-    # sorting is stable, so equal groups stay in the order of the batch
-    return sorted(groups, key=lambda group: -sum(chunk.num_tokens for chunk in group))
+    return longest_first(groups)

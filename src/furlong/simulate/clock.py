@@ -1,0 +1,288 @@
+"""The clock: when every action of a plan would run, and the Timeline that this leaves.
+
+Every rank goes through its list in order. Cells take the compute lane, one after the other. A
+message takes the link from its sender to its receiver, a channel of its own that keeps their order;
+a collective takes the link of every rank that joins it, starts when the last of them has reached it
+and is waited for by the next cell of its stage only, so that it may run beside other cells. What a
+cell copies to or from its tier runs beside it, and the rank goes on when both are done.
+
+The semantics of messages are a choice:
+
+    buffered   a Send never waits, a Recv waits for its message (isend and a queue per direction)
+    batched    a message needs both ends; a Send and the Recv from the same peer that stands next to
+               it are issued together (Megatron-LM's fused pairs)
+    blocking   a message needs both ends, one at a time
+
+Where two ranks wait only for each other, the order in which they are looked at does not matter: all
+times follow from the plan. Left out: the links of different pairs of ranks share no bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from furlong.errors import PlanError
+from furlong.plan.check import Memory
+from furlong.plan.grid import Grid
+from furlong.plan.text import format_action
+from furlong.plan.values import (
+    Action,
+    ChunkPlan,
+    Recv,
+    Reduce,
+    Send,
+    Unshard,
+)
+from furlong.timeline import Lane, Record, Timeline
+
+P2P = Literal["buffered", "batched", "blocking"]
+
+_Pair = tuple[int, int]
+_Collective = tuple[type[Action], int]
+_Key = _Pair | _Collective
+_LINKED = (Send, Recv, Unshard, Reduce)
+
+
+class ActionCosts(Protocol):
+    """What the clock asks of a cost model."""
+
+    def compute_s(self, action: Action, rank: int) -> float:
+        """Seconds of any action but Send and Recv. Unshard and Reduce take the link for so long,
+        the slowest of their ranks counts."""
+
+    def transfer_s(self, action: Send, rank: int) -> float:
+        """Seconds that the message takes from `rank` to its peer."""
+
+
+class CopyCosts(Protocol):
+    """What the clock asks of a cost model whose K,V leave the device."""
+
+    def copy_s(self, action: Action, rank: int) -> float:
+        """Seconds of copies between the tiers that run beside the action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds since the start of the step at which every action starts and stops, per rank."""
+
+    start_s: list[list[float]]
+    stop_s: list[list[float]]
+    copy_stop_s: dict[tuple[int, int], float]
+    """When the copies of (rank, place in its list) stop, where there are any."""
+
+    @property
+    def duration_s(self) -> float:
+        """The makespan."""
+        last = max((max(times, default=0.0) for times in self.stop_s), default=0.0)
+        return max(last, max(self.copy_stop_s.values(), default=0.0))
+
+
+def simulate(
+    plan: ChunkPlan,
+    costs: ActionCosts,
+    *,
+    p2p: P2P = "buffered",
+    copies: CopyCosts | None = None,
+    memory: Memory | None = None,
+    host_memory: Memory | None = None,
+) -> Timeline:
+    """The plan's timeline on a cost model; the plan has passed `plan.check`.
+
+    A Recv is recorded from where its rank waits for a message that is on its way: waiting for one
+    that has not been sent yet is no communication, and stays empty. Without `memory` all bytes are
+    0. Raises PlanError, with an arrow at the guilty action, where ranks wait for each other.
+    """
+    times = time_actions(plan, costs, p2p=p2p, copies=copies)
+    records: list[Record] = []
+    for rank, actions in enumerate(plan.actions):
+        nothing = [0] * len(actions)
+        device = memory.bytes_after(plan, rank) if memory else nothing
+        host = host_memory.bytes_after(plan, rank) if host_memory else nothing
+        starts, stops = times.start_s[rank], times.stop_s[rank]
+        for index, action in enumerate(actions):
+            lane: Lane = "link" if isinstance(action, _LINKED) else "compute"
+            text, start, in_use = format_action(action), starts[index], (device[index], host[index])
+            records.append(Record(rank, lane, text, start, stops[index], *in_use))
+            if copied := times.copy_stop_s.get((rank, index)):
+                records.append(Record(rank, "copy", f"copy {text}", start, copied, *in_use))
+    # sorting is stable: a rank's records that end together stay in the order of its list
+    records.sort(key=lambda record: record.stop_s)
+    return Timeline(tuple(records))
+
+
+def time_actions(
+    plan: ChunkPlan,
+    costs: ActionCosts,
+    *,
+    p2p: P2P = "buffered",
+    copies: CopyCosts | None = None,
+) -> Times:
+    """What `simulate` does, without records: for those who want the makespan of many plans."""
+    return _Clock(plan, costs, p2p, copies).run()
+
+
+class _Clock:
+    """One run of the clock. Ranks are generators that yield what they wait for."""
+
+    def __init__(
+        self, plan: ChunkPlan, costs: ActionCosts, p2p: P2P, copies: CopyCosts | None
+    ) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._p2p = p2p
+        self._copies = copies
+        self._start_s = [[-1.0] * len(actions) for actions in plan.actions]
+        self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
+        self._copy_stop_s: dict[tuple[int, int], float] = {}
+        self._sent: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
+        """Per channel, when each message was offered, and for how long it takes the channel."""
+        self._wanted: dict[_Pair, list[float]] = defaultdict(list)
+        """Per channel, when each message was first waited for."""
+        self._spans: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
+        """Per channel, when each message starts and stops, as far as that is settled."""
+        self._members = _members(plan)
+        self._joined: dict[_Collective, list[list[tuple[int, int, float]]]] = defaultdict(list)
+        """Per collective and occurrence, the (rank, place in its list, time) that have come."""
+        self._settled: dict[_Collective, list[float]] = defaultdict(list)
+        """Per collective, when each occurrence stops, as far as that is settled."""
+        self._collective_free_s = [0.0] * len(plan.actions)
+        self._awake = deque(range(len(plan.actions)))
+        self._sleeping: dict[_Key, list[int]] = defaultdict(list)
+
+    def run(self) -> Times:
+        walks = [self._walk(rank) for rank in range(len(self._plan.actions))]
+        while self._awake:
+            rank = self._awake.popleft()
+            key = next(walks[rank], None)
+            if key is not None:
+                self._sleeping[key].append(rank)
+        stuck = [(rank, s.index(-1.0)) for rank, s in enumerate(self._stop_s) if -1.0 in s]
+        if stuck:
+            raise self._deadlock(stuck)
+        return Times(self._start_s, self._stop_s, self._copy_stop_s)
+
+    def _walk(self, rank: int) -> Iterator[_Key]:
+        actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
+        now = 0.0
+        index = 0
+        unsharding: dict[int, tuple[_Collective, int]] = {}
+        while index < len(actions):
+            action = actions[index]
+            if isinstance(action, (Send, Recv)):
+                count = self._batch_size(actions, index)
+                yield from self._exchange(rank, index, count, now)
+                if self._p2p != "buffered" or isinstance(action, Recv):
+                    now = max(now, *stops[index : index + count])
+                index += count
+                continue
+            if isinstance(action, (Unshard, Reduce)):
+                key, occurrence = self._join(rank, index, action, now)
+                if isinstance(action, Unshard):
+                    unsharding[action.stage] = key, occurrence
+                index += 1
+                continue
+            if unsharding and action.stage in unsharding:
+                key, occurrence = unsharding.pop(action.stage)
+                while len(self._settled[key]) <= occurrence:
+                    yield key
+                now = max(now, self._settled[key][occurrence])
+            starts[index] = now
+            stop = now + self._costs.compute_s(action, rank)
+            stops[index] = stop
+            if self._copies and (copy_s := self._copies.copy_s(action, rank)):
+                self._copy_stop_s[rank, index] = now + copy_s
+                stop = max(stop, now + copy_s)
+            now = stop
+            index += 1
+
+    def _batch_size(self, actions: tuple[Action, ...], index: int) -> int:
+        """How many messages from `index` on are issued together."""
+        if self._p2p != "batched" or index + 1 == len(actions):
+            return 1
+        first, second = actions[index], actions[index + 1]
+        if not isinstance(first, (Send, Recv)) or not isinstance(second, (Send, Recv)):
+            return 1
+        return 2 if type(first) is not type(second) and first.peer == second.peer else 1
+
+    def _exchange(self, rank: int, index: int, count: int, now: float) -> Iterator[_Pair]:
+        """Offer and want the messages at `index`, then wait for each as the semantics say."""
+        waits: list[tuple[int, _Pair, int]] = []
+        for at in range(index, index + count):
+            action = self._plan.actions[rank][at]
+            if isinstance(action, Send):
+                channel = rank, action.peer
+                waits.append((at, channel, len(self._sent[channel])))
+                self._sent[channel].append((now, self._costs.transfer_s(action, rank)))
+            else:
+                assert isinstance(action, Recv)
+                channel = action.peer, rank
+                waits.append((at, channel, len(self._wanted[channel])))
+                self._wanted[channel].append(now)
+            self._settle(channel)
+        for at, channel, message in waits:
+            spans = self._spans[channel]
+            while len(spans) <= message:
+                yield channel
+            start, stop = spans[message]
+            if channel[1] == rank:
+                stop = max(stop, now)
+                start = min(max(start, now), stop)
+            self._start_s[rank][at], self._stop_s[rank][at] = start, stop
+
+    def _settle(self, channel: _Pair) -> None:
+        """Give times to the messages of a channel whose ends have come."""
+        spans, sent = self._spans[channel], self._sent[channel]
+        buffered = self._p2p == "buffered"
+        ready = len(sent) if buffered else min(len(sent), len(self._wanted[channel]))
+        while len(spans) < ready:
+            offered, transfer_s = sent[len(spans)]
+            start = max(offered, spans[-1][1]) if spans else offered
+            if not buffered:
+                start = max(start, self._wanted[channel][len(spans)])
+            spans.append((start, start + transfer_s))
+            self._awake.extend(self._sleeping.pop(channel, ()))
+
+    def _join(
+        self, rank: int, index: int, action: Unshard | Reduce, now: float
+    ) -> tuple[_Collective, int]:
+        """Come to a collective; the last of its ranks gives it its times."""
+        key = type(action), action.stage
+        occurrence = self._members[key][rank]
+        self._members[key][rank] += 1
+        if occurrence == len(self._joined[key]):
+            self._joined[key].append([])
+        joined = self._joined[key][occurrence]
+        joined.append((rank, index, now))
+        if len(joined) == len(self._members[key]):
+            start = max(max(at, self._collective_free_s[one]) for one, _, at in joined)
+            stop = start + max(self._costs.compute_s(action, one) for one, _, _ in joined)
+            for one, place, _ in joined:
+                self._start_s[one][place], self._stop_s[one][place] = start, stop
+                self._collective_free_s[one] = stop
+            self._settled[key].append(stop)
+            self._awake.extend(self._sleeping.pop(key, ()))
+        return key, occurrence
+
+    def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
+        actions = self._plan.actions
+        texts = [f"rank {rank} at '{format_action(actions[rank][at])}'" for rank, at in stuck]
+        grid = Grid(self._plan)
+        rank, at = stuck[0]
+        return grid.refuse(
+            f"no rank waits for ever, with {self._p2p} messages",
+            "these wait for ever: " + ", ".join(texts),
+            grid.starts[rank] + at,
+        )
+
+
+def _members(plan: ChunkPlan) -> dict[_Collective, dict[int, int]]:
+    """For each collective, the ranks that issue it, each with the count of those it has issued."""
+    members: dict[_Collective, dict[int, int]] = defaultdict(dict)
+    for rank, actions in enumerate(plan.actions):
+        for action in actions:
+            if isinstance(action, (Unshard, Reduce)):
+                members[type(action), action.stage][rank] = 0
+    return members

@@ -1,0 +1,294 @@
+"""The clock: lanes, messages, collectives and copies by hand, deadlocks, and its speed."""
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.errors import PlanError
+from furlong.plan.text import format_action, parse_action, parse_chunk
+from furlong.plan.values import Backward, ChunkPlan, Forward, Recompute, Recv, Send
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.groups import whole_groups
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
+from furlong.simulate.clock import simulate, time_actions
+from furlong.simulate.unit_costs import UnitCosts
+
+
+def plan_of(chunks, *ranks, stages=(1,)):
+    """A plan from texts: chunks parted by "; ", each rank's actions by ", "."""
+    pieces = tuple(map(parse_chunk, chunks.split("; ")))
+    seq_lens = {}
+    for chunk in pieces:
+        for piece in chunk.slices:
+            seq_lens[piece.seq_id] = max(piece.stop, seq_lens.get(piece.seq_id, 0))
+    return ChunkPlan(
+        seq_lens=tuple(seq_lens[i] for i in sorted(seq_lens)),
+        chunks=pieces,
+        stages=stages,
+        actions=tuple(tuple(map(parse_action, texts.split(", "))) for texts in ranks),
+    )
+
+
+class Costs:
+    """Seconds from a table of action texts (the longest beginning counts), else 0."""
+
+    def __init__(self, **seconds):
+        self.seconds = seconds
+
+    def _of(self, action):
+        kind = format_action(action).split(" ")[0].rstrip("0123456789.")
+        return self.seconds.get(kind, 0.0)
+
+    def compute_s(self, action, rank):
+        return self._of(action)
+
+    def transfer_s(self, action, rank):
+        return self.seconds.get(action.payload, 0.0)
+
+    def copy_s(self, action, rank):
+        return self.seconds.get("copy", 0.0) if isinstance(action, Backward) else 0.0
+
+
+def spans(timeline, rank, lane="compute"):
+    return [
+        (record.action, record.start_s, record.stop_s)
+        for record in timeline.records
+        if record.rank == rank and record.lane == lane
+    ]
+
+
+TWO_STAGES = (
+    "F0.0 all, send activation 0.0 to 1, F1.0 all, send activation 1.0 to 1, "
+    "recv gradient 0.1 from 1, B0.0, recv gradient 1.1 from 1, B1.0, reduce 0",
+    "recv activation 0.0 from 0, F0.1 all, B0.1, send gradient 0.1 to 0, "
+    "recv activation 1.0 from 0, F1.1 all, B1.1, send gradient 1.1 to 0, reduce 1",
+)
+
+
+def two_stages():
+    return plan_of("0:0-4; 1:0-4", *TWO_STAGES, stages=(1, 1))
+
+
+def test_messages_take_the_link_and_leave_the_compute_lane_free():
+    timeline = simulate(two_stages(), Costs(F=1.0, B=2.0, activation=3.0, gradient=0.5))
+    assert spans(timeline, 0) == [
+        ("F0.0 all", 0, 1), ("F1.0 all", 1, 2), ("B0.0", 7.5, 9.5), ("B1.0", 10.5, 12.5),
+    ]  # fmt: skip
+    # the second message waits for the channel, not for the first one's arrival at its reader
+    assert spans(timeline, 0, "link")[:2] == [
+        ("send activation 0.0 to 1", 1, 4),
+        ("send activation 1.0 to 1", 4, 7),
+    ]
+    # a Recv is recorded from where its message is on its way: the wait before is no communication
+    assert spans(timeline, 1, "link")[0] == ("recv activation 0.0 from 0", 1, 4)
+    assert spans(timeline, 1) == [
+        ("F0.1 all", 4, 5), ("B0.1", 5, 7), ("F1.1 all", 7, 8), ("B1.1", 8, 10),
+    ]  # fmt: skip
+    assert ("recv activation 1.0 from 0", 7, 7) in spans(timeline, 1, "link")
+    assert timeline.duration_s == 12.5
+
+
+def test_records_are_in_the_order_in_which_they_ended():
+    timeline = simulate(two_stages(), Costs(F=1.0, B=2.0, activation=3.0, gradient=0.5))
+    stops = [record.stop_s for record in timeline.records]
+    assert stops == sorted(stops)
+    assert len(timeline.records) == sum(map(len, two_stages().actions))
+
+
+def test_a_blocking_send_waits_for_its_reader():
+    # with 1 forward ahead and blocking sends, rank 0 offers F1 while rank 1 offers the gradient of
+    # chunk 0: the circle of plain 1F1B
+    with pytest.raises(PlanError) as error:
+        simulate(two_stages(), Costs(), p2p="blocking")
+    text = str(error.value)
+    assert "no rank waits for ever, with blocking messages" in text
+    assert "rank 0 at 'send activation 1.0 to 1', rank 1 at 'send gradient 0.1 to 0'" in text
+    assert "     3  send activation 1.0 to 1    <-- here" in text
+
+
+def test_a_batched_pair_waits_for_both_of_its_messages():
+    costs = Costs(F=1.0, B=2.0, activation=3.0, gradient=0.5)
+    timeline = simulate(two_stages(), costs, p2p="batched")
+    # rank 1 offers the gradient at 7 and wants the activation with it; both ends have come by then
+    assert spans(timeline, 1)[2] == ("F1.1 all", 10, 11)
+    assert spans(timeline, 0)[1:3] == [("F1.0 all", 4, 5), ("B0.0", 10, 12)]
+
+
+def test_a_broken_plan_stalls_with_an_arrow():
+    actions = list(two_stages().actions)
+    actions[0] = tuple(a for a in actions[0] if not isinstance(a, Send))
+    stalled = dataclasses.replace(two_stages(), actions=tuple(actions))
+    with pytest.raises(PlanError, match=r"recv gradient 0\.1 from 1    <-- here"):
+        simulate(stalled, Costs())
+
+
+def test_collectives_start_with_the_last_rank_and_are_waited_for_by_the_next_cell():
+    plan = plan_of(
+        "0:0-4; 1:0-4; 2:0-1",
+        "unshard 0, F0.0 all, B0.0, F1.0 all, B1.0, reshard 0, reduce 0",
+        "unshard 0, F2.0 all, B2.0, reshard 0, reduce 0",
+    )
+    timeline = simulate(plan, Costs(unshard=2.0, F=1.0, B=2.0, reduce=4.0))
+    assert spans(timeline, 0)[0] == ("F0.0 all", 2, 3)
+    assert spans(timeline, 1)[:2] == [("F2.0 all", 2, 3), ("B2.0", 3, 5)]
+    # rank 1 waits for rank 0
+    assert spans(timeline, 1, "link")[-1] == ("reduce 0", 8, 12)
+    assert timeline.duration_s == 12
+
+
+def test_a_reduce_runs_beside_the_cells_of_another_stage():
+    plan = plan_of(
+        "0:0-4",
+        "F0.0 all, F0.1 all, B0.1, reduce 1, B0.0, reduce 0",
+        stages=(1, 1),
+    )
+    timeline = simulate(plan, Costs(F=1.0, B=2.0, reduce=5.0))
+    assert spans(timeline, 0)[-1] == ("B0.0", 4, 6)
+    assert spans(timeline, 0, "link") == [("reduce 1", 4, 9), ("reduce 0", 9, 14)]
+
+
+def test_copies_run_beside_their_cell_and_hold_the_next_one_up():
+    plan = plan_of("0:0-4; 0:4-5", "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0")
+    costs = Costs(F=1.0, R=1.0, B=2.0, copy=3.0)
+    timeline = simulate(plan, costs, copies=costs)
+    assert spans(timeline, 0)[2:] == [("B1.0", 2, 4), ("R0.0", 5, 6), ("B0.0", 6, 8)]
+    assert spans(timeline, 0, "copy") == [("copy B1.0", 2, 5), ("copy B0.0", 6, 9)]
+    assert timeline.duration_s == time_actions(plan, costs, copies=costs).duration_s == 9
+
+
+class Counted:
+    """A memory whose every action needs as many bytes as its index."""
+
+    def budget_bytes(self, rank):
+        return 100
+
+    def bytes_after(self, plan, rank):
+        return [1000 * rank + index for index in range(len(plan.actions[rank]))]
+
+
+def test_every_record_has_its_memory():
+    timeline = simulate(two_stages(), Costs(F=1.0), memory=Counted(), host_memory=Counted())
+    by_action = {(r.rank, r.action): (r.device_bytes, r.host_bytes) for r in timeline.records}
+    assert by_action[0, "F1.0 all"] == (2, 2)
+    assert by_action[1, "B1.1"] == (1006, 1006)
+    assert timeline.peak_device_bytes == 1008
+
+
+def reference_step(plan, costs):
+    """The makespan by relaxation: every action starts after those it needs, again and again until
+    nothing moves. Buffered messages that take no time."""
+    needs = {}
+    makers = {}
+    for rank, actions in enumerate(plan.actions):
+        for index, action in enumerate(actions):
+            needs[rank, index] = [(rank, index - 1)] if index else []
+            if isinstance(action, Send):
+                makers[action.payload, action.chunk, action.stage] = rank, index
+    for rank, actions in enumerate(plan.actions):
+        for index, action in enumerate(actions):
+            if isinstance(action, Recv):
+                needs[rank, index].append(makers[action.payload, action.chunk, action.stage])
+    stops = dict.fromkeys(needs, 0.0)
+    moved = True
+    while moved:
+        moved = False
+        for (rank, index), before in needs.items():
+            action = plan.actions[rank][index]
+            takes = 0.0 if isinstance(action, (Send, Recv)) else costs.compute_s(action, rank)
+            stop = max((stops[other] for other in before), default=0.0) + takes
+            if stop > stops[rank, index]:
+                stops[rank, index] = stop
+                moved = True
+    return max(stops.values())
+
+
+pipelines = st.builds(
+    plan_chunkflow_pipeline,
+    st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    st.builds(
+        ChunkOptions,
+        size=st.integers(1, 30),
+        num_retained=st.integers(0, 3),
+        keep=st.sampled_from(("input", "kv", "attention", "all")),
+    ),
+    stages=st.integers(1, 5).map(lambda count: (1,) * count),
+    recompute=st.sampled_from(("lazy", "eager")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines)
+def test_the_makespan_of_any_pipeline_is_that_of_the_reference(plan):
+    costs = UnitCosts(plan)
+    timeline = simulate(plan, costs)
+    assert timeline.duration_s == pytest.approx(reference_step(plan, costs), rel=1e-12)
+    _lanes_hold_one_thing_at_a_time(timeline)
+
+
+def _lanes_hold_one_thing_at_a_time(timeline):
+    busy_until = {}
+    for record in sorted(timeline.records, key=lambda r: (r.start_s, r.stop_s)):
+        if record.lane == "compute":
+            assert record.start_s >= busy_until.get(record.rank, 0.0)
+            busy_until[record.rank] = record.stop_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipelines, st.sampled_from(("batched", "blocking")))
+def test_stricter_messages_are_never_faster(plan, p2p):
+    costs = UnitCosts(plan)
+    try:
+        stricter = simulate(plan, costs, p2p=p2p)
+    except PlanError:
+        return
+    assert stricter.duration_s >= simulate(plan, costs).duration_s
+
+
+def test_unit_costs():
+    plan = plan_of(
+        "0:0-4; 0:4-6",
+        "F0.0 kv, F1.0 all l1, F0.1 kv, F1.1 all, B1.1, R0.1, B0.1, B1.0, R0.0 l2, B0.0",
+        stages=(2, 6),
+    )
+    costs = UnitCosts(plan)
+    # the mean stage has 4 layers; 4 tokens through half of it, 2 tokens through one and a half
+    assert costs.compute_s(Forward(0, 0, "kv"), 0) == 2
+    assert costs.compute_s(Recompute(1, 1), 0) == 3
+    assert costs.compute_s(Backward(1, 1), 0) == 6
+    # one of two layers, then both, run again within the backward
+    assert costs.compute_s(Backward(1, 0), 0) == 2.5
+    assert costs.compute_s(Backward(0, 0), 0) == 6
+
+
+def test_an_empty_rank_leaves_no_record():
+    plan = plan_of("0:0-4", "F0.0 input")
+    idle = dataclasses.replace(plan, actions=(*plan.actions, ()))
+    assert simulate(idle, UnitCosts(idle)).duration_s == 4
+
+
+def test_order_of_groups_changes_time_not_work():
+    short_first = plan_1f1b((1, 8), whole_groups((1, 8))[::-1], stages=(1, 1))
+    long_first = plan_1f1b((1, 8), whole_groups((1, 8)), stages=(1, 1))
+    seconds = [simulate(p, UnitCosts(p)).seconds_by_kind() for p in (short_first, long_first)]
+    assert seconds[0] == seconds[1]
+    assert seconds[0]["F"] == 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [1, 16])
+def test_simulates_a_hundred_thousand_actions_in_two_seconds(num_stages):
+    seq_lens = [24] * (24_000 // num_stages)
+    options = ChunkOptions(size=24 if num_stages > 1 else 12, keep="kv", hybrid=False)
+    if num_stages == 1:
+        plan = plan_chunkflow(seq_lens, options, num_layers=2)
+    else:
+        plan = plan_chunkflow_pipeline(seq_lens, options, stages=(1,) * num_stages)
+    assert sum(map(len, plan.actions)) > 90_000
+    costs = UnitCosts(plan)
+    start = time.process_time()
+    simulate(plan, costs)
+    assert time.process_time() - start < 2

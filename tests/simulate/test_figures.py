@@ -1,0 +1,94 @@
+"""Figures of a timeline: seconds of a rank add up, and the bubble ratio is ChunkFlow's."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.simulate.clock import simulate
+from furlong.simulate.figures import RankSeconds, measure
+from furlong.simulate.unit_costs import UnitCosts
+from furlong.timeline import Record, Timeline
+
+
+def timeline(*records):
+    return Timeline(tuple(Record(*record, 10 * i, i) for i, record in enumerate(records)))
+
+
+def test_every_second_of_a_rank_has_one_reason():
+    figures = measure(
+        timeline(
+            (0, "link", "unshard 0", 0.0, 1.0),
+            (0, "compute", "F0.0 kv", 1.0, 3.0),
+            (0, "copy", "copy F0.0 kv", 1.0, 4.0),
+            (0, "link", "send activation 0.0 to 1", 3.0, 8.0),
+            (0, "link", "recv gradient 0.1 from 1", 6.0, 7.0),
+            (0, "compute", "R0.0", 7.0, 8.0),
+            (0, "compute", "K0.0", 8.0, 8.5),
+            (0, "compute", "B0.0", 8.5, 12.0),
+            (0, "link", "reduce 0", 11.0, 14.0),
+            (1, "compute", "F0.1 all", 4.0, 5.0),
+        )
+    )
+    assert figures.duration_s == 14
+    assert figures.ranks[0] == RankSeconds(
+        forward_s=2, backward_s=3.5, recompute_s=1.5, copies_s=1, messages_s=1, collectives_s=3,
+        waiting_s=2,
+    )  # fmt: skip
+    assert figures.ranks[1] == RankSeconds(forward_s=1, waiting_s=13)
+    assert figures.bubble_ratio == pytest.approx(1 - 6.5 / 28)
+    assert figures.idle_ratio == pytest.approx(1 - 8 / 28)
+    assert figures.shares()["collectives"] == pytest.approx(3 / 28)
+    assert figures.peak_device_bytes == (80, 90)
+    assert figures.peak_host_bytes == (8, 9)
+
+
+def test_overlapping_reasons_count_once():
+    figures = measure(
+        timeline(
+            (0, "compute", "F0.0 all", 0.0, 1.0),
+            (0, "copy", "copy F0.0 all", 0.0, 3.0),
+            (0, "link", "recv gradient 0.1 from 1", 2.0, 4.0),
+            (0, "link", "recv gradient 1.1 from 1", 2.5, 3.5),
+            (0, "compute", "B0.0", 5.0, 6.0),
+        )
+    )
+    assert figures.ranks[0] == RankSeconds(
+        forward_s=1, backward_s=1, copies_s=2, messages_s=1, waiting_s=1
+    )
+
+
+def test_a_measured_reduce_on_the_compute_lane_is_a_collective():
+    figures = measure(
+        timeline((0, "compute", "B0.0", 0.0, 1.0), (0, "compute", "reduce 0", 1.0, 3.0))
+    )
+    assert figures.ranks[0] == RankSeconds(backward_s=1, collectives_s=2)
+
+
+def test_an_empty_timeline():
+    figures = measure(Timeline(()))
+    assert (figures.duration_s, figures.bubble_ratio, figures.ranks) == (0, 0, ())
+    assert set(figures.shares().values()) == {0.0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.floats(0, 3),
+)
+def test_shares_add_up_to_one(seq_lens, size, num_stages, transfer_s):
+    plan = plan_chunkflow_pipeline(seq_lens, ChunkOptions(size=size), stages=(1,) * num_stages)
+    costs = UnitCosts(plan)
+    costs.transfer_s = lambda action, rank: transfer_s
+    figures = measure(simulate(plan, costs))
+    assert sum(figures.shares().values()) == pytest.approx(1)
+    assert all(share > -1e-12 for share in figures.shares().values())
+    num_tokens = sum(seq_lens)
+    useful = 3 * num_tokens * num_stages / (figures.duration_s * num_stages)
+    assert figures.bubble_ratio == pytest.approx(1 - useful)
+    assert json.loads(json.dumps(figures.to_json()))["bubble_ratio"] == figures.bubble_ratio
