@@ -72,7 +72,7 @@ def first_long_file(files: list[tuple[str, str]], tokenizer: Any) -> tuple[str, 
     raise SystemExit(f"no source file has between {LONG_TOKENS:,} and {MAX_SEQ_LEN:,} tokens")
 
 
-def train_tokenizer(texts: list[str]) -> Any:
+def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """A byte-level BPE tokenizer that splits words as Qwen2 does, as transformers loads it so."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
@@ -85,7 +85,7 @@ def train_tokenizer(texts: list[str]) -> Any:
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             special_tokens=[EOS],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -207,18 +207,17 @@ def longest_batch(config: Any) -> list[dict[str, Any]]:
     """The global batch of the run that holds its longest sequence."""
     import torch
 
+    from furlong.data.load import load_data
     from furlong.data.loader import batches_per_epoch, iterate_batches
-    from furlong.data.sources import read_documents
-    from furlong.data.tokenize import load_tokenizer, tokenize
+    from furlong.data.sources import Source
+    from furlong.data.tokenize import load_tokenizer
 
-    tokenizer = load_tokenizer(config.model.name)
-    sequences = tokenize(
-        read_documents(config.data.train),
-        tokenizer,
-        vocab_size=len(tokenizer),
+    sequences = load_data(
+        [Source(path) for path in config.data.train],
+        load_tokenizer(config.model.name),
         max_seq_len=config.data.max_seq_len,
         too_long=config.data.too_long,
-    ).sequences
+    )
     per_step = config.train.sequences_per_step
     batches = iterate_batches(sequences, sequences_per_step=per_step, seed=config.train.seed)
     epoch = [next(batches) for _ in range(batches_per_epoch(len(sequences), per_step))]

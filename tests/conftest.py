@@ -1,10 +1,16 @@
-"""Shared by all tests: GPU tests skip without a device; no test reads or writes a hub."""
+"""Shared by all tests: GPU tests skip without a device; no test uses a hub or the user's cache."""
 
 import os
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_the_tests(tmp_path_factory):
+    """Tokenized data goes into a folder of the session, also in the processes that tests start."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def pytest_collection_modifyitems(items):

@@ -20,7 +20,7 @@ ROOT = Path(furlong.__file__).parent
 FLOORS = (
     ("cli",),
     ("verify",),
-    ("train",),
+    ("train", "integrations"),
     ("furlong",),
     ("api", "calibrate"),
     ("runtime", "data"),

@@ -4,7 +4,9 @@ FurlongError
 ├── UserError                 the user can mend it: exit code 2, one message in four parts
 │   ├── ConfigError           a key, a value or a flag of the run's configuration
 │   ├── DataError             files, records, sequences
-│   └── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
+│   ├── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
+│   ├── CheckpointError       a run folder or a checkpoint that cannot be read or written
+│   └── DivergenceError       a step whose loss or gradient is not finite
 └── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
 """
 
@@ -38,6 +40,14 @@ class DataError(UserError):
 
 class UnsupportedModelError(UserError):
     """A model, or a setting of it, that cannot be trained exactly."""
+
+
+class CheckpointError(UserError):
+    """A run folder or a checkpoint that cannot be read or written."""
+
+
+class DivergenceError(UserError):
+    """A step whose loss or gradient is not finite; the weights are as they were before it."""
 
 
 class PlanError(FurlongError):

@@ -1,24 +1,39 @@
-"""The order of the batches."""
+"""The order of the batches, weights of sources, and positions that can be gone back to."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from furlong.data.loader import LoaderState, batches_per_epoch, in_order, iterate_batches
+from furlong.data.loader import (
+    LoaderState,
+    Mixture,
+    batches_per_epoch,
+    in_order,
+    iterate_batches,
+)
 from furlong.data.tokenize import Sequence
+from furlong.errors import DataError
 
 SEQUENCES = [
     Sequence(i, f"file:{i}", np.full(i + 1, i, np.int32), np.full(i + 1, i, np.int32))
     for i in range(10)
 ]
+WEIGHTED = Mixture((6, 3, 1), (0.5, 2.0, 1.5))
 
 
-def ids(seed: int, num_batches: int, state: LoaderState | None = None) -> list[list[int]]:
+def ids(
+    seed: int, num_batches: int, state: LoaderState | None = None, mixture: Mixture | None = None
+) -> list[list[int]]:
     batches = iterate_batches(
-        SEQUENCES, sequences_per_step=4, seed=seed, state=state or LoaderState()
+        SEQUENCES, sequences_per_step=4, seed=seed, state=state or LoaderState(), mixture=mixture
     )
     return [[s.seq_id for s in batch.sequences] for batch in islice(batches, num_batches)]
 
@@ -35,13 +50,93 @@ def test_every_epoch_holds_every_sequence_once_in_its_own_order() -> None:
 def test_seed_fixes_the_order() -> None:
     assert ids(7, 5) == ids(7, 5)
     assert ids(7, 5) != ids(8, 5)
+    # Written down: a new version must not change what a checkpoint goes on with.
+    assert ids(0, 1) == [[4, 6, 2, 7]]
+    assert WEIGHTED.order(0, 0).tolist() == WEIGHTED_ORDER
 
 
-def test_any_position_goes_on_as_if_nothing_had_happened() -> None:
-    whole = ids(3, 8)
-    batches = iterate_batches(SEQUENCES, sequences_per_step=4, seed=3)
+WEIGHTED_ORDER = [7, 6, 7, 0, 2, 6, 8, 9, 9, 8, 4]
+
+
+@pytest.mark.parametrize("mixture", [None, WEIGHTED], ids=["plain", "weighted"])
+def test_any_position_goes_on_as_if_nothing_had_happened(mixture: Mixture | None) -> None:
+    whole = ids(3, 8, mixture=mixture)
+    batches = iterate_batches(SEQUENCES, sequences_per_step=4, seed=3, mixture=mixture)
     for number, batch in enumerate(islice(batches, 7), start=1):
-        assert ids(3, 8 - number, batch.next_state) == whole[number:]
+        state = LoaderState.from_dict(batch.next_state.to_dict())
+        assert ids(3, 8 - number, state, mixture) == whole[number:]
+
+
+def test_going_on_reads_nothing_of_what_lies_before() -> None:
+    class Counted(list[Sequence]):
+        read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read += 1
+            return super().__getitem__(index)
+
+    sequences = Counted(SEQUENCES)
+    state = LoaderState(epoch=1000, batch=1)
+    next(iterate_batches(sequences, sequences_per_step=4, seed=0, state=state))
+    assert sequences.read == 4
+
+
+def test_a_position_that_the_data_does_not_have_is_told() -> None:
+    with pytest.raises(DataError, match=r"batch 3[\s\S]*below 3"):
+        ids(0, 1, LoaderState(0, 3))
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"epoch": 0}, {"epoch": 0, "batch": -1}, {"epoch": 0, "batch": 1.0},
+               {"epoch": 0, "batch": 1, "step": 2}, {"epoch": True, "batch": 1}],
+)  # fmt: skip
+def test_a_position_is_two_whole_numbers(values: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="epoch and batch"):
+        LoaderState.from_dict(values)
+    assert LoaderState.from_dict({"epoch": 2, "batch": 1}) == LoaderState(2, 1)
+
+
+def test_weights_are_draws_per_epoch() -> None:
+    assert WEIGHTED.draws == (3, 6, 2)  # 0.5 * 6, 2.0 * 3, and 1.5 * 1 rounded up
+    assert Mixture((1000, 3, 0), (0.3333, 0.01, 5.0)).draws == (333, 1, 0)
+    assert Mixture((4,), (1.0,)).draws == (4,)
+    for epoch in range(20):
+        drawn = Counter(WEIGHTED.order(5, epoch).tolist())
+        by_source = [sum(drawn[i] for i in source) for source in (range(6), range(6, 9), [9])]
+        assert by_source == [3, 6, 2]
+        assert [drawn[i] for i in range(6, 9)] == [2, 2, 2]
+        assert max(drawn[i] for i in range(6)) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.05, 4)), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+)
+def test_sequences_of_a_source_are_drawn_equally_often(
+    sources: list[tuple[int, float]], num_epochs: int, seed: int
+) -> None:
+    sizes, weights = zip(*sources, strict=True)
+    mixture = Mixture(sizes, weights)
+    drawn = np.zeros(sum(sizes), np.int64)
+    for epoch in range(num_epochs):
+        np.add.at(drawn, mixture.order(seed, epoch), 1)
+    for part, draws in zip(np.split(drawn, np.cumsum(sizes)[:-1]), mixture.draws, strict=True):
+        assert part.sum() == draws * num_epochs
+        assert part.max() - part.min() <= 1
+
+
+def test_equal_weights_are_no_weights() -> None:
+    assert ids(3, 6, mixture=Mixture((10,), (1.0,))) == ids(3, 6)
+    assert ids(3, 6, mixture=Mixture((4, 6), (1.0, 1.0))) == ids(3, 6)
+
+
+def test_passes_over_a_part_have_orders_of_their_own() -> None:
+    halves = Mixture((100,), (0.5,))
+    chosen = [frozenset(halves.order(0, epoch).tolist()) for epoch in range(6)]
+    assert all(chosen[i] | chosen[i + 1] == set(range(100)) for i in (0, 2, 4))
+    assert len(set(chosen)) == 6
+    assert chosen[0] != frozenset(halves.order(1, 0).tolist())
 
 
 def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
@@ -50,3 +145,10 @@ def test_a_batch_counts_its_labels_and_makes_tensors() -> None:
     tensors = batch.tensors(torch.device("cpu"))
     assert [t["input_ids"].tolist() for t in tensors] == [[0], [1, 1]]
     assert tensors[0]["labels"].dtype == torch.int64
+
+
+def test_in_order_is_one_pass() -> None:
+    batches = list(in_order(SEQUENCES, 4))
+    assert [[s.seq_id for s in b.sequences] for b in batches] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
+    ]  # fmt: skip

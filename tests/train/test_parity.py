@@ -16,10 +16,10 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
-from furlong.train.loop import run_steps
+from furlong.train.evaluation import Evaluation, evaluate
+from furlong.train.loop import HELD_OUT, Cadence, run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.optimizer import build_optimizer, build_schedule
-from furlong.train.step import evaluate
 
 NUM_STEPS = 30
 WARMUP_STEPS = 3
@@ -109,6 +109,12 @@ def test_thirty_steps(
     engine = Engine(model, max_seq_len=64)
     optimizer = build_optimizer(model.parameters(), weight_decay=WEIGHT_DECAY, **SETTINGS)  # type: ignore[arg-type]
     options = ChunkOptions(size=size, num_retained=num_retained)
+
+    def evaluate_held_out() -> dict[str, Evaluation]:
+        evaluation = evaluate(engine, model, batches[:3], options)
+        assert evaluation is not None
+        return {HELD_OUT: evaluation}
+
     with MetricsLog(tmp_path / "metrics.jsonl", NUM_STEPS, say=lambda line: None) as log:
         figures = run_steps(
             engine,
@@ -120,7 +126,7 @@ def test_thirty_steps(
             scheduler=build_schedule(optimizer, "cosine", num_steps=NUM_STEPS, warmup_ratio=0.1),
             max_grad_norm=MAX_GRAD_NORM,
             log=log,
-            evaluate=lambda: evaluate(engine, model, batches[:3], options),
+            cadence=Cadence(evaluate=evaluate_held_out),
         )
     np.testing.assert_allclose(figures.losses, losses, rtol=1e-10)
     ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
@@ -128,7 +134,7 @@ def test_thirty_steps(
     for name, weight in ours.items():
         error = (weight - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-300)
         assert error <= 1e-10, name
-    assert figures.eval_loss_before != figures.eval_loss_after
+    assert figures.progress.eval_loss_before != figures.eval_loss_after
     held_out = sum(batch.num_valid_tokens for batch in batches[:3])
     expected = sum(_loss_sum(reference, batch) for batch in batches[:3]) / held_out
     assert figures.eval_loss_after == pytest.approx(expected, rel=1e-10)

@@ -15,7 +15,7 @@ import torch
 from furlong.api import StepResult
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
-from furlong.errors import FurlongError
+from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.timeline import Record, Timeline
 from furlong.train.loop import run_steps
@@ -81,7 +81,7 @@ def test_a_figure_that_is_not_finite_stops_before_the_weights_change(
 ) -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     engine = FixedEngine(model, [1.0, loss], [1.0, grad])
-    with pytest.raises(FurlongError, match=r"step 2: [\s\S]*step 1\.[\s\S]*7 \(book\.txt\)"):
+    with pytest.raises(DivergenceError, match=r"step 2; [\s\S]*step 1\n[\s\S]*7 \(book\.txt\)"):
         run(tmp_path, engine, [make_batch(3)] * 2, 2)
     assert torch.equal(model.weight, engine.weights[1])
     assert not torch.equal(model.weight, engine.weights[0])
@@ -92,7 +92,8 @@ def test_a_batch_without_labels_is_skipped_and_counted(
 ) -> None:
     engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, 2.0], [1.0, 1.0])
     figures = run(tmp_path, engine, [make_batch(n) for n in (2, 0, 0, 4)], 2)
-    assert (figures.num_skipped_batches, figures.losses) == (2, (3.0, 2.0))
+    assert (figures.progress.num_skipped_batches, figures.losses) == (2, (3.0, 2.0))
+    assert (figures.progress.step, figures.progress.num_tokens, figures.stopped) == (2, 10, False)
     assert engine.divisors == [2, 4]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [("skipped" in record, record["step"]) for record in records] == [

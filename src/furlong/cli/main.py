@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from furlong import __version__
 from furlong.errors import ConfigError, UserError
 
-_VERBS = ("train",)
+_VERBS = ("train", "plan", "lengths", "export", "verify")
 _HELP = """\
 usage: furlong VERB [...]
 
 Trains LLMs on sequences longer than the hardware should allow, with exact gradients.
 
 verbs:
-  train RUN.yaml [--section.key=value ...]   train a model and export it
+  train RUN.yaml [--section.key=value ...]   train a model and export it; --resume goes on
+  plan PLAN.json [--picture FILE]            print, check, simulate and draw a saved plan
+  lengths RUN.yaml|DATA... [--tokenizer T]   how long the sequences are: a table, a picture
+  export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
+  verify [RUN.yaml]                          prove gradients, isolation and resume in small
   VERB --help                                every key of a verb
 
   --version, --help
@@ -49,6 +53,22 @@ def _dispatch(arguments: list[str]) -> int:
             from furlong.cli import train
 
             return train.run(rest)
+        case ["plan", *rest]:
+            from furlong.cli import plan
+
+            return plan.run(rest)
+        case ["lengths", *rest]:
+            from furlong.cli import lengths
+
+            return lengths.run(rest)
+        case ["export", *rest]:
+            from furlong.cli import export
+
+            return export.run(rest)
+        case ["verify", *rest]:
+            from furlong.cli import verify
+
+            return verify.run(rest)
     close = difflib.get_close_matches(arguments[0], [*_VERBS, "--help", "--version"], n=1)
     raise ConfigError(
         given=f"furlong {arguments[0]}",

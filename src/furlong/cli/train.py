@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 from furlong.config.sources import parse_run
 
+_RESUME = "--resume"
+
 
 def run(arguments: Sequence[str]) -> int:
-    config = parse_run(arguments)
+    config = parse_run(
+        arguments,
+        switches={
+            _RESUME: "go on with the run in out, from its newest whole checkpoint"
+        },
+    )
     # torch and transformers are loaded when the command line has been found sound.
     from furlong.train.run import train
 
-    train(config)
+    train(config, resume=_RESUME in arguments)
     return 0

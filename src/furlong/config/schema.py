@@ -22,6 +22,8 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
+from furlong.config.data import DataConfig
+from furlong.config.rope import RopeConfig
 from furlong.units import parse_bytes
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -49,7 +51,6 @@ def _listed(value: object) -> object:
 
 
 Amount = Annotated[int | Literal["auto"], BeforeValidator(_read_amount)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
@@ -81,25 +82,8 @@ class ModelConfig(BaseModel):
     """Type of the compute and of frozen weights; trained weights are float32 or wider."""
     lora: LoraConfig | None = None
     """null trains every weight."""
-    rope: Annotated[Any, _only(None)] = None
+    rope: RopeConfig | None = None
     """Change of the position embedding; null keeps the model's own."""
-
-
-class DataConfig(BaseModel):
-    """The sequences."""
-
-    model_config = _SECTION
-
-    train: Paths
-    """Files or folders: a text file is one sequence, a line {"text": ...} of a .jsonl is one."""
-    eval: Paths | None = None
-    """Held-out files or folders."""
-    format: Annotated[Literal["auto", "text", "chat", "tokens"], _only("auto", "text")] = "auto"
-    """auto goes by the file's ending; text reads every file as one sequence."""
-    max_seq_len: PositiveInt = 131072
-    """Most tokens in a sequence."""
-    too_long: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a sequence above max_seq_len."""
 
 
 class ChunksConfig(BaseModel):
@@ -182,10 +166,12 @@ class TrainConfig(BaseModel):
     """Gradients are scaled down to this norm; null leaves them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the data's order, of random weights and of dropout."""
-    save_every_steps: Annotated[int, _only(0)] = 0
-    """Steps between checkpoints; 0 = none."""
+    save_every_steps: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints, also one after the last step; 0 = none at all."""
     eval_every_steps: Annotated[int, Field(ge=0)] = 50
-    """Steps between evaluations on data.eval; 0 = before the first and after the last step only."""
+    """Steps between evaluations; 0 = before the first and after the last step only."""
+    eval_train_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,10 +192,10 @@ class LogConfig(BaseModel):
 
     model_config = _SECTION
 
-    tensorboard: Annotated[bool, _only(False)] = False
-    """Write TensorBoard files."""
-    wandb: Annotated[str | None, _only(None)] = None
-    """Project on Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run folder; needs furlong[tensorboard]."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Project on Weights & Biases; needs furlong[wandb]."""
 
 
 class RunConfig(BaseSettings):
@@ -225,7 +211,7 @@ class RunConfig(BaseSettings):
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
     out: str = Field(default="runs/first", min_length=1)
-    """Folder of the run: must not exist or be empty."""
+    """Folder of the run: must not exist or be empty, unless --resume continues it."""
 
     @classmethod
     def settings_customise_sources(

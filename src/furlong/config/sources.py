@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -44,13 +44,20 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def parse_run(arguments: Sequence[str], prog: str = "furlong train") -> RunConfig:
+def parse_run(
+    arguments: Sequence[str],
+    prog: str = "furlong train",
+    switches: Mapping[str, str] | None = None,
+) -> RunConfig:
     """The run that a command line asks for: `[RUN.yaml] [--section.key=value ...]`.
 
-    Raises ConfigError; `--help` prints and raises SystemExit(0).
+    `switches`: flags without a value that the verb reads itself, with their help. Raises
+    ConfigError; `--help` prints and raises SystemExit(0).
     """
     parser = _Parser(prog=prog, allow_abbrev=False, description="Train a model.")
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
+    for name, text in (switches or {}).items():
+        parser.add_argument(name, action="store_true", help=text)
     chosen: dict[str, str | None] = {}
 
     def parse_args(_: Any, arguments: list[str]) -> argparse.Namespace:
@@ -89,8 +96,12 @@ def parse_run(arguments: Sequence[str], prog: str = "furlong train") -> RunConfi
 
 def load_run(file: str | Path) -> RunConfig:
     """The run of a YAML or JSON file. Raises ConfigError."""
-    values = _read_run_file(str(file))
-    return _validated(lambda: RunConfig(**values), str(file), set())
+    return build_run(_read_run_file(str(file)), str(file))
+
+
+def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
+    """The run of values that were read from `source`. Raises ConfigError."""
+    return _validated(lambda: RunConfig(**values), source, set())
 
 
 def _read_run_file(file: str) -> dict[str, Any]:

@@ -1,24 +1,53 @@
-"""Global batches of sequences, in an order that seed and epoch fix."""
+"""Global batches of sequences, in an order that seed and epoch fix.
+
+The position in that order is a small value, `LoaderState`: every batch carries the state after it,
+and `iterate_batches` goes on from any state without reading a sequence that lies before it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from furlong.data.tokenize import Sequence
+from furlong.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """Which batch comes next: enough to go on from there."""
+    """Which batch comes next: with the data set and the seed, enough to go on from there.
+
+    A checkpoint saves `state.to_dict()` and `DataSet.fingerprint`, and hands
+    `LoaderState.from_dict(...)` to `iterate_batches(state=...)`.
+    """
 
     epoch: int = 0
     batch: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain numbers for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoaderState:
+        """The inverse of `to_dict`. Raises DataError for anything else."""
+        if set(values) != {"epoch", "batch"} or not all(
+            type(number) is int and number >= 0 for number in values.values()
+        ):
+            raise DataError(
+                given=f"a position in the data of {dict(values)!r}",
+                required="epoch and batch, whole numbers from 0",
+                source="the checkpoint",
+                change="resume from another checkpoint",
+            )
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +69,63 @@ class Batch:
         """One `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence."""
         return [
             {
-                "input_ids": torch.from_numpy(sequence.input_ids).to(device, torch.int64),
-                "labels": torch.from_numpy(sequence.labels).to(device, torch.int64),
+                "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)).to(device),
+                "labels": torch.from_numpy(sequence.labels.astype(np.int64)).to(device),
             }
             for sequence in self.sequences
         ]
 
 
-def batches_per_epoch(num_sequences: int, sequences_per_step: int) -> int:
-    """Global batches of one pass; the last one may be smaller."""
-    return math.ceil(num_sequences / sequences_per_step)
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How often an epoch draws from each source.
+
+    A source of n sequences with weight w is drawn from `floor(w * n + 1/2)` times in an epoch, at
+    least once. Epoch after epoch these draws go round the source in passes, each pass in a random
+    order of its own, so that after any number of epochs two sequences of one source have been drawn
+    equally often or differ by one.
+    """
+
+    sizes: tuple[int, ...]
+    """Sequences of each source; together they are the data set, source after source."""
+    weights: tuple[float, ...]
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """Sequences that an epoch takes from each source."""
+        return tuple(
+            max(1, math.floor(weight * size + 0.5)) if size else 0
+            for size, weight in zip(self.sizes, self.weights, strict=True)
+        )
+
+    def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """`(sum(draws),)` indices into the data set: the draws of an epoch, shuffled together."""
+        start, drawn = 0, []
+        for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
+            drawn.append(start + _draw(size, draws, (seed, source), epoch))
+            start += size
+        shuffle = np.random.default_rng((seed, epoch))
+        return np.concatenate(drawn)[shuffle.permutation(sum(self.draws))]
+
+
+def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArray[np.int64]:
+    """Indices [epoch * draws, (epoch + 1) * draws) of the passes over a source, end to end."""
+    first, stop = epoch * draws, (epoch + 1) * draws
+    drawn = [np.zeros(0, np.int64)]
+    while first < stop:
+        number, begin = divmod(first, size)
+        end = min(size, begin + stop - first)
+        if end - begin == size:  # a whole pass: its order is that of the shuffle that follows
+            drawn.append(np.arange(size))
+        else:
+            drawn.append(np.random.default_rng((*seed, number, 1)).permutation(size)[begin:end])
+        first += end - begin
+    return np.concatenate(drawn)
+
+
+def batches_per_epoch(num_draws: int, sequences_per_step: int) -> int:
+    """Global batches of one epoch; the last one may be smaller."""
+    return math.ceil(num_draws / sequences_per_step)
 
 
 def iterate_batches(
@@ -58,17 +134,30 @@ def iterate_batches(
     sequences_per_step: int,
     seed: int,
     state: LoaderState = LoaderState(),
+    mixture: Mixture | None = None,
 ) -> Iterator[Batch]:
-    """Endless: every epoch goes through all sequences once, in an order of its own."""
+    """Endless; every epoch has an order of its own.
+
+    Without `mixture` an epoch goes through all sequences once. `state` is where to begin: the
+    sequences before it are not read. Raises DataError if the epoch has no such batch.
+    """
+    mixture = mixture or Mixture((len(sequences),), (1.0,))
     epoch, batch = state.epoch, state.batch
-    per_epoch = batches_per_epoch(len(sequences), sequences_per_step)
+    per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
+    if batch >= per_epoch:
+        raise DataError(
+            given=f"batch {batch} of an epoch as the next one",
+            required=f"a number below {per_epoch}, the batches of an epoch of this data",
+            source="the checkpoint's position in the data",
+            change="resume with the data and the train.sequences_per_step of the checkpoint",
+        )
     while True:
-        order = np.random.default_rng((seed, epoch)).permutation(len(sequences))
+        order = mixture.order(seed, epoch)
         for index in range(batch, per_epoch):
             chosen = order[index * sequences_per_step : (index + 1) * sequences_per_step]
             last = index + 1 == per_epoch
             yield Batch(
-                tuple(sequences[i] for i in chosen),
+                tuple(sequences[int(i)] for i in chosen),
                 LoaderState(epoch + 1, 0) if last else LoaderState(epoch, index + 1),
             )
         epoch, batch = epoch + 1, 0
@@ -76,6 +165,6 @@ def iterate_batches(
 
 def in_order(sequences: Items[Sequence], sequences_per_step: int) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    for start in range(0, len(sequences), sequences_per_step):
-        chosen = tuple(sequences[start : start + sequences_per_step])
-        yield Batch(chosen, LoaderState(0, start // sequences_per_step + 1))
+    for number, start in enumerate(range(0, len(sequences), sequences_per_step), start=1):
+        stop = min(start + sequences_per_step, len(sequences))
+        yield Batch(tuple(sequences[i] for i in range(start, stop)), LoaderState(0, number))

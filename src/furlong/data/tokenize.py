@@ -1,23 +1,27 @@
-"""Documents to sequences of token ids; besides models, the only code that knows transformers."""
+"""Records to token ids and labels; besides models, the only package that knows transformers."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.sources import Document
+from furlong.data.chat import Rendered, render_conversation
+from furlong.data.formats import IGNORE_INDEX, Format, check_fields, text_of, tokens_of
+from furlong.data.records import BLANK, Record
 from furlong.errors import ConfigError, DataError
 
-IGNORE_INDEX = -100
-"""The label of a token that adds no loss."""
+__all__ = ["IGNORE_INDEX", "Encoded", "Sequence", "encode", "fingerprint", "load_tokenizer"]
 
-_DOCUMENTS_PER_CALL = 64
+_TEXTS_PER_CALL = 64
+_CHARS_PER_CALL = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,25 +43,18 @@ class Sequence:
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """The sequences of a data set and what became of those that were too long."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A record as tokens: (T,) int32 both; `labels` is `input_ids` itself where all are learnt."""
 
-    sequences: tuple[Sequence, ...]
-    num_truncated: int = 0
-    num_dropped: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(sequence.seq_len for sequence in self.sequences)
-
-    @property
-    def longest(self) -> int:
-        return max(sequence.seq_len for sequence in self.sequences)
+    input_ids: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    file: int
+    line: int
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a hub id or folder. Raises ConfigError."""
+def load_tokenizer(name: str, source: str = "model.name") -> Any:
+    """The tokenizer of a hub id or folder, which `source` named. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
@@ -70,76 +67,166 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError(
             given=f"{name} without a tokenizer: {reason}",
             required="tokenizer files beside config.json",
-            source="model.name",
+            source=source,
             change="save the model's tokenizer into the folder",
         ) from error
 
 
-def tokenize(
-    documents: Iterable[Document],
-    tokenizer: Any,
-    *,
-    vocab_size: int,
-    max_seq_len: int,
-    too_long: Literal["error", "truncate", "drop"] = "error",
-) -> Tokenized:
-    """Every document as one sequence that ends with EOS, if the tokenizer has one.
+def fingerprint(tokenizer: Any) -> str:
+    """A checksum of everything that decides which ids a text gets, templates included."""
+    import tokenizers
+    import transformers
 
-    The tokenizer's own post-processor runs; EOS is appended where it left it out. `vocab_size` is
-    the model's. Raises DataError for a token id outside it, a sequence above `max_seq_len` when
-    `too_long` is error, and when nothing is left to learn from.
+    parts: dict[str, Any] = {
+        "class": type(tokenizer).__name__,
+        "versions": [transformers.__version__, tokenizers.__version__],
+        "special": tokenizer.special_tokens_map,
+        "eos": tokenizer.eos_token_id,
+        "template": tokenizer.chat_template,
+    }
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Every call sets these two anew.
+        parts["backend"] = {k: v for k, v in backend.items() if k not in ("truncation", "padding")}
+    else:
+        unnamed = ("name_or_path", "vocab_file", "merges_file")
+        parts["vocab"] = tokenizer.get_vocab()
+        parts["init"] = {k: v for k, v in tokenizer.init_kwargs.items() if k not in unnamed}
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def encode(
+    records: Iterable[Record], tokenizer: Any, format: Format, left_out: Counter[str]
+) -> Iterator[Encoded]:
+    """Every record as one sequence; those without any token are counted in `left_out`.
+
+    Texts and completions: the tokenizer's own post-processor runs, and EOS is appended where it
+    left it out. Conversations: the template writes all special tokens. Tokens: as they are.
+    A token that reaches into a learnt range of characters has a label. Raises UserError.
     """
-    sequences: list[Sequence] = []
-    num_truncated = num_dropped = 0
-    for document, ids in _encode(documents, tokenizer):
-        if len(ids) > max_seq_len:
-            if too_long == "error":
-                raise _too_long(document, len(ids), max_seq_len)
-            if too_long == "drop":
-                num_dropped += 1
-                continue
-            ids = ids[:max_seq_len]
-            num_truncated += 1
-        if len(ids) and int(ids.max()) >= vocab_size:
-            raise DataError(
-                given=f"token id {int(ids.max())} in sequence {len(sequences)}",
-                required=f"ids below {vocab_size}, the model's vocab_size",
-                source=document.origin,
-                change="use the tokenizer that belongs to the model",
-            )
-        sequences.append(Sequence(len(sequences), document.origin, ids, ids))
-    if not any(sequence.num_valid_tokens for sequence in sequences):
-        raise DataError(
-            given=f"{len(sequences)} sequences of at most one token, {num_dropped} dropped",
-            required="at least one sequence of two tokens",
-            source="data.train or data.eval",
-            change="add text, or raise data.max_seq_len",
+    if format == "tokens":
+        for record in records:
+            check_fields(record, format)
+            ids, labels = tokens_of(record)
+            if len(ids):
+                yield Encoded(ids, labels, record.file, record.line)
+            else:
+                left_out[BLANK] += 1
+        return
+    if format != "text" and not tokenizer.is_fast:
+        raise ConfigError(
+            given=f"{tokenizer.name_or_path}: a tokenizer that cannot tell a token's characters",
+            required="a fast tokenizer (tokenizer.json) for data of messages or completions",
+            source="model.name",
+            change="save the fast tokenizer into the folder, or give token ids and labels",
         )
-    return Tokenized(tuple(sequences), num_truncated, num_dropped)
+    for batch in _batches(_render(records, tokenizer, format, left_out)):
+        for sequence in _encode_batch(batch, tokenizer, format):
+            if len(sequence.input_ids):
+                yield sequence
+            else:
+                left_out[BLANK] += 1
 
 
-def _encode(
-    documents: Iterable[Document], tokenizer: Any
-) -> Iterator[tuple[Document, npt.NDArray[np.int32]]]:
-    stream = iter(documents)
-    eos = tokenizer.eos_token_id
-    # A batch lets the tokenizer use its threads.
-    while batch := list(islice(stream, _DOCUMENTS_PER_CALL)):
+def _render(
+    records: Iterable[Record], tokenizer: Any, format: Format, left_out: Counter[str]
+) -> Iterator[tuple[Record, Rendered]]:
+    for record in records:
+        check_fields(record, format)
+        rendered: Rendered | None
+        match format:
+            case "chat":
+                rendered = render_conversation(record, tokenizer)
+            case "completion":
+                prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
+                text = prompt + completion
+                rendered = Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
+            case _:
+                text = text_of(record)
+                rendered = Rendered(text, ((0, len(text)),)) if text.strip() else None
+        if rendered is None:
+            left_out[BLANK] += 1
+        else:
+            yield record, rendered
+
+
+def _batches(
+    rendered: Iterable[tuple[Record, Rendered]],
+) -> Iterator[list[tuple[Record, Rendered]]]:
+    """A batch lets the tokenizer use its threads; its size bounds the memory that this takes."""
+    batch: list[tuple[Record, Rendered]] = []
+    num_chars = 0
+    for item in rendered:
+        num_item_chars = len(item[1].text)
+        full = len(batch) == _TEXTS_PER_CALL or num_chars + num_item_chars > _CHARS_PER_CALL
+        if batch and full:
+            yield batch
+            batch, num_chars = [], 0
+        batch.append(item)
+        num_chars += num_item_chars
+    if batch:
+        yield batch
+
+
+def _encode_batch(
+    batch: list[tuple[Record, Rendered]], tokenizer: Any, format: Format
+) -> Iterator[Encoded]:
+    try:
         encoded = tokenizer(
-            [document.text for document in batch],
+            [rendered.text for _, rendered in batch],
+            add_special_tokens=format != "chat",
             return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=format != "text",
             verbose=False,
         )
-        for document, ids in zip(batch, encoded["input_ids"], strict=True):
-            if eos is not None and (not ids or ids[-1] != eos):
-                ids = [*ids, eos]
-            yield document, np.asarray(ids, dtype=np.int32)
+    except BaseException as error:
+        # The tokenizers' Rust code panics, with a class that has no name to import, where its
+        # regular expressions give up: on millions of spaces in a row, for instance.
+        if type(error).__name__ != "PanicException":
+            raise
+        if len(batch) == 1:
+            raise _cannot_tokenize(*batch[0], error) from None
+        for item in batch:
+            yield from _encode_batch([item], tokenizer, format)
+        return
+    eos: int | None = None if format == "chat" else tokenizer.eos_token_id
+    for number, (record, rendered) in enumerate(batch):
+        ids = np.asarray(encoded["input_ids"][number], dtype=np.int32)
+        if eos is not None and (not len(ids) or ids[-1] != eos):
+            ids = np.append(ids, np.int32(eos))
+        labels = ids
+        if format != "text":
+            chars = np.asarray(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
+            learnt = np.zeros(len(ids), dtype=bool)
+            learnt[: len(chars)] = _within(chars, rendered.ranges)
+            # That the completion ends here is learnt, whoever wrote the EOS.
+            learnt[-1:] |= eos is not None and bool(rendered.ranges)
+            labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
+        yield Encoded(ids, labels, record.file, record.line)
 
 
-def _too_long(document: Document, seq_len: int, max_seq_len: int) -> DataError:
+def _cannot_tokenize(record: Record, rendered: Rendered, error: BaseException) -> DataError:
     return DataError(
-        given=f"a sequence of {seq_len:,} tokens",
-        required=f"at most data.max_seq_len = {max_seq_len:,}",
-        source=document.origin,
-        change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+        given=f"a text of {len(rendered.text):,} characters on which the tokenizer fails: {error}",
+        required="a text that the tokenizer can split",
+        source=record.origin,
+        change="remove the record, or shorten its runs of one character, such as spaces",
     )
+
+
+def _within(
+    chars: npt.NDArray[np.int64], ranges: Iterable[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
+    """Which tokens, (T, 2) ranges of characters in ascending order, reach into one of `ranges`."""
+    inside = np.zeros(len(chars), dtype=bool)
+    # Special tokens that stand for no character have an empty range, out of order.
+    tokens = np.flatnonzero(chars[:, 1] > chars[:, 0])
+    starts, stops = chars[tokens, 0], chars[tokens, 1]
+    for start, stop in ranges:
+        if start < stop:
+            first = np.searchsorted(stops, start, side="right")
+            last = np.searchsorted(starts, stop, side="left")
+            inside[tokens[first:last]] = True
+    return inside

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.rope import apply_rope, check_length
 
 
 def build_model(
@@ -23,38 +28,30 @@ def build_model(
     init: Literal["pretrained", "random"] = "pretrained",
     dtype: torch.dtype = torch.float32,
     lora: dict[str, Any] | None = None,
+    rope: dict[str, Any] | None = None,
+    max_seq_len: int | None = None,
     seed: int = 0,
 ) -> Any:
     """A transformers decoder in train mode.
 
     `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
     `seed`. `lora` holds `rank`, `alpha`, `dropout`, `target_modules` and freezes everything else.
+    `rope` holds `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest
+    sequence, for which the model must have positions.
     Raises ConfigError or UnsupportedModelError.
     """
-    from transformers import AutoModelForCausalLM
-
     source = check_folder(name)
     trained_dtype = torch.promote_types(dtype, torch.float32)
     loaded_dtype = trained_dtype if lora is None else dtype
-    config = _read_config(source)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if init == "random":
-                model = AutoModelForCausalLM.from_config(config, dtype=loaded_dtype)
-            else:
-                model = _load_weights(source, loaded_dtype)
-            if lora is not None:
-                model = _add_adapters(model, lora)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise UnsupportedModelError(
-            given=f"model type {config.model_type}",
-            required="a decoder that AutoModelForCausalLM knows",
-            source=f"{source}, config.json",
-            change="choose a causal language model",
-        ) from error
+    config = read_config(source, rope=rope, max_seq_len=max_seq_len)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if init == "random":
+            model = model_of_config(config, source, dtype=loaded_dtype)
+        else:
+            model = _load_weights(source, config, loaded_dtype)
+        if lora is not None:
+            model = _add_adapters(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
@@ -76,13 +73,8 @@ def check_folder(name: str) -> str:
     return name
 
 
-def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype) -> Path:
-    """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
-
-    Weights are written in `dtype`. The folder appears whole or not at all. Raises ConfigError if it
-    is there already.
-    """
-    folder = Path(folder)
+def check_export_folder(folder: Path) -> None:
+    """Raises ConfigError if there is something already."""
     if folder.exists():
         raise ConfigError(
             given=f"{folder} exists",
@@ -90,13 +82,25 @@ def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch
             source="the export",
             change="move it away or choose another one",
         )
+
+
+def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype) -> Path:
+    """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
+
+    Weights are written in `dtype`. The folder appears whole or not at all. Raises ConfigError if it
+    is there already.
+    """
+    folder = Path(folder)
+    check_export_folder(folder)
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    if hasattr(model, "peft_config"):
-        model.save_pretrained(aside)
-    else:
-        model.save_pretrained(aside, state_dict=_cast(model, dtype))
+    with _hushed():
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(aside)
+        else:
+            model.save_pretrained(aside, state_dict=_cast(model, dtype))
+    if not hasattr(model, "peft_config"):
         # transformers notes the dtype of the weights in memory, not of those it was handed.
         text = (aside / "config.json").read_text(encoding="utf-8")
         config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -107,7 +111,13 @@ def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch
     return folder
 
 
-def _read_config(source: str) -> Any:
+def read_config(
+    source: str, *, rope: dict[str, Any] | None = None, max_seq_len: int | None = None
+) -> Any:
+    """The transformers config of a hub id or folder, with `rope` written into it.
+
+    Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
+    """
     from transformers import AutoConfig
 
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
@@ -118,39 +128,75 @@ def _read_config(source: str) -> Any:
             change="point model.name at the folder that holds config.json",
         )
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # a family's own code may make anything of a broken file
         raise ConfigError(
-            given=f"{source}: {_first_line(error)}",
+            given=f"{source}, config.json: {_first_line(error)}",
             required="a model whose config.json transformers can read without remote code",
             source="model.name",
             change="check the name, the connection to the hub, or use a local folder",
         ) from error
+    if rope is not None:
+        apply_rope(config, rope, max_seq_len=max_seq_len)
+    if max_seq_len is not None:
+        check_length(config, max_seq_len, has_rope=rope is not None)
+    return config
 
 
-def _load_weights(source: str, dtype: torch.dtype) -> Any:
+def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
+    """A model with random weights. Raises UnsupportedModelError if transformers knows none."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True
+    _check_kind(config, source)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _check_kind(config: Any, source: str) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            given=f"model type {config.model_type}",
+            required="a decoder that AutoModelForCausalLM knows",
+            source=f"{source}, config.json",
+            change="choose a causal language model",
         )
-    except OSError as error:
+
+
+def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    _check_kind(config, source)
+    try:
+        with _hushed():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,  # the other kind is a pickle
+                ignore_mismatched_sizes=True,  # told below
+                output_loading_info=True,
+            )
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
             given=f"{source}: {_first_line(error)}",
             required="weights (safetensors)",
             source="model.name",
             change="use a folder with weights, or model.init: random",
         ) from error
-    # transformers fills what the files lack with random numbers and only warns.
-    if loaded["missing_keys"]:
-        missing = sorted(loaded["missing_keys"])
-        raise ConfigError(
-            given=f"{source} lacks {len(missing)} weights, {missing[0]} among them",
-            required="every weight of the model",
-            source="model.name",
-            change="use the whole model's folder, or model.init: random",
-        )
+    # transformers fills what the files lack, or have in another shape, with random numbers.
+    for what, names in (
+        ("lacks", sorted(loaded["missing_keys"])),
+        ("has in another shape", sorted(name for name, *_ in loaded["mismatched_keys"])),
+    ):
+        if names:
+            raise ConfigError(
+                given=f"{source} {what} {len(names)} weights, {names[0]} among them",
+                required="every weight of the model, as its config.json says",
+                source="model.name",
+                change="use the whole model's folder, or model.init: random",
+            )
     return model
 
 
@@ -190,6 +236,23 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         else:
             weights[name] = tensor
     return weights
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without transformers' reports, which are told as errors here, and bars in log files."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

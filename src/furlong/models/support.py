@@ -8,6 +8,14 @@ from torch import nn
 
 from furlong.errors import UnsupportedModelError
 
+ATTENTION_DROPOUTS = (
+    "attention_dropout",
+    "attn_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+)
+"""What the configs of families call it."""
+
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -40,8 +48,7 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
 def attention_dropout(model: nn.Module) -> float:
     """The largest attention dropout that the config names."""
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    names = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return max((float(getattr(text, name, None) or 0.0) for name in names), default=0.0)
+    return max(float(getattr(text, name, None) or 0.0) for name in ATTENTION_DROPOUTS)
 
 
 def other_dropouts(model: nn.Module) -> dict[str, float]:

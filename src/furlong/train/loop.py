@@ -1,37 +1,91 @@
-"""The steps of a run, with evaluations between them."""
+"""The steps of a run, with checkpoints and evaluations between them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from furlong.data.loader import Batch
+from furlong.data.loader import Batch, LoaderState
 from furlong.planners.options import ChunkOptions
+from furlong.train.evaluation import Evaluation
 from furlong.train.metrics import MetricsLog
-from furlong.train.step import train_step, trained_parameters
+from furlong.train.mfu import MfuMeter
+from furlong.train.step import StepFigures, train_step, trained_parameters
 
 if TYPE_CHECKING:
     from furlong.api import Engine
 
+HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come. With weights, optimizer and generators, it is the whole state."""
+
+    step: int = 0
+    data: LoaderState = field(default_factory=LoaderState)
+    num_tokens: int = 0
+    steps_s: float = 0.0
+    """Seconds in steps, evaluations and checkpoints left out."""
+    peak_memory_bytes: int = 0
+    num_skipped_batches: int = 0
+    last_loss: float | None = None
+    """Mean loss of the last step's global batch, before its update."""
+    eval_loss_before: float | None = None
+    """Held-out loss before the first step."""
+
+    def after(self, batch: Batch, figures: StepFigures, num_skipped: int) -> Progress:
+        """The progress when one more step has been taken."""
+        return replace(
+            self,
+            step=self.step + 1,
+            data=batch.next_state,
+            num_tokens=self.num_tokens + figures.num_tokens,
+            steps_s=self.steps_s + figures.step_s,
+            peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
+            num_skipped_batches=self.num_skipped_batches + num_skipped,
+            last_loss=figures.loss,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"data": self.data.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        return cls(**{**values, "data": LoaderState.from_dict(values["data"])})
+
 
 @dataclass(frozen=True, slots=True)
 class LoopFigures:
-    """Totals of the steps; evaluation losses are None without held-out data."""
+    """What the loop leaves behind."""
 
+    progress: Progress
     losses: tuple[float, ...]
-    """Mean loss of each step's global batch, before its update."""
-    num_tokens: int
-    steps_s: float
-    """Seconds in steps, evaluations left out."""
-    peak_memory_bytes: int
-    num_skipped_batches: int
-    eval_loss_before: float | None
+    """Mean loss of each step's global batch, before its update; steps of this call only."""
     eval_loss_after: float | None
+    """Held-out loss after the last step; None without held-out data or when it was stopped."""
+    stopped: bool
+    """Whether `should_stop` ended the loop before its last step and evaluation were done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """What happens between the steps, and how often; 0 = never."""
+
+    evaluate: Callable[[], Mapping[str, Evaluation] | None] | None = None
+    """By name of the data set; None when it was stopped. Runs also before the first step and after
+    the last."""
+    eval_every_steps: int = 0
+    save: Callable[[Progress], object] | None = None
+    """Runs also after the last step, and when the loop is asked to stop."""
+    save_every_steps: int = 0
+    should_stop: Callable[[], bool] = field(default=lambda: False)
+    """Asked after every step."""
 
 
 def run_steps(
@@ -45,49 +99,77 @@ def run_steps(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
     log: MetricsLog,
-    evaluate: Callable[[], float] | None = None,
-    eval_every_steps: int = 0,
+    progress: Progress = Progress(),
+    cadence: Cadence = Cadence(),
+    meter: MfuMeter | None = None,
 ) -> LoopFigures:
-    """Takes `num_steps` optimizer steps; batches without any label are skipped and counted.
+    """Takes optimizer steps until there are `num_steps`, from where `progress` is.
 
-    `evaluate` returns the held-out loss; it runs before the first step, every `eval_every_steps`
-    steps (never if 0) and after the last.
+    `batches` begins with the batch at `progress.data`; batches without any label are skipped and
+    counted.
     """
     parameters = trained_parameters(model)
     losses: list[float] = []
-    num_tokens = peak_bytes = num_skipped = 0
-    steps_s = 0.0
-
-    def held_out_loss(step: int) -> float | None:
-        if evaluate is None:
-            return None
+    saved_step = progress.step
+    after, stopped = _evaluate(progress.step, num_steps, cadence, log)
+    if progress.step == 0:
+        progress = replace(progress, eval_loss_before=after)
+    while progress.step < num_steps and not stopped:
         started_s = time.perf_counter()
-        loss = evaluate()
-        log.evaluation(step, loss, time.perf_counter() - started_s)
-        return loss
-
-    before = after = held_out_loss(0)
-    for step in range(1, num_steps + 1):
-        started_s = time.perf_counter()
-        while (batch := next(batches)).num_valid_tokens == 0:
-            num_skipped += 1
-            log.skipped(step)
+        batch, num_skipped = _next_batch(batches, progress.step + 1, log)
         figures = train_step(
             engine,
             batch,
             options,
-            step=step,
+            step=progress.step + 1,
             parameters=parameters,
             optimizer=optimizer,
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             data_s=time.perf_counter() - started_s,
+            meter=meter,
         )
-        log.step(step, figures)
+        progress = progress.after(batch, figures, num_skipped)
         losses.append(figures.loss)
-        num_tokens += figures.num_tokens
-        steps_s += figures.step_s
-        peak_bytes = max(peak_bytes, figures.peak_memory_bytes)
-        if step == num_steps or (eval_every_steps and step % eval_every_steps == 0):
-            after = held_out_loss(step)
-    return LoopFigures(tuple(losses), num_tokens, steps_s, peak_bytes, num_skipped, before, after)
+        log.step(progress.step, figures)
+        if cadence.save and _is_due(progress.step, num_steps, cadence.save_every_steps):
+            cadence.save(progress)
+            saved_step = progress.step
+        after, stopped = _evaluate(progress.step, num_steps, cadence, log)
+    if stopped and cadence.save and saved_step < progress.step:
+        cadence.save(progress)
+    return LoopFigures(progress, tuple(losses), after, stopped)
+
+
+def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[Batch, int]:
+    """The next batch with a label, and how many without one came before it."""
+    num_skipped = 0
+    while (batch := next(batches)).num_valid_tokens == 0:
+        num_skipped += 1
+        log.skipped(step)
+    return batch, num_skipped
+
+
+def _evaluate(
+    step: int, num_steps: int, cadence: Cadence, log: MetricsLog
+) -> tuple[float | None, bool]:
+    """The held-out loss if an evaluation is due, and whether the loop has been asked to stop.
+
+    A checkpoint is taken before the evaluation of its step: a resumed run repeats that one.
+    """
+    if cadence.evaluate is None or not (
+        step == 0 or _is_due(step, num_steps, cadence.eval_every_steps)
+    ):
+        return None, step < num_steps and cadence.should_stop()
+    started_s = time.perf_counter()
+    evaluations = cadence.evaluate()
+    if evaluations is None:
+        return None, True
+    log.evaluation(step, evaluations, time.perf_counter() - started_s)
+    held_out = evaluations.get(HELD_OUT)
+    stopped = step < num_steps and cadence.should_stop()
+    return (None if held_out is None else held_out.loss), stopped
+
+
+def _is_due(step: int, num_steps: int, every_steps: int) -> bool:
+    return step == num_steps or (every_steps > 0 and step % every_steps == 0)

@@ -1,24 +1,46 @@
-"""One printed line and one JSON line per step."""
+"""One printed line and one JSON line per step, and what else wants to see the figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from furlong.train.evaluation import Evaluation
 from furlong.train.step import StepFigures
+from furlong.train.trackers import Tracker
 from furlong.units import format_bytes, format_count, format_seconds
+
+Say = Callable[[str], None]
 
 
 class MetricsLog:
     """Appends to `metrics.jsonl`, line by line, so that a killed run keeps what it wrote."""
 
-    def __init__(self, file: Path, num_steps: int, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        file: Path,
+        num_steps: int,
+        say: Say = print,
+        *,
+        keep_bytes: int | None = None,
+        trackers: Sequence[Tracker] = (),
+        advance: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`keep_bytes`: how much of the file belongs to what is continued; None: all of it.
+        `advance` is told every step that has been taken.
+        """
+        if keep_bytes is not None:
+            _cut(file, keep_bytes)
         self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
+        self._trackers = trackers
+        self._advance = advance
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -31,12 +53,24 @@ class MetricsLog:
     ) -> None:
         self._file.close()
 
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file as far as it has been written."""
+        return self._file.tell()
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the progress bar where there is one."""
+        self._say(line)
+
     def step(self, step: int, figures: StepFigures) -> None:
-        self._write({"step": step} | asdict(figures))
+        values = {name: value for name, value in asdict(figures).items() if value is not None}
+        self._write({"step": step} | values)
+        self._track(step, values)
+        mfu = "" if figures.mfu is None else f"  MFU {figures.mfu:.1%}"
         self._say(
             f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
             f"  loss {figures.loss:.4f}  grad {figures.grad_norm:.3g}  lr {figures.lr:.2e}"
-            f"  {format_count(figures.tokens_per_s)} tokens/s"
+            f"  {format_count(figures.tokens_per_s)} tokens/s{mfu}"
             f"  longest {format_count(figures.longest_tokens)}"
             f"  peak {format_bytes(figures.peak_memory_bytes)}"
             f"  forward {format_seconds(figures.forward_s)}"
@@ -44,14 +78,77 @@ class MetricsLog:
             f"  backward {format_seconds(figures.backward_s)}"
             f"  data {format_seconds(figures.data_s)}"
         )
+        self._advance(step)
 
-    def evaluation(self, step: int, eval_loss: float, seconds: float) -> None:
-        self._write({"step": step, "eval_loss": eval_loss, "eval_s": seconds})
-        self._say(f"held-out loss {eval_loss:.4f} after step {step} ({format_seconds(seconds)})")
+    def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
+        """`evaluations` by name of the data set; the JSON keys of `held-out` are `eval_...`."""
+        record: dict[str, object] = {"step": step, "eval_s": seconds}
+        for name, evaluation in evaluations.items():
+            key = "eval" if name == "held-out" else f"eval_{name.replace('-', '_')}"
+            record[f"{key}_loss"] = evaluation.loss
+            record[f"{key}_by_position"] = [asdict(bucket) for bucket in evaluation.by_position]
+            self._track(
+                step,
+                {f"{key}_loss": evaluation.loss}
+                | {f"{key}_loss_at_{b.start}": b.loss for b in evaluation.by_position},
+            )
+            buckets = [
+                f"<{format_position(bucket.stop)} {bucket.loss:.3f}"
+                for bucket in evaluation.by_position
+            ]
+            self._say(
+                f"{name} loss {evaluation.loss:.4f} after step {step};"
+                f" by position {'  '.join(buckets)}"
+            )
+        self._write(record)
 
     def skipped(self, step: int) -> None:
         self._write({"step": step, "skipped": "no label in the batch"})
         self._say(f"a batch before step {step} has no label: skipped")
 
+    def _track(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.track(step, values)
+
     def _write(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record) + "\n")
+
+
+def format_position(position: int) -> str:
+    """`512`, `4K`, `128K`, `1M`: powers of two as people name context lengths."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if position >= size and position % size == 0:
+            return f"{position // size}{unit}"
+    return str(position)
+
+
+def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callable[[int], None]]:
+    """A progress bar below the printed lines, until `stack` ends: how to print, how to advance.
+
+    Without a terminal there is no bar and lines are printed as they are.
+    """
+    if not sys.stdout.isatty():
+        return (lambda line: print(line, flush=True)), (lambda step: None)
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    task = stack.enter_context(bar).add_task("", total=num_steps, completed=start)
+
+    def say(line: str) -> None:
+        bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return say, lambda step: bar.update(task, completed=step)
+
+
+def _cut(file: Path, keep_bytes: int) -> None:
+    """Leave the whole lines within the first `keep_bytes`."""
+    if file.exists():
+        kept = file.read_bytes()[:keep_bytes]
+        with file.open("r+b") as opened:
+            opened.truncate(kept.rfind(b"\n") + 1)

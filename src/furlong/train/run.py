@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from furlong.api import Engine
-from furlong.config.schema import DataConfig, RunConfig, TrainConfig
-from furlong.data.loader import batches_per_epoch, in_order, iterate_batches
-from furlong.data.sources import read_documents
-from furlong.data.tokenize import Tokenized, load_tokenizer, tokenize
-from furlong.errors import ConfigError
-from furlong.models.build import build_model, check_folder, export_model
+from furlong.config.data import DataConfig, SourceConfig
+from furlong.config.schema import RunConfig, TrainConfig
+from furlong.data.dataset import DataSet
+from furlong.data.load import load_data
+from furlong.data.loader import batches_per_epoch, iterate_batches
+from furlong.data.sources import Source
+from furlong.data.tokenize import load_tokenizer
+from furlong.models.build import build_model, export_model
+from furlong.models.check import check_model
 from furlong.planners.options import ChunkOptions, choose_options
-from furlong.train.loop import LoopFigures, run_steps
-from furlong.train.metrics import MetricsLog
-from furlong.train.optimizer import build_optimizer, build_schedule
-from furlong.train.step import evaluate
+from furlong.train.checkpoint import one_process, write_json
+from furlong.train.loop import LoopFigures
+from furlong.train.resumable import RunData, run_resumable
+from furlong.train.run_folder import (
+    EXPORT,
+    REPORT,
+    RunFolder,
+    check_room,
+    create_run_folder,
+    full_disk_told,
+    open_run_folder,
+)
+from furlong.train.trackers import check_packages
 from furlong.units import format_count
 
 _DIALS = ("size", "num_retained", "keep", "tier", "order")
@@ -45,54 +58,98 @@ class TrainReport:
     export_folder: str
 
 
-def train(config: RunConfig) -> TrainReport:
-    """Trains, evaluates, exports. Raises UserError for what the user can mend.
+def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
+    """Trains, evaluates, exports; None when a signal ended it before that, with a checkpoint.
 
-    The run folder appears when everything that can be checked before the first step has been.
+    `resume` goes on with the run in `config.out`, if there is one. The run folder appears when
+    everything that can be checked before the first step has been. Raises UserError for what the
+    user can mend.
     """
-    folder = _check_run_folder(config.out)
-    options = decide_options(config)
+    with ExitStack() as stack:
+        check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+        run = open_run_folder(stack, config, resume=resume)
+        stack.enter_context(full_disk_told(run.path))
+        stack.enter_context(one_process())
+        if not run.is_finished:
+            return _train(config, run, stack)
+        print(f"the run in {run.path} is finished: its model is {run.path / EXPORT}")
+        return TrainReport(**json.loads((run.path / REPORT).read_text(encoding="utf-8")))
+
+
+def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport | None:
+    folder = run.path
+    options = run.options or decide_options(config)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Reading fails sooner than loading a model does.
-    check_folder(config.model.name)
-    documents = {"train": list(read_documents(config.data.train, format=config.data.format))}
-    if config.data.eval is not None:
-        documents["eval"] = list(read_documents(config.data.eval, format=config.data.format))
+    # What fails without weights and data fails first.
+    check_model(config.model.name, rope=_rope(config), max_seq_len=config.data.max_seq_len)
     tokenizer = load_tokenizer(config.model.name)
+    data = load_splits(config.data, tokenizer)
     torch.manual_seed(config.train.seed)
-    lora = None if config.model.lora is None else config.model.lora.model_dump()
-    model = build_model(
-        config.model.name, init=config.model.init, dtype=dtype, lora=lora, seed=config.train.seed
-    ).to(device)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    data = {
-        split: _tokenize_split(split, texts, tokenizer, vocab_size, config.data)
-        for split, texts in documents.items()
-    }
+    model = build_run_model(config).to(device)
+    for split in data.values():
+        split.check_vocabulary(model.get_input_embeddings().num_embeddings)
     engine = Engine(model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype)
-    num_steps = _count_steps(config.train, len(data["train"].sequences))
+    num_steps = _count_steps(config.train, sum(data["train"].mixture.draws))
     _announce(config, model, options, device, num_steps)
-    _write_json(folder / "config.json", config.model_dump(mode="json"))
-    _write_json(folder / "options.json", asdict(options))
-    with MetricsLog(folder / "metrics.jsonl", num_steps) as log:
-        figures = _run(config, engine, model, data, options, num_steps, log)
-    exported = export_model(model, tokenizer, folder / "model", dtype=dtype)
+    settings = config.train
+    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    every = settings.save_every_steps
+    num_saves = math.ceil(num_steps / every) if every else 0
+    check_room(folder, weight_bytes=trained_bytes, num_saves=num_saves)
+    if run.is_new:
+        create_run_folder(stack, folder)
+    figures = run_resumable(
+        config, run, engine, model, options, _run_data(config, data), num_steps=num_steps
+    )
+    if figures.stopped:
+        return None
+    return _finish(config, folder, model, tokenizer, figures)
+
+
+def _finish(
+    config: RunConfig, folder: Path, model: Any, tokenizer: Any, figures: LoopFigures
+) -> TrainReport:
+    """Exports the model and writes the report, which marks the run as finished."""
+    # Of a process that was killed between the two.
+    shutil.rmtree(folder / EXPORT, ignore_errors=True)
+    dtype = getattr(torch, config.model.dtype)
+    exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype)
+    progress = figures.progress
+    assert progress.last_loss is not None  # there is at least one step
     report = TrainReport(
-        num_steps=num_steps,
-        num_tokens=figures.num_tokens,
-        train_loss=figures.losses[-1],
-        eval_loss_before=figures.eval_loss_before,
+        num_steps=progress.step,
+        num_tokens=progress.num_tokens,
+        train_loss=progress.last_loss,
+        eval_loss_before=progress.eval_loss_before,
         eval_loss_after=figures.eval_loss_after,
-        tokens_per_s=figures.num_tokens / figures.steps_s,
-        peak_memory_bytes=figures.peak_memory_bytes,
-        num_skipped_batches=figures.num_skipped_batches,
+        tokens_per_s=progress.num_tokens / progress.steps_s,
+        peak_memory_bytes=progress.peak_memory_bytes,
+        num_skipped_batches=progress.num_skipped_batches,
         run_folder=str(folder),
         export_folder=str(exported),
     )
-    _write_json(folder / "report.json", asdict(report))
+    write_json(folder / REPORT, asdict(report))
     print(f"exported to {exported}")
     return report
+
+
+def build_run_model(config: RunConfig) -> Any:
+    """The model that a run begins with, on the CPU."""
+    settings = config.model
+    return build_model(
+        settings.name,
+        init=settings.init,
+        dtype=getattr(torch, settings.dtype),
+        lora=None if settings.lora is None else settings.lora.model_dump(),
+        rope=_rope(config),
+        max_seq_len=config.data.max_seq_len,
+        seed=config.train.seed,
+    )
+
+
+def _rope(config: RunConfig) -> dict[str, Any] | None:
+    return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
 
 
 def decide_options(config: RunConfig) -> ChunkOptions:
@@ -102,89 +159,50 @@ def decide_options(config: RunConfig) -> ChunkOptions:
     return choose_options(config.data.max_seq_len, decided)
 
 
-def _run(
-    config: RunConfig,
-    engine: Engine,
-    model: Any,
-    data: dict[str, Tokenized],
-    options: ChunkOptions,
-    num_steps: int,
-    log: MetricsLog,
-) -> LoopFigures:
-    settings = config.train
-    optimizer = build_optimizer(
-        model.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
-    held_out = None
-    if "eval" in data:
-        batches = list(in_order(data["eval"].sequences, settings.sequences_per_step))
-        held_out = partial(evaluate, engine, model, batches, options)
-    return run_steps(
-        engine,
-        model,
-        iterate_batches(
-            data["train"].sequences,
-            sequences_per_step=settings.sequences_per_step,
-            seed=settings.seed,
+def load_splits(settings: DataConfig, tokenizer: Any) -> dict[str, DataSet]:
+    """The data sets `train` and, if there is one, `eval`; prints what was found."""
+    data = {}
+    for split, named in (("train", settings.train), ("eval", settings.eval)):
+        if named is not None:
+            data[split] = load_data(
+                [_source(source) for source in named],
+                tokenizer,
+                format=settings.format,
+                max_seq_len=settings.max_seq_len,
+                too_long=settings.too_long,
+                cache_dir=settings.cache_dir,
+                key=f"data.{split}",
+            )
+            print(*data[split].describe(), sep="\n")
+    return data
+
+
+def _source(named: str | SourceConfig) -> Source:
+    return Source(named) if isinstance(named, str) else Source(**named.model_dump())
+
+
+def _run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:
+    train = data["train"]
+    return RunData(
+        batches=lambda state: iterate_batches(
+            train,
+            sequences_per_step=config.train.sequences_per_step,
+            seed=config.train.seed,
+            state=state,
+            mixture=train.mixture,
         ),
-        options,
-        num_steps=num_steps,
-        optimizer=optimizer,
-        scheduler=build_schedule(
-            optimizer, settings.schedule, num_steps=num_steps, warmup_ratio=settings.warmup_ratio
-        ),
-        max_grad_norm=settings.max_grad_norm,
-        log=log,
-        evaluate=held_out,
-        eval_every_steps=settings.eval_every_steps,
+        train=train,
+        held_out=data.get("eval"),
+        fingerprint=train.fingerprint,
     )
 
 
-def _check_run_folder(out: str) -> Path:
-    folder = Path(out).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            given=f"out = {out}, which is not empty",
-            required="a folder that does not exist or is empty",
-            source="out",
-            change="set another out, or move the old run away",
-        )
-    return folder
-
-
-def _count_steps(settings: TrainConfig, num_sequences: int) -> int:
+def _count_steps(settings: TrainConfig, draws_per_epoch: int) -> int:
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None  # the schema holds it
-    per_epoch = batches_per_epoch(num_sequences, settings.sequences_per_step)
+    per_epoch = batches_per_epoch(draws_per_epoch, settings.sequences_per_step)
     return math.ceil(settings.epochs * per_epoch)
-
-
-def _tokenize_split(
-    split: str, documents: list[Any], tokenizer: Any, vocab_size: int, settings: DataConfig
-) -> Tokenized:
-    tokenized = tokenize(
-        documents,
-        tokenizer,
-        vocab_size=vocab_size,
-        max_seq_len=settings.max_seq_len,
-        too_long=settings.too_long,
-    )
-    line = (
-        f"data.{split}: {len(tokenized.sequences):,} sequences,"
-        f" {format_count(tokenized.num_tokens)} tokens, longest {tokenized.longest:,}"
-    )
-    if tokenized.num_truncated or tokenized.num_dropped:
-        line += (
-            f"; above {settings.max_seq_len:,}: {tokenized.num_truncated} truncated,"
-            f" {tokenized.num_dropped} dropped"
-        )
-    print(line)
-    return tokenized
 
 
 def _announce(
@@ -201,8 +219,3 @@ def _announce(
         automatic = getattr(config.chunks, name) == "auto"
         dials.append(f"{name} {getattr(options, name)}{' (auto)' if automatic else ''}")
     print(f"chunks: {', '.join(dials)}")
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

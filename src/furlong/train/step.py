@@ -1,10 +1,9 @@
-"""One optimizer step over a global batch, and a pass over held-out data."""
+"""One optimizer step over a global batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 
 from furlong.data.loader import Batch
-from furlong.errors import FurlongError
+from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import peak_memory_bytes, reset_peak_memory
+from furlong.train.mfu import MfuMeter
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -41,6 +41,8 @@ class StepFigures:
     data_s: float
     step_s: float
     """The whole step, data included."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known."""
 
 
 def train_step(
@@ -54,10 +56,11 @@ def train_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
     data_s: float = 0.0,
+    meter: MfuMeter | None = None,
 ) -> StepFigures:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
-    Raises FurlongError, with the weights as they were, when loss or gradient are not finite.
+    Raises DivergenceError, with the weights as they were, when loss or gradient are not finite.
     """
     device = parameters[0].device
     started_s = time.perf_counter()
@@ -73,14 +76,15 @@ def train_step(
     scheduler.step()
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
+    seq_lens = [sequence.seq_len for sequence in batch.sequences]
     return StepFigures(
         loss=result.loss,
         grad_norm=norm,
         lr=lr,
-        num_sequences=len(batch.sequences),
+        num_sequences=len(seq_lens),
         num_tokens=batch.num_tokens,
         num_valid_tokens=batch.num_valid_tokens,
-        longest_tokens=max(sequence.seq_len for sequence in batch.sequences),
+        longest_tokens=max(seq_lens),
         tokens_per_s=batch.num_tokens / step_s,
         peak_memory_bytes=peak_memory_bytes(device),
         forward_s=seconds.get("F", 0.0),
@@ -88,35 +92,20 @@ def train_step(
         backward_s=seconds.get("B", 0.0),
         data_s=data_s,
         step_s=step_s,
+        mfu=None if meter is None else meter.mfu(seq_lens, step_s),
     )
 
 
-def evaluate(
-    engine: Engine, model: nn.Module, batches: Iterable[Batch], options: ChunkOptions
-) -> float:
-    """Mean loss over the labels of all batches, through the same engine, without dropout."""
-    device = next(model.parameters()).device
-    loss_sum, num_valid_tokens = 0.0, 0
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches:
-            if batch.num_valid_tokens == 0:
-                continue
-            result = engine.forward_backward(batch.tensors(device), options, backward=False)
-            loss_sum += result.loss_sum
-            num_valid_tokens += result.num_valid_tokens
-    finally:
-        model.train(was_training)
-    return loss_sum / num_valid_tokens
-
-
-def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> FurlongError:
+def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> DivergenceError:
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return FurlongError(
-        f"step {step}: loss {loss}, gradient norm {norm}; the weights are those of step {step - 1}."
-        f" Sequences of the step: {shown}. A lower train.lr or a longer warm-up often helps."
+    return DivergenceError(
+        given=f"loss {loss}, gradient norm {norm} in step {step}; the weights are still those of"
+        f" step {step - 1}",
+        required="finite figures",
+        source=f"the sequences of step {step}: {shown}",
+        change="look at these sequences, or start anew with a lower train.lr or a longer"
+        " train.warmup_ratio; the last checkpoint is whole, furlong export makes a model of it",
     )
 
 

@@ -1,0 +1,149 @@
+"""`furlong lengths`: how long the sequences are, and who holds the tokens and the work."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from furlong.errors import ConfigError
+
+if TYPE_CHECKING:
+    from furlong.plan.lengths import Lengths
+
+_RUN_FILES = (".yaml", ".yml")
+_PICTURES = (".png", ".svg")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            given=message,
+            required="RUN.yaml, or DATA... --tokenizer T",
+            source="the command line",
+            change="see furlong lengths --help",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    lengths: Lengths
+    title: str
+    max_seq_len: int | None
+
+
+def run(arguments: Sequence[str]) -> int:
+    chosen = _parse(arguments)
+    run_file = len(chosen.data) == 1 and Path(chosen.data[0]).suffix in _RUN_FILES
+    found = _of_run(chosen) if run_file else _of_data(chosen)
+    _show(found, chosen.out, chosen.picture)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="furlong lengths",
+        allow_abbrev=False,
+        description="Count the tokens of every sequence; show the shares of tokens and of attention"
+        " FLOPs (causal, without a window) by length.",
+    )
+    parser.add_argument(
+        "data", nargs="+", metavar="RUN.yaml|DATA", help="a run file, or files and folders of data"
+    )
+    parser.add_argument("--tokenizer", metavar="T", help="hub id or folder; default: the run's")
+    parser.add_argument(
+        "--format", choices=("auto", "text", "chat", "completion", "tokens"), default="auto",
+        help="shape of the records of DATA (default: auto)",
+    )  # fmt: skip
+    parser.add_argument("--split", help="which split of folders that hold several")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the lengths: .json")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw them: .png or .svg")
+    chosen = parser.parse_args(arguments)
+    for flag, path, endings in (
+        ("--picture", chosen.picture, _PICTURES), ("--out", chosen.out, (".json",))
+    ):  # fmt: skip
+        if path is not None and path.suffix.lower() not in endings:
+            raise ConfigError(
+                given=f"{flag} {path}",
+                required=f"a name that ends in {' or '.join(endings)}",
+                source="the command line",
+                change="give the file another ending",
+            )
+    return chosen
+
+
+def _of_run(chosen: argparse.Namespace) -> _Found:
+    """The training sequences of a run: the draws of its first epoch."""
+    from furlong.config.sources import load_run
+
+    config = load_run(chosen.data[0])
+    from furlong.train.run import load_splits
+
+    limit = config.data.max_seq_len
+    # What is too long for the run is what one wants to see here.
+    unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
+    tokenizer = _tokenizer(chosen.tokenizer or config.model.name, "model.name")
+    data = load_splits(config.data.model_copy(update={"eval": None, **unlimited}), tokenizer)
+    train = data["train"]
+    lens = train.seq_lens[train.mixture.order(config.train.seed, 0)]
+    if too_long := int((train.seq_lens > limit).sum()):
+        print(f"{too_long:,} sequences are longer than data.max_seq_len = {limit:,}")
+    return _Found(_count(lens), f"{chosen.data[0]}: data.train", limit)
+
+
+def _of_data(chosen: argparse.Namespace) -> _Found:
+    if chosen.tokenizer is None:
+        raise ConfigError(
+            given="data without a tokenizer",
+            required="--tokenizer, the hub id or folder of a model",
+            source="the command line",
+            change="add --tokenizer T, or name a run file",
+        )
+    from furlong.data.load import load_data
+    from furlong.data.sources import Source
+
+    sources = [Source(path, split=chosen.split) for path in chosen.data]
+    tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
+    data = load_data(sources, tokenizer, format=chosen.format, key="data")
+    print(*data.describe(), sep="\n")
+    return _Found(_count(data.seq_lens), ", ".join(chosen.data), None)
+
+
+def _tokenizer(name: str, source: str) -> Any:
+    from furlong.data.tokenize import load_tokenizer
+
+    return load_tokenizer(name, source)
+
+
+def _count(seq_lens: Any) -> Lengths:
+    from furlong.plan.lengths import count_lengths
+
+    return count_lengths(seq_lens.tolist())
+
+
+def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
+    from rich.console import Console
+
+    from furlong.plan.lengths import write_lengths
+    from furlong.report.lengths import lengths_table, save_lengths_picture, summary_line
+
+    Console().print(lengths_table(found.lengths, found.title))
+    print(summary_line(found.lengths))
+    if out is not None:
+        write_lengths(out, found.lengths)
+        print(f"lengths written to {out}")
+    if picture is not None:
+        try:
+            save_lengths_picture(found.lengths, picture, found.title, max_seq_len=found.max_seq_len)
+        except OSError as error:
+            raise ConfigError(
+                given=f"{picture}: {error.strerror}",
+                required="a file that can be written",
+                source="--picture",
+                change="choose another place",
+            ) from error
+        print(f"picture written to {picture}")

@@ -1,0 +1,19 @@
+"""`furlong verify`: proves the promises on the user's own configuration, shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from furlong.config.sources import parse_run
+
+
+def run(arguments: Sequence[str]) -> int:
+    config = parse_run(arguments, prog="furlong verify") if arguments else None
+    # torch and transformers are loaded when the command line has been found sound.
+    from furlong.verify.run import verify
+
+    failed = [finding.name for finding in verify(config) if not finding.passed]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+        return 1
+    return 0

@@ -1,0 +1,94 @@
+"""The section `data`: what the sequences are made of."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+_SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SourceConfig(BaseModel):
+    """A source of sequences with more to say than its path."""
+
+    model_config = _SECTION
+
+    path: str = Field(min_length=1)
+    """File or folder."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Sequences that an epoch draws from it, relative to those that it has."""
+    split: str | None = None
+    """Which split of a folder that holds several."""
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str | Mapping) else value
+
+
+def _read_source(value: object) -> object:
+    """One message about a source, where pydantic would have one per kind that it could be."""
+    try:
+        return value if isinstance(value, str) else SourceConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        match first["type"]:
+            case "extra_forbidden":
+                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.5)
+                reason = f"{key} is none of them" + (f", did you mean {close[0]}?" if close else "")
+            case "missing":
+                reason = f"{key} is missing"
+            case _ if not key:
+                reason = f"this is of type {type(value).__name__}"
+            case _:
+                reason = f"{key} {first['msg'].replace('Input should', 'should')}"
+        raise PydanticCustomError(
+            "source",
+            "paths, or mappings of path, weight and split: {reason}",
+            {"reason": reason},
+        ) from None
+
+
+def _once(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
+    if any(not isinstance(source, str) and source.weight != 1 for source in sources):
+        raise PydanticCustomError("weight", "no weight: held-out sequences are read once each")
+    return sources
+
+
+Sources = Annotated[
+    tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
+    BeforeValidator(_listed),
+    Field(min_length=1),
+]
+
+
+class DataConfig(BaseModel):
+    """The sequences."""
+
+    model_config = _SECTION
+
+    train: Sources
+    """Text, .jsonl, .parquet files or folders, or {path, weight, split} for each of them."""
+    eval: Annotated[Sources, AfterValidator(_once)] | None = None
+    """Held-out data, named in the same way."""
+    format: Literal["auto", "text", "chat", "completion", "tokens"] = "auto"
+    """auto goes by the fields of each source's first record: text, messages, prompt + completion
+    or input_ids."""
+    max_seq_len: PositiveInt = 131072
+    """Most tokens in a sequence."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """What happens to a sequence above max_seq_len."""
+    cache_dir: str | None = None
+    """Folder of tokenized data; null = furlong in the user's cache directory."""

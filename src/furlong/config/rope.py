@@ -1,0 +1,45 @@
+"""The section `model.rope`: keys are transformers' own names.
+
+Types that depend on the position alone are listed; `dynamic` depends on the length of each call.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class RopeConfig(BaseModel):
+    """Another rotary position embedding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"]
+    """default changes rope_theta only; which keys a type needs, transformers says."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base; null keeps the model's."""
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """How many times as many positions."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Positions before any scaling; null takes the model's."""
+    attention_factor: float | None = None
+    """yarn, longrope: scale of the attention; null infers it."""
+    beta_fast: float | None = None
+    """yarn: rotations above which nothing is interpolated."""
+    beta_slow: float | None = None
+    """yarn: rotations below which all is interpolated."""
+    mscale: float | None = None
+    """yarn: scale of the attention factor."""
+    mscale_all_dim: float | None = None
+    """yarn: scale of its divisor."""
+    truncate: bool | None = None
+    """yarn: whether the range between the betas is rounded to whole dimensions."""
+    low_freq_factor: float | None = None
+    """llama3: below it all is interpolated."""
+    high_freq_factor: float | None = None
+    """llama3: above it nothing is."""
+    short_factor: tuple[float, ...] | None = None
+    """longrope: one factor per frequency, for runs within the original length."""
+    long_factor: tuple[float, ...] | None = None
+    """longrope: the same beyond it; data.max_seq_len decides, once for the run."""

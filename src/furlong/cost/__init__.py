@@ -1,0 +1,1 @@
+"""What a plan costs: FLOPs, bytes and seconds of its actions, from plain numbers."""

@@ -1,0 +1,148 @@
+"""HardwareSpec: a cluster as plain numbers, and how much of its peak a call reaches.
+
+Efficiency saturates with the tokens of a call: best * t / (t + half_tokens). Equivalently a call
+costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without it every
+search picks the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) publish the shape:
+fewer tokens per call, less throughput.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import psutil
+
+from furlong.cost.known_hardware import KNOWN, Figures
+from furlong.cost.links import Link, Links
+from furlong.cost.names import look_up
+
+THIS_CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of the peak that a call of some tokens reaches."""
+
+    best: float
+    half_tokens: float
+    """Tokens at which half of `best` is reached."""
+
+    def at(self, num_tokens: float) -> float:
+        return self.best * num_tokens / (num_tokens + self.half_tokens)
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One device of a cluster, and what joins it to the others."""
+
+    name: str
+    peak_flops_per_s: float
+    """Dense, in the dtype of the computation."""
+    memory_bytes: int
+    reserved_bytes: int
+    """What the driver, the context and the allocator's gaps take away from `memory_bytes`."""
+    memory_bytes_per_s: float
+    linear: Efficiency
+    attention_forward: Efficiency
+    attention_backward: Efficiency
+    layer_launch_s: float
+    """Least time of one layer's forward, however few its tokens: the kernels are launched."""
+    links: Links
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each figure comes from."""
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.memory_bytes - self.reserved_bytes
+
+
+def hardware(name: str) -> HardwareSpec:
+    """A device by name: a key of `known_hardware.KNOWN`, or `cpu` for this machine, measured now.
+
+    Raises ConfigError that names the nearest.
+    """
+    makers: dict[str, Callable[[], HardwareSpec]] = {THIS_CPU: this_cpu}
+    for key, figures in KNOWN.items():
+        makers[key] = lambda key=key, figures=figures: _build(key, figures)  # type: ignore[misc]
+    return look_up(name, makers, kind="hardware", source="the hardware's name")()
+
+
+def _build(name: str, figures: Figures) -> HardwareSpec:
+    return HardwareSpec(
+        name=name,
+        peak_flops_per_s=figures.peak_flops_per_s,
+        memory_bytes=figures.memory_bytes,
+        reserved_bytes=figures.reserved_bytes,
+        memory_bytes_per_s=figures.memory_bytes_per_s,
+        linear=Efficiency(figures.linear_best, figures.half_tokens),
+        attention_forward=Efficiency(figures.attention_forward_best, figures.half_tokens),
+        attention_backward=Efficiency(figures.attention_backward_best, figures.half_tokens),
+        layer_launch_s=figures.layer_launch_s,
+        links=Links(
+            devices_per_node=figures.devices_per_node,
+            within_node=Link(figures.within_latency_s, figures.within_bytes_per_s),
+            between_nodes=Link(figures.between_latency_s, figures.between_bytes_per_s),
+            host=Link(figures.host_latency_s, figures.host_bytes_per_s),
+            disk=Link(1e-4, figures.disk_bytes_per_s),
+            collectives=figures.collectives,
+        ),
+        sources=figures.sources,
+    )
+
+
+def this_cpu(cores: int | None = None) -> HardwareSpec:
+    """This machine: memory from the system, the rate from one short float32 matrix product.
+
+    Takes about a tenth of a second. `furlong calibrate` replaces the efficiencies by measured ones.
+    """
+    peak = _measured_flops_per_s()
+    memory = psutil.virtual_memory().total
+    cores = cores or os.cpu_count() or 1
+    copy = 1e10
+    return HardwareSpec(
+        name=THIS_CPU,
+        peak_flops_per_s=peak,
+        memory_bytes=memory,
+        reserved_bytes=memory // 8,
+        memory_bytes_per_s=copy,
+        linear=Efficiency(0.7, 32),
+        attention_forward=Efficiency(0.5, 32),
+        attention_backward=Efficiency(0.5, 32),
+        layer_launch_s=2e-4,
+        links=Links(
+            devices_per_node=cores,
+            within_node=Link(5e-5, copy / 2),
+            between_nodes=Link(1e-4, 1e9),
+            host=Link(0.0, copy),
+            disk=Link(1e-4, 5e8),
+        ),
+        sources={
+            "peak_flops_per_s": "measured now: numpy's float32 matrix product, best of five",
+            "memory_bytes": "the system",
+            "reserved_bytes": "assumed: an eighth for everything else that runs",
+            "linear, attention_forward, attention_backward, layer_launch_s": "assumed; calibrate",
+            "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
+        },
+    )
+
+
+def _measured_flops_per_s(size: int = 768) -> float:
+    """Best of five products of two float32 matrices, over all cores that numpy uses."""
+    a = np.ones((size, size), dtype=np.float32)
+    out = a @ a
+    best_s = float("inf")
+    for _ in range(5):
+        start_s = time.perf_counter()
+        np.matmul(a, a, out=out)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * size**3 / best_s
+
+
+def with_efficiency(spec: HardwareSpec, *, best: float, half_tokens: float) -> HardwareSpec:
+    """The same device with one efficiency for matrices and attention alike."""
+    one = Efficiency(best, half_tokens)
+    return replace(spec, linear=one, attention_forward=one, attention_backward=one)

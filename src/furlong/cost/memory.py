@@ -1,0 +1,92 @@
+"""Bytes of every action of a plan, by what they are for; implements the checker's Memory.
+
+memory = PlanMemory(shape, training, budget_bytes)
+check(plan, memory)                    # refuses a plan that does not fit
+memory.curve(plan, rank).peak          # the parts where the rank needs most
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from furlong.cost.activations import Activations
+from furlong.cost.memory_walk import (
+    MAX_TILE_LOGITS,
+    PARTS,
+    MemoryCurve,
+    MemoryRules,
+    Part,
+    walk,
+)
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.values import SHARDED, ChunkPlan
+
+__all__ = ["PARTS", "HostMemory", "MemoryCurve", "Part", "PlanMemory"]
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The memory of any plan of one model, on devices with one budget."""
+
+    shape: ModelShape
+    training: Training
+    device_budget_bytes: int
+    activations: Activations | None = None
+    """Default: what transformers' modules save (`activations.eager`)."""
+    activation_factor: float = 1.0
+    """Multiplies the graphs: measured over counted bytes."""
+    overhead_bytes: int = 0
+    """Counted as buffers all through the step: a framework's own."""
+    whole_logits: bool = False
+    """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
+
+    max_tile_logits: int = MAX_TILE_LOGITS
+    """Of a tile of the loss otherwise."""
+
+    def budget_bytes(self, rank: int) -> int:
+        return self.device_budget_bytes
+
+    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        """For each action of the rank, the peak of device bytes in use while it runs."""
+        return self.curve(plan, rank).device_bytes
+
+    def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
+        """The same by parts, with the host's; of an sp group the process that needs most."""
+        alike = plan.sp_size == 1 or all(
+            piece.placement == SHARDED for chunk in plan.chunks for piece in chunk.slices
+        )
+        rules = MemoryRules(
+            shape=self.shape,
+            training=self.training,
+            activations=self.activations,
+            activation_factor=self.activation_factor,
+            overhead_bytes=self.overhead_bytes,
+            max_tile_logits=None if self.whole_logits else self.max_tile_logits,
+        )
+        processes = range(1 if alike else plan.sp_size)
+        curves = [walk(rules, plan, rank, process) for process in processes]
+        if len(curves) == 1:
+            return curves[0]
+        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
+        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
+        return MemoryCurve(device, np.stack([curve.host for curve in curves]).max(axis=0))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The same plan's bytes in the tier where K,V live: of all processes of an sp group that share
+    a host, the one that needs most. Implements the checker's Memory too."""
+
+    device: PlanMemory
+    host_budget_bytes: int
+
+    def budget_bytes(self, rank: int) -> int:
+        return self.host_budget_bytes
+
+    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        in_use: list[int] = self.device.curve(plan, rank).host.tolist()
+        return in_use

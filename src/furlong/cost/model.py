@@ -1,0 +1,233 @@
+"""CostModel: what a plan's actions take, composed of shape, hardware and training.
+
+    model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
+    costs = model.costs(plan)               # the simulator's ActionCosts
+    check(plan, model.memory())             # the checker's Memory
+
+What each action computes is what the executor computes: a first pass stops at the last K,V that
+anyone needs, the head and the loss belong to the backward, `keep="attention"` spares a recompute
+its attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from furlong.cost.chunks import chunk_table
+from furlong.cost.flops import StageFlops, stage_flops
+from furlong.cost.hardware import THIS_CPU, HardwareSpec
+from furlong.cost.memory import PlanMemory
+from furlong.cost.memory_walk import MAX_TILE_LOGITS
+from furlong.cost.rates import Pass, StageRates
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.values import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Reduce,
+    Send,
+    Unshard,
+)
+
+_FORWARD: tuple[tuple[Pass, int], ...] = (("forward", 0),)
+_EVALUATED: tuple[tuple[Pass, int], ...] = (("forward", 0), ("head", 0))
+_TO_LAST_KV: tuple[tuple[Pass, int], ...] = (("to last kv", 0),)
+_BACKWARD: tuple[tuple[Pass, int], ...] = (("backward", 0),)
+_WITH_HEAD: tuple[tuple[Pass, int], ...] = (("backward", 0), ("head and back", 0))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    shape: ModelShape
+    hardware: HardwareSpec
+    training: Training = field(default_factory=Training)
+    labelled_share: float = 1.0
+    """Of the tokens, those with a label: the head sees no others."""
+    activation_factor: float = 1.0
+    """Measured over counted bytes of a graph, from a calibration."""
+
+    def costs(self, plan: ChunkPlan) -> PlanCosts:
+        """Seconds of every action of `plan`."""
+        return PlanCosts(self, plan)
+
+    def memory(self, budget_bytes: int | None = None) -> PlanMemory:
+        """Bytes of every action of any plan; the default budget is the device's."""
+        budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
+        return PlanMemory(
+            self.shape,
+            self.training,
+            budget,
+            activation_factor=self.activation_factor,
+            max_tile_logits=2**22 if self.hardware.name == THIS_CPU else MAX_TILE_LOGITS,
+        )
+
+
+class PlanCosts:
+    """Seconds of one plan's actions; implements the simulator's ActionCosts.
+
+    Ranks are numbered as in the plan. Rank r stands for the devices r * sp_size * tp_size and
+    following, and a node for as many devices as the hardware has per node.
+    """
+
+    def __init__(self, model: CostModel, plan: ChunkPlan) -> None:
+        self._model = model
+        self._plan = plan
+        self._forward: dict[tuple[int, int], Forward] = {}
+        self._recompute_layers: dict[tuple[int, int], int] = {}
+        self._trained: set[tuple[int, int]] = set()
+        self._unsharded: set[int] = set()
+        members: dict[int, set[int]] = {}
+        for rank, actions in enumerate(plan.actions):
+            for action in actions:
+                if isinstance(action, Send):
+                    continue
+                if isinstance(action, Forward):
+                    cell = action.chunk, action.stage
+                    self._forward[cell] = action
+                    self._recompute_layers.setdefault(cell, action.recompute_layers)
+                    members.setdefault(action.stage, set()).add(rank)
+                elif isinstance(action, Recompute):
+                    self._recompute_layers[action.chunk, action.stage] = action.recompute_layers
+                elif isinstance(action, Backward):
+                    self._trained.add((action.chunk, action.stage))
+                elif isinstance(action, Unshard):
+                    self._unsharded.add(action.stage)
+        self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
+        shape = model.shape
+        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size)
+        self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
+        self._rates: dict[tuple[StageFlops, int], StageRates] = {}
+        self._pass_s: dict[tuple[Pass, int, int], list[float]] = {}
+        self._load_s: dict[tuple[Pass, int, int], list[float]] = {}
+        self._last = len(plan.stages) - 1
+
+    def compute_s(self, action: Action, rank: int) -> float:
+        """Seconds that `action` keeps the rank's devices busy; 0 for Send, Recv and Reshard."""
+        match action:
+            case Unshard(stage):
+                return self.unshard_s(stage)
+            case Reduce(stage):
+                return self.reduce_s(stage)
+            case Forward() | Recompute() | Backward() | RebuildKV():
+                passes, chunk, stage = self._passes(action), action.chunk, action.stage
+                return sum(self._seconds(kind, stage, layers)[chunk] for kind, layers in passes)
+            case _:
+                return 0.0
+
+    def copy_s(self, action: Action, rank: int) -> float:
+        """Seconds of the copies between tiers that run beside `action`; what of them the action
+        waits for is in `compute_s` already."""
+        if self._plan.tier == "device" or not isinstance(
+            action, (Forward, Recompute, Backward, RebuildKV)
+        ):
+            return 0.0
+        passes, chunk, stage = self._passes(action), action.chunk, action.stage
+        return sum(self._loads(kind, stage, layers)[chunk] for kind, layers in passes)
+
+    def transfer_s(self, action: Send, rank: int) -> float:
+        """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
+        process of an sp group sends its part to its counterpart."""
+        model, plan = self._model, self._plan
+        tokens = float(self._table.tokens[:, action.chunk].max())
+        width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
+        per_rank = plan.sp_size * model.training.tp_size
+        links = model.hardware.links
+        return links.p2p_s(tokens * width, rank * per_rank, action.peer * per_rank)
+
+    def unshard_s(self, stage: int) -> float:
+        """All-gather of a stage's weights in compute dtype over its sharding group."""
+        training = self._model.training
+        return self._collective_s("all_gather", stage, training.compute_bytes)
+
+    def reduce_s(self, stage: int) -> float:
+        """Gradients of a stage's trained weights: reduce-scatter where they or the optimizer are
+        sharded, else all-reduce."""
+        training = self._model.training
+        kind = "reduce_scatter" if training.zero_stage else "all_reduce"
+        return self._collective_s(kind, stage, training.gradient_bytes)
+
+    def _collective_s(self, kind: str, stage: int, element_bytes: int) -> float:
+        model, plan = self._model, self._plan
+        ranks = self._members.get(stage, ())
+        per_rank = plan.sp_size * model.training.tp_size
+        devices = [r * per_rank + i for r in ranks for i in range(per_rank)]
+        group = len(ranks) * plan.sp_size
+        held = frozenset((stage,))
+        count = model.training.held_parameters if kind == "all_gather" else None
+        parameters = (count or model.training.trained_parameters)(model.shape, plan.stages, held)
+        links = model.hardware.links
+        num_bytes = parameters * element_bytes / model.training.tp_size
+        return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))  # type: ignore[arg-type]
+
+    def _passes(
+        self, action: Forward | Recompute | Backward | RebuildKV
+    ) -> tuple[tuple[Pass, int], ...]:
+        """What the executor runs for an action: passes, with their numbers of layers."""
+        cell = action.chunk, action.stage
+        is_last = action.stage == self._last
+        match action:
+            case Forward() if cell not in self._trained:
+                return _EVALUATED if is_last else _FORWARD
+            case Forward(keep=keep) if keep != "all" and is_last:
+                # nobody needs anything of a packed chunk before its recompute
+                return _TO_LAST_KV if self._plan.continues[action.chunk] else ()
+            case Forward():
+                return _FORWARD
+            case RebuildKV():
+                return _TO_LAST_KV
+            case Recompute():
+                stopped = is_last and not self._plan.continues[action.chunk]
+                if self._forward[cell].keep != "attention" or stopped:
+                    return _FORWARD
+                # the last stage's first pass stopped before the attention of its last layer
+                return (("without attention", self._plan.stages[action.stage] - is_last),)
+            case Backward():
+                passes = _WITH_HEAD if is_last else _BACKWARD
+                layers = self._recompute_layers.get(cell, 0)
+                return (*passes, ("first layers", layers)) if layers else passes
+
+    def _seconds(self, kind: Pass, stage: int, layers: int) -> list[float]:
+        """Seconds of one kind of pass for every chunk."""
+        key = kind, stage, layers
+        if key not in self._pass_s:
+            seconds = self._stage_rates(stage).seconds(kind, layers)
+            if kind in ("head", "head and back"):
+                seconds = self._model.labelled_share * seconds
+            elif self._model.training.zero_stage == 3 and stage not in self._unsharded:
+                # weights come with every pass, behind its computation (FSDP's prefetch)
+                reduced = self.reduce_s(stage) if kind == "backward" else 0.0
+                seconds = seconds.clip(min=self.unshard_s(stage) + reduced)
+            self._pass_s[key] = seconds.tolist()
+        return self._pass_s[key]
+
+    def _loads(self, kind: Pass, stage: int, layers: int) -> list[float]:
+        """The same of the loads of K,V."""
+        key = kind, stage, layers
+        if key not in self._load_s:
+            self._load_s[key] = self._stage_rates(stage).loads(kind, layers).tolist()
+        return self._load_s[key]
+
+    def _stage_rates(self, stage: int) -> StageRates:
+        model, plan = self._model, self._plan
+        flops = self._stages[stage]
+        rank = self._members.get(stage, (0,))[0]
+        if (flops, rank) not in self._rates:
+            links, training = model.hardware.links, model.training
+            per_rank = plan.sp_size * training.tp_size
+            devices = range(rank * per_rank, (rank + 1) * per_rank)
+            lora = training.lora
+            first = sum(plan.stages[:stage])
+            layers = range(first, first + plan.stages[stage])
+            self._rates[flops, rank] = StageRates(
+                model.shape, model.hardware, training, flops, self._table,
+                sp_link=links.effective("all_to_all", plan.sp_size, links.num_nodes(devices)),
+                tp_link=links.link("all_gather", links.num_nodes(devices[: training.tp_size]) > 1),
+                stream={"device": None, "host": links.host, "disk": links.disk}[plan.tier],
+                lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
+                if lora else 0,
+            )  # fmt: skip
+        return self._rates[flops, rank]

@@ -1,0 +1,79 @@
+"""Blocks that stream in while the block before computes: FPDT's double buffer.
+
+Two buffers: while block j computes, block j + 1 is on its way, and block j + 2 waits until block j
+has freed its buffer. (FPDT, section on double buffering; thresholds derived from its loop order.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def double_buffered_s(compute_s: Sequence[float], load_s: Sequence[float]) -> float:
+    """Seconds until the last block has computed; block j needs load j (0: it is there already).
+
+    A load starts when the copy engine is free and when the block two before it has computed, for
+    there are two buffers. The first load starts at once.
+    """
+    computed: list[float] = []
+    loaded = 0.0
+    for j, (compute, load) in enumerate(zip(compute_s, load_s, strict=True)):
+        buffer_free = computed[j - 2] if j >= 2 else 0.0
+        if load > 0:
+            loaded = max(loaded, buffer_free) + load
+            ready = loaded
+        else:
+            ready = 0.0
+        computed.append(max(computed[-1] if computed else 0.0, ready) + compute)
+    return computed[-1] if computed else 0.0
+
+
+def smallest_hidden_chunk_tokens(
+    flops_per_s: float,
+    link_bytes_per_s: float,
+    *,
+    element_bytes: int = 2,
+    kv_share: float = 1.0,
+) -> float:
+    """The chunk size from which a full block's compute hides the load of its K,V.
+
+    c0 = e g Phi / (2 B): a block of c by c tokens computes 4 c^2 d / Phi and loads 2 c g d e / B.
+    Independent of width, heads and devices; `kv_share` g = key-value width over hidden width. On
+    the diagonal a block computes half as much: nothing waits anywhere from 2 c0 on.
+    """
+    return element_bytes * kv_share * flops_per_s / (2 * link_bytes_per_s)
+
+
+def smallest_hidden_backward_chunk_tokens(
+    backward_flops_per_s: float, link_bytes_per_s: float
+) -> float:
+    """The same for FPDT's backward, which walks queries inside: 10 c^2 d / Phi_b against loads of
+    q, o, dO (bf16) and dq (float32), 10 c d bytes."""
+    return backward_flops_per_s / link_bytes_per_s
+
+
+def fpdt_forward_slowdown(num_chunks: int, load_over_block: float) -> float:
+    """FPDT's forward of one layer over `num_chunks` chunks, as a multiple of its compute alone.
+
+    Row i computes blocks j = 0..i, the last (diagonal) one at half cost; K,V of chunk j + 1 are
+    fetched while block j computes. The diagonal's own K,V are still on the device; the diagonal
+    fetches chunk 0 for the next row. `load_over_block`: seconds of one K,V load over seconds of one
+    full block. A load is issued when the block before it starts: one load per block in flight.
+    """
+    compute_s = wall_s = 0.0
+    loaded_s = 0.0
+    for row in range(num_chunks):
+        for block in range(row + 1):
+            cost = 0.5 if block == row else 1.0
+            start_s = max(wall_s, loaded_s)
+            loaded_s = start_s + load_over_block if _fetches(row, block, num_chunks) else 0.0
+            wall_s = start_s + cost
+            compute_s += cost
+    return wall_s / compute_s
+
+
+def _fetches(row: int, block: int, num_chunks: int) -> bool:
+    if block + 1 < row:
+        return True
+    # the diagonal fetches chunk 0 for the next row, unless it is chunk 0 itself or the last block
+    return block == row and 0 < row < num_chunks - 1

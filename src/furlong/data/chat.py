@@ -1,0 +1,159 @@
+"""Conversations as text, by the tokenizer's own template, and which of it the assistant says.
+
+A template with `{% generation %}` tags says it itself. With any other, an answer is what the text
+of the conversation up to it has more than the prompt for it. That is right only if both begin the
+text of the whole conversation, which is checked every time: a template may, for instance, drop the
+reasoning of earlier answers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from furlong.data.formats import messages_of
+from furlong.data.records import Record
+from furlong.errors import ConfigError, DataError
+
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHOWN_CHARS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text and the half-open ranges of its characters that are learnt."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...]
+
+
+def render_conversation(record: Record, tokenizer: Any) -> Rendered | None:
+    """A record of messages as the model reads it; None if it has no message.
+
+    Raises DataError for a record or a template that cannot be rendered or masked, and ConfigError
+    for a tokenizer without a template.
+    """
+    tools = _tools_of(record)
+    template = _template_of(tokenizer, tools)
+    turns = messages_of(record, template)
+    if not turns:
+        return None
+    conversation = _Conversation(record, tokenizer, template, tools, turns)
+    if _TAG.search(template):
+        return conversation.by_tags()
+    return conversation.by_prefixes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    record: Record
+    tokenizer: Any
+    template: str
+    tools: list[dict[str, Any]] | None
+    turns: list[dict[str, Any]]
+
+    def by_tags(self) -> Rendered:
+        text, ranges = self._render(len(self.turns), tags=True)
+        if not any(start < stop for start, stop in ranges) and any(
+            turn["role"] == "assistant" and turn.get("content") for turn in self.turns
+        ):
+            raise self._cannot_be_masked("its {% generation %} tags enclose no answer")
+        return Rendered(text, tuple((start, stop) for start, stop in ranges))
+
+    def by_prefixes(self) -> Rendered:
+        text, _ = self._render(len(self.turns))
+        ranges = []
+        for number, turn in enumerate(self.turns):
+            if turn["role"] != "assistant":
+                continue
+            prompt, _ = self._render(number, prompt=True)
+            if not text.startswith(prompt):
+                raise self._cannot_be_masked(
+                    f"the prompt for message {number + 1} is not what precedes the answer:"
+                    f" {_difference(prompt, text)}"
+                )
+            upto = text if number + 1 == len(self.turns) else self._render(number + 1)[0]
+            if not text.startswith(upto):
+                raise self._cannot_be_masked(
+                    f"message {number + 1} is another text once messages follow it:"
+                    f" {_difference(upto, text)}"
+                )
+            ranges.append((len(prompt), len(upto)))
+        return Rendered(text, tuple(ranges))
+
+    def _render(
+        self, num_turns: int, *, prompt: bool = False, tags: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The first turns as text, and the ranges between tags."""
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, ranges = render_jinja_template(
+                conversations=[self.turns[:num_turns]],
+                tools=self.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=tags,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            part = "the prompt for" if prompt else "the conversation up to"
+            number = num_turns + 1 if prompt else num_turns
+            raise self._fails(f"{part} message {number}: {error}") from error
+        return texts[0], ranges[0] if tags else []
+
+    def _fails(self, reason: str) -> DataError:
+        return DataError(
+            given=f"a conversation that the chat template refuses, {reason}",
+            required="messages in the order that the template of"
+            f" {self.tokenizer.name_or_path} expects",
+            source=self.record.origin,
+            change="mend or remove the record, or change the tokenizer's chat template",
+        )
+
+    def _cannot_be_masked(self, reason: str) -> DataError:
+        return DataError(
+            given=f"a chat template that cannot be masked: {reason}",
+            required="a template with {% generation %} tags, or one whose text for a conversation"
+            " begins with its text for every earlier part of it",
+            source=f"{self.record.origin} and the chat template of {self.tokenizer.name_or_path}",
+            change="put {% generation %} and {% endgeneration %} around the answers in the template"
+            " (TRL ships such templates), or cut the conversation after its first answer",
+        )
+
+
+def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
+    try:
+        return str(tokenizer.get_chat_template(None, tools))
+    except ValueError as error:
+        raise ConfigError(
+            given=f"{tokenizer.name_or_path}: a tokenizer without a default chat template",
+            required="a chat template, since the data has messages",
+            source="model.name",
+            change="use the tokenizer of a chat model, or add chat_template.jinja to the folder",
+        ) from error
+
+
+def _tools_of(record: Record) -> list[dict[str, Any]] | None:
+    tools = record.fields.get("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            given=f"tools of type {type(tools).__name__}",
+            required="a list of tools, each of them a JSON schema",
+            source=record.origin,
+            change="write tools as objects, not as text",
+        )
+    return tools
+
+
+def _difference(part: str, whole: str) -> str:
+    """Where `whole` stops beginning with `part`, for people."""
+    at = next(
+        (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+        min(len(part), len(whole)),
+    )
+    return f"{part[at : at + _SHOWN_CHARS]!r} became {whole[at : at + _SHOWN_CHARS]!r}"

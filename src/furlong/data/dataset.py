@@ -1,0 +1,209 @@
+"""The sequences of a run: its tokenized sources in a row, without what is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from furlong.data import cache
+from furlong.data.formats import IGNORE_INDEX
+from furlong.data.loader import Mixture
+from furlong.data.sources import Source, SourceFile
+from furlong.data.tokenize import Sequence
+from furlong.errors import DataError
+from furlong.units import format_count, format_seconds
+
+TooLong = Literal["error", "truncate", "drop"]
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedSource:
+    """A source and its entry in the cache."""
+
+    source: Source
+    files: tuple[SourceFile, ...]
+    entry: cache.Entry
+    tokenized_s: float | None
+    """Seconds that tokenizing took; None if the entry was there."""
+
+    def origin(self, row: int) -> str:
+        _, file, line, _ = self.entry.index[row]
+        return self.files[int(file)].origin(int(line))
+
+    def describe(self) -> str:
+        """What `format: auto` found, and what was left out: one line."""
+        notes = self.entry.notes
+        line = f"{self.source.path}: {len(self.entry.index):,} sequences, format {notes['format']}"
+        if notes["fields"]:
+            fields = notes["fields"]
+            line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
+        if notes["unused"]:
+            listed = ", ".join(notes["unused"][:_MAX_LISTED])
+            line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
+        for what, number in notes["left_out"].items():
+            line += f", {number:,} {what} {'replaced' if 'bytes' in what else 'left out'}"
+        seconds = self.tokenized_s
+        return line + (
+            ", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}"
+        )
+
+
+class DataSet(Items[Sequence]):
+    """Sequences by number, read from disk when they are asked for.
+
+    A slice is a tuple of sequences. `seq_id` of a sequence is its number.
+    """
+
+    def __init__(
+        self,
+        parts: tuple[TokenizedSource, ...],
+        *,
+        max_seq_len: int | None = None,
+        too_long: TooLong = "error",
+        key: str = "data.train",
+    ) -> None:
+        """`max_seq_len` None takes sequences of any length. Raises DataError if one is too long and
+        that is an error, and if nothing is left to learn from."""
+        self.parts = parts
+        self._key = key
+        self._max_seq_len = max_seq_len
+        lens = [part.entry.seq_lens for part in parts]
+        limit = max_seq_len if max_seq_len is not None else max(map(_longest, lens), default=0)
+        above = [seq_lens > limit for seq_lens in lens]
+        num_above = int(sum(np.count_nonzero(over) for over in above))
+        if num_above and too_long == "error":
+            raise self._too_long(lens, num_above, limit)
+        dropping = too_long == "drop"
+        self.num_dropped = num_above if dropping else 0
+        self.num_truncated = 0 if dropping else num_above
+        kept = [np.flatnonzero(~over) if dropping else np.arange(len(over)) for over in above]
+        self._rows = kept
+        self._starts = np.cumsum([0, *map(len, kept)])
+        self.seq_lens: npt.NDArray[np.int64] = np.minimum(
+            np.concatenate([seq_lens[rows] for seq_lens, rows in zip(lens, kept, strict=True)]),
+            limit,
+        )
+        """(N,) tokens of every sequence."""
+        self.num_valid_tokens = self._count_valid_tokens(above, dropping)
+        if not self.num_valid_tokens:
+            raise self._nothing_to_learn()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Sequence, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence | tuple[Sequence, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        seq_id = range(len(self))[index]
+        part, row = self._find(seq_id)
+        ids, labels = part.entry.tokens(row)
+        return Sequence(
+            seq_id, part.origin(row), ids[: self._max_seq_len], labels[: self._max_seq_len]
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.seq_lens.sum())
+
+    @property
+    def longest(self) -> int:
+        return _longest(self.seq_lens)
+
+    @property
+    def mixture(self) -> Mixture:
+        """How often an epoch draws from each source."""
+        sizes = tuple(len(rows) for rows in self._rows)
+        return Mixture(sizes, tuple(part.source.weight for part in self.parts))
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of all that decides which sequence has which number."""
+        keys = [[part.entry.key, part.source.weight] for part in self.parts]
+        limit = self._max_seq_len if self.num_truncated or self.num_dropped else None
+        return cache.entry_key(keys, limit, self.num_dropped)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError for a token id or label that a model of `vocab_size` does not know."""
+        for part in self.parts:
+            if part.entry.notes["highest"] < vocab_size:
+                continue
+            for row in range(len(part.entry.index)):
+                highest = int(max(map(np.max, part.entry.tokens(row))))
+                if highest >= vocab_size:
+                    raise DataError(
+                        given=f"token id {highest}",
+                        required=f"ids below {vocab_size}, the model's vocab_size",
+                        source=part.origin(row),
+                        change="use the tokenizer that belongs to the model",
+                    )
+
+    def describe(self) -> list[str]:
+        """Lines that tell what was found: one per source, one for all."""
+        lines = []
+        for part, draws in zip(self.parts, self.mixture.draws, strict=True):
+            weight = part.source.weight
+            drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
+            lines.append(f"{self._key}: {part.describe()}{drawn}")
+        line = (
+            f"{self._key}: {len(self):,} sequences, {format_count(self.num_tokens)} tokens,"
+            f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
+        )
+        if self.num_truncated or self.num_dropped:
+            line += (
+                f"; above {self._max_seq_len:,}: {self.num_truncated:,} truncated,"
+                f" {self.num_dropped:,} dropped"
+            )
+        return [*lines, line]
+
+    def _find(self, seq_id: int) -> tuple[TokenizedSource, int]:
+        number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
+        return self.parts[number], int(self._rows[number][seq_id - self._starts[number]])
+
+    def _count_valid_tokens(self, above: Items[npt.NDArray[np.bool_]], dropping: bool) -> int:
+        count = 0
+        for part, rows, over in zip(self.parts, self._rows, above, strict=True):
+            whole = rows if dropping else rows[~over[rows]]
+            count += int(part.entry.index[whole, 3].sum())
+            for row in () if dropping else np.flatnonzero(over):
+                labels = part.entry.tokens(int(row))[1][1 : self._max_seq_len]
+                count += int(np.count_nonzero(labels != IGNORE_INDEX))
+        return count
+
+    def _too_long(
+        self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int
+    ) -> DataError:
+        part = max(range(len(lens)), key=lambda number: _longest(lens[number]))
+        row = int(lens[part].argmax())
+        others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
+        return DataError(
+            given=f"a sequence of {_longest(lens[part]):,} tokens{others},"
+            f" of {sum(map(len, lens)):,} sequences",
+            required=f"at most data.max_seq_len = {limit:,}",
+            source=self.parts[part].origin(row),
+            change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+        )
+
+    def _nothing_to_learn(self) -> DataError:
+        return DataError(
+            given=f"{len(self):,} sequences without a label"
+            + (f", {self.num_dropped:,} dropped" if self.num_dropped else ""),
+            required="at least one token that is to be predicted from one before it",
+            source=self._key,
+            change="add text or answers of the assistant, or raise data.max_seq_len",
+        )
+
+
+def _longest(seq_lens: npt.NDArray[np.int64]) -> int:
+    return int(seq_lens.max(initial=0))

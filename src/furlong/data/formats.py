@@ -1,0 +1,188 @@
+"""The four shapes of a record, by the fields that it has.
+
+tokens       input_ids [+ labels]      taken as they are
+chat         messages [+ tools]        loss on what the assistant says
+completion   prompt + completion       loss on the completion
+text         text, or a text file      loss on every token
+
+`auto` takes the first shape in this order whose fields the first record of a source has; then it
+holds for the whole source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from furlong.data.records import FIELDS, MAX_TEXT_BYTES, Record, too_large
+from furlong.data.sources import SourceFile
+from furlong.errors import DataError
+from furlong.units import format_bytes
+
+Format = Literal["tokens", "chat", "completion", "text"]
+
+NEEDED_FIELDS: dict[Format, tuple[str, ...]] = {
+    "tokens": ("input_ids",),
+    "chat": ("messages",),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+OPTIONAL_FIELDS: dict[Format, tuple[str, ...]] = {
+    "tokens": ("labels",), "chat": ("tools",), "completion": (), "text": (),
+}  # fmt: skip
+
+IGNORE_INDEX = -100
+"""The label of a token that adds no loss."""
+
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_INT32 = np.iinfo(np.int32)
+
+
+def decide_format(record: Record, file: SourceFile) -> Format:
+    """The shape of a source whose first record this is. Raises DataError."""
+    if file.kind == "text" and file.named and file.path.suffix.lower() == ".json":
+        raise DataError(
+            given=f"{file.path}: a .json file, which may hold records or be a text itself",
+            required="records as .jsonl (one JSON object in a line) or .parquet",
+            source=record.origin,
+            change="convert it, or set data.format: text to read the whole file as one text",
+        )
+    for format, needed in NEEDED_FIELDS.items():
+        if all(record.fields.get(field) is not None for field in needed):
+            return format
+    raise _lacks(record, " or ".join(" + ".join(fields) for fields in NEEDED_FIELDS.values()))
+
+
+def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
+    """The fields of a record that its shape does not look at."""
+    used = NEEDED_FIELDS[format] + OPTIONAL_FIELDS[format]
+    return sorted(str(field) for field in fields if field not in used)
+
+
+def check_fields(record: Record, format: Format) -> None:
+    """Raises DataError if a record lacks a field that its shape needs."""
+    if not all(field in record.fields for field in NEEDED_FIELDS[format]):
+        raise _lacks(record, " + ".join(NEEDED_FIELDS[format]))
+
+
+def text_of(record: Record, field: str = "text") -> str:
+    """A field that must be a text. Raises DataError."""
+    text = record.fields[field]
+    if not isinstance(text, str):
+        hint = "; conversations go into messages" if isinstance(text, list) else ""
+        raise DataError(
+            given=f"{field} that is {_kind(text)}",
+            required=f"a text in {field}",
+            source=record.origin,
+            change=f"write {field} as a string{hint}",
+        )
+    _check_size(record, field, text)
+    return text
+
+
+def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
+    """The turns of a conversation, without fields that have no value.
+
+    A role must be one of the usual ones or one that `template` names. Raises DataError.
+    """
+    messages = record.fields["messages"]
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        raise _bad_turn(record, f"messages that are {_kind(messages)}")
+    turns = []
+    for number, given in enumerate(messages, start=1):
+        turn = {name: value for name, value in given.items() if value is not None}
+        role, content = turn.get("role"), turn.get("content")
+        if not isinstance(role, str):
+            raise _bad_turn(record, f"message {number} with {', '.join(turn) or 'no field'}")
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise DataError(
+                given=f"message {number} of role {role!r}",
+                required=f"one of {', '.join(sorted(_ROLES))}, or a role of the chat template",
+                source=record.origin,
+                change="rename the role; what the model is to learn is said by the assistant",
+            )
+        if not isinstance(content, str | list) and "tool_calls" not in turn:
+            raise _bad_turn(record, f"message {number} whose content is {_kind(content)}")
+        turns.append(turn)
+    _check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
+    return turns
+
+
+def tokens_of(record: Record) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """`input_ids` and `labels`, both (T,); without labels every token is one. Raises DataError."""
+    ids = _integers(record, "input_ids", lowest=0)
+    if record.fields.get("labels") is None:
+        return ids, ids
+    labels = _integers(record, "labels", lowest=IGNORE_INDEX)
+    negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    if len(labels) != len(ids) or len(negative):
+        raise DataError(
+            given=f"label {negative[0]}"
+            if len(negative)
+            else f"{len(ids)} input_ids with {len(labels)} labels",
+            required=f"a label for every token, unshifted: a token id, or {IGNORE_INDEX} for none",
+            source=record.origin,
+            change="mend or remove the record",
+        )
+    return ids, labels
+
+
+def _check_size(record: Record, field: str, *texts: str) -> None:
+    # Counting bytes takes a copy; a character has at most four.
+    if 4 * sum(map(len, texts)) > MAX_TEXT_BYTES:
+        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if num_bytes > MAX_TEXT_BYTES:
+            raise too_large(record.origin, f"{field} of {format_bytes(num_bytes)}")
+
+
+def _integers(record: Record, field: str, lowest: int) -> npt.NDArray[np.int32]:
+    values = record.fields[field]
+    array = np.asarray(values) if _is_flat(values) else np.zeros(0, np.float64)
+    if len(array) == 0 and values == []:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu" or array.min() < lowest or array.max() > _INT32.max:
+        raise DataError(
+            given=f"{field} that are {_kind(values)}"
+            + (f" from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""),
+            required=f"a list of whole numbers, token ids from {lowest}",
+            source=record.origin,
+            change="mend or remove the record",
+        )
+    return array.astype(np.int32)
+
+
+def _is_flat(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "missing"
+        case list():
+            kinds = {type(item).__name__ for item in value}
+            return f"a list of {' and '.join(sorted(kinds)) or 'nothing'}"
+    return f"of type {type(value).__name__}"
+
+
+def _lacks(record: Record, required: str) -> DataError:
+    known = [field for field in record.fields if field in FIELDS]
+    others = [str(field) for field in record.fields if field not in FIELDS]
+    return DataError(
+        given=f"a record with {', '.join((known + others)[:12]) or 'no field'}",
+        required=f"the field{'s' if ' ' in required else ''} {required}",
+        source=record.origin,
+        change="rename the fields, or set data.format to the shape that the records have",
+    )
+
+
+def _bad_turn(record: Record, given: str) -> DataError:
+    return DataError(
+        given=given,
+        required='messages: [{"role": "user", "content": "..."}, ...]',
+        source=record.origin,
+        change="mend or remove the record",
+    )

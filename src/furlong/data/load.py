@@ -1,0 +1,106 @@
+"""Sources to a data set: each is tokenized, or found in the cache."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from furlong.data import cache
+from furlong.data.dataset import DataSet, TokenizedSource, TooLong
+from furlong.data.formats import NEEDED_FIELDS, Format, decide_format, unused_fields
+from furlong.data.records import Record, read_records
+from furlong.data.sources import Source, SourceFile, list_files
+from furlong.data.tokenize import Encoded, encode, fingerprint
+from furlong.errors import DataError
+
+
+def load_data(
+    sources: Items[Source],
+    tokenizer: Any,
+    *,
+    format: Format | Literal["auto"] = "auto",
+    max_seq_len: int | None = None,
+    too_long: TooLong = "error",
+    cache_dir: str | None = None,
+    key: str = "data.train",
+) -> DataSet:
+    """The data set of `sources`, tokenized or taken from the cache.
+
+    key: where the sources were named, for messages. Raises DataError and ConfigError.
+    """
+    folder = cache.cache_folder(cache_dir)
+    print_of_tokenizer = fingerprint(tokenizer)
+    parts = tuple(
+        _tokenized(source, tokenizer, print_of_tokenizer, format, folder, key) for source in sources
+    )
+    return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
+
+
+def _tokenized(
+    source: Source,
+    tokenizer: Any,
+    print_of_tokenizer: str,
+    format: Format | Literal["auto"],
+    folder: Path,
+    key: str,
+) -> TokenizedSource:
+    files = list_files(source, key)
+    try:
+        before = cache.status_key(files)
+        content = cache.content_key(files, folder)
+    except OSError as error:
+        raise DataError(
+            given=f"{error.filename}: {error.strerror}",
+            required="files that can be read",
+            source=key,
+            change="check their permissions",
+        ) from error
+    entry_key = cache.entry_key(content, print_of_tokenizer, format)
+    entry = cache.read_entry(folder, entry_key)
+    if entry is not None:
+        return TokenizedSource(source, files, entry, None)
+    started_s = time.perf_counter()
+    notes: dict[str, Any] = {}
+    encoded = _encoded(files, tokenizer, format, key, notes)
+
+    def unchanged() -> Iterator[Encoded]:
+        yield from encoded
+        if cache.status_key(files) != before:
+            raise DataError(
+                given=f"{source.path}, which changed while it was read",
+                required="data that stays as it is",
+                source=key,
+                change="start again when it is complete",
+            )
+
+    entry = cache.write_entry(folder, entry_key, unchanged(), notes)
+    return TokenizedSource(source, files, entry, time.perf_counter() - started_s)
+
+
+def _encoded(
+    files: tuple[SourceFile, ...],
+    tokenizer: Any,
+    format: Format | Literal["auto"],
+    key: str,
+    notes: dict[str, Any],
+) -> Iterator[Encoded]:
+    """The sequences of a source; fills `notes`."""
+    left_out: Counter[str] = Counter()
+    records = read_records(files, left_out, key)
+    first: Record = next(records)
+    decided = decide_format(first, files[first.file]) if format == "auto" else format
+    notes["format"] = decided
+    is_file = files[first.file].kind == "text"
+    notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])
+    notes["unused"] = [] if is_file else unused_fields(first.fields, decided)
+    notes["highest"] = -1
+    for sequence in encode(chain((first,), records), tokenizer, decided, left_out):
+        highest = max(int(sequence.input_ids.max()), int(sequence.labels.max()))
+        notes["highest"] = max(notes["highest"], highest)
+        yield sequence
+    notes["left_out"] = {what: number for what, number in left_out.items() if number}

@@ -1,0 +1,267 @@
+"""Records out of files: a text file is one record, so is a line of JSON or a row of a table.
+
+JSON lines are read here and not by `datasets`, whose reader cannot name a broken line. Time and
+memory are bounded for whatever bytes a file holds: no line above `MAX_LINE_BYTES` and no text above
+`MAX_TEXT_BYTES` is taken in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from furlong.data.sources import SourceFile
+from furlong.errors import DataError
+from furlong.units import format_bytes
+
+MAX_LINE_BYTES = 64 * 2**20
+MAX_TEXT_BYTES = 16 * 2**20
+"""Of one sequence, in UTF-8: at most that many tokens, and a tokenizer takes 250 to 500 bytes of
+memory for each while it works."""
+
+FIELDS = ("text", "messages", "tools", "prompt", "completion", "input_ids", "labels")
+"""The fields that are read; of a table, no other column is decoded."""
+
+BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"
+
+_BYTES_LOOKED_AT = 8192
+_ROWS_PER_BATCH = 64
+_MAX_REPLACED_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a sequence is made of, and where it came from."""
+
+    fields: Mapping[str, Any]
+    """A field that is not one of `FIELDS` may be there without its value."""
+    file: int
+    """Number of its file in the source."""
+    line: int
+    """Line or row, from 1; 0 = the whole file."""
+    origin: str
+
+
+def read_records(
+    files: tuple[SourceFile, ...], left_out: Counter[str], key: str = "data.train"
+) -> Iterator[Record]:
+    """The records of a source, file after file.
+
+    `left_out` counts what was not taken as it is, under `BINARY`, `BLANK` and `REPLACED`: binary
+    files (a NUL byte at the start, git's rule, or mostly no UTF-8) are left out of folders, so are
+    texts of nothing but white space; single bytes that are no UTF-8 become U+FFFD.
+    Raises DataError, with file and line, for anything that cannot be read, and for a source without
+    any record.
+    """
+    empty = True
+    for number, file in enumerate(files):
+        match file.kind:
+            case "text":
+                records = _read_text(file, left_out, key)
+            case "json lines":
+                records = _read_json_lines(file, left_out, key)
+            case _:
+                records = _read_table(file)
+        empty_file = True
+        try:
+            for line, fields in records:
+                empty_file = False
+                yield Record(fields, number, line, file.origin(line))
+        except OSError as error:
+            raise _unreadable(file, key, error) from error
+        if empty_file and file.named:
+            raise _empty(file, key)
+        empty = empty and empty_file
+    if empty:
+        raise DataError(
+            given=f"{len(files)} files without a record, {files[0].path} among them",
+            required="at least one record or text",
+            source=key,
+            change="name other files, in UTF-8",
+        )
+
+
+def _read_text(
+    file: SourceFile, left_out: Counter[str], key: str
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with file.path.open("rb") as opened:
+        content = opened.read(_BYTES_LOOKED_AT)
+        if not (is_binary := b"\0" in content):
+            num_bytes = os.fstat(opened.fileno()).st_size
+            if num_bytes > MAX_TEXT_BYTES:
+                raise too_large(str(file.path), f"a text of {format_bytes(num_bytes)}")
+            content += opened.read()
+    text, num_replaced = _decode(content)
+    if is_binary or num_replaced > _MAX_REPLACED_SHARE * len(text):
+        if file.named:
+            raise _binary(file, key)
+        left_out[BINARY] += 1
+    elif text.strip():
+        left_out[REPLACED] += num_replaced
+        yield 0, {"text": text}
+    else:
+        left_out[BLANK] += 1
+
+
+def _read_json_lines(
+    file: SourceFile, left_out: Counter[str], key: str
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with file.path.open("rb") as opened:
+        if b"\0" in opened.peek(_BYTES_LOOKED_AT)[:_BYTES_LOOKED_AT]:
+            raise _binary(file, key)
+        for number in count(1):
+            line = opened.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                more = f"a line of more than {format_bytes(MAX_LINE_BYTES)}"
+                raise too_large(file.origin(number), more)
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                text, num_replaced = _decode(line)
+                left_out[REPLACED] += num_replaced
+                yield number, _parse(text, file.origin(number))
+
+
+def _parse(line: str, origin: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"{error.msg} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
+        raise DataError(
+            given=f"{line.strip()[:60]!r}: {reason}",
+            required="one JSON object in a line",
+            source=origin,
+            change="mend or remove the line",
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(
+            given=f"a line with a {type(record).__name__}",
+            required="one JSON object in a line",
+            source=origin,
+            change='write an object such as {"text": "..."} in every line',
+        )
+    # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
+    return _without_surrogates(record) if "\\ud" in line or "\\uD" in line else record
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_without_surrogates(item) for item in value]
+        case dict():
+            return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return value
+
+
+def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Rows of a Parquet file, an Arrow file or a folder of `datasets`."""
+    import datasets
+    import pyarrow
+
+    try:
+        match file.kind:
+            case "parquet":
+                columns, rows = _parquet_rows(file.path)
+            case "arrow":
+                columns, rows = _dataset_rows(datasets.Dataset.from_file(str(file.path)))
+            case _:
+                columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
+        others = dict.fromkeys(column for column in columns if column not in FIELDS)
+        for number, row in enumerate(rows, start=1):
+            # A column that this row has no value for is a field that it has not.
+            yield number, {name: value for name, value in row.items() if value is not None} | others
+    except (
+        pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # fmt: skip
+        raise DataError(
+            given=f"{file.path}: {' '.join(str(error).split())[:200]}",
+            required=f"a readable {'folder of datasets' if file.kind == 'dataset' else file.kind}",
+            source=str(file.path),
+            change="write the file again, or remove it",
+        ) from error
+
+
+def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    """The columns of a file, and its rows with those of `FIELDS`.
+
+    pyarrow reads them and `datasets` decodes its own types: its reader would take the path for a
+    pattern, lock files in its cache, and fail on a file without rows.
+    """
+    import datasets
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(path)
+    features = datasets.Features.from_arrow_schema(table.schema_arrow)
+    wanted = [column for column in features if column in FIELDS]
+    used = datasets.Features({column: features[column] for column in wanted})
+    batches = table.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
+    rows = (used.decode_example(row) for batch in batches for row in batch.to_pylist())
+    return list(features), rows
+
+
+def _dataset_rows(dataset: Any) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    columns = dataset.column_names
+    wanted = dataset.select_columns([column for column in columns if column in FIELDS])
+    return columns, iter(wanted) if wanted.column_names else ({} for _ in range(len(dataset)))
+
+
+def _decode(content: bytes) -> tuple[str, int]:
+    """The text, and how many times U+FFFD stands for bytes that are no UTF-8."""
+    try:
+        return content.decode("utf-8"), 0
+    except UnicodeDecodeError:
+        text = content.decode("utf-8", errors="replace")
+        return text, text.count("\ufffd") - content.count("\ufffd".encode())
+
+
+def _binary(file: SourceFile, key: str) -> DataError:
+    return DataError(
+        given=f"{file.path}: a binary file, or text in another encoding than UTF-8",
+        required="text in UTF-8, .jsonl or .parquet",
+        source=key,
+        change="decompress or convert it (iconv -t utf-8), or remove it from the list",
+    )
+
+
+def _empty(file: SourceFile, key: str) -> DataError:
+    return DataError(
+        given=f"{file.path}: an empty file",
+        required="at least one record or text",
+        source=key,
+        change="remove it from the list, or fill it",
+    )
+
+
+def _unreadable(file: SourceFile, key: str, error: OSError) -> DataError:
+    return DataError(
+        given=f"{file.path}: {error.strerror}",
+        required="a file that can be read",
+        source=key,
+        change="check its permissions, or remove it from the list",
+    )
+
+
+def too_large(origin: str, given: str) -> DataError:
+    """The message about a line or text beyond its limit."""
+    return DataError(
+        given=given,
+        required=f"lines of at most {format_bytes(MAX_LINE_BYTES)} and texts of at most"
+        f" {format_bytes(MAX_TEXT_BYTES)}",
+        source=origin,
+        change="split it into several records, or give token ids (input_ids) in Parquet",
+    )

@@ -1,0 +1,156 @@
+"""How long the sequences of a data set are: what `furlong lengths` writes and `furlong plan` reads.
+
+{"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
+{"version": 1, "lengths": [812, 4096, 812, 812]}     the same, as it is easiest to write by hand
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import ConfigError
+
+VERSION = 1
+
+FIRST_BUCKET_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBucket:
+    """The sequences of more than `above` and at most `upto` tokens."""
+
+    above: int
+    upto: int
+    num_sequences: int
+    num_tokens: int
+    num_pairs: int
+    """Query-key pairs of causal attention, seq_len * (seq_len + 1) / 2 for each sequence: the
+    FLOPs of attention without a window are proportional to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A multiset of sequence lengths."""
+
+    counts: tuple[tuple[int, int], ...]
+    """`(seq_len, number of sequences)`, ascending in seq_len, without zeros."""
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(count for _, count in self.counts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(seq_len * count for seq_len, count in self.counts)
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(_pairs(seq_len) * count for seq_len, count in self.counts)
+
+    @property
+    def longest(self) -> int:
+        return self.counts[-1][0]
+
+    def percentile(self, percent: float) -> int:
+        """The shortest length that at least that share of the sequences does not exceed."""
+        rank = max(1, math.ceil(percent / 100 * self.num_sequences))
+        for seq_len, count in self.counts:
+            rank -= count
+            if rank <= 0:
+                return seq_len
+        return self.longest
+
+    def buckets(self) -> tuple[LengthBucket, ...]:
+        """Powers of two, from the bucket of the shortest to that of the longest sequence; lengths
+        up to `FIRST_BUCKET_TOKENS` are one bucket."""
+        first, last = _exponent(self.counts[0][0]), _exponent(self.longest)
+        buckets = []
+        for exponent in range(first, last + 1):
+            inside = [(n, count) for n, count in self.counts if _exponent(n) == exponent]
+            buckets.append(
+                LengthBucket(
+                    above=2**exponent // 2 if 2**exponent > FIRST_BUCKET_TOKENS else 0,
+                    upto=2**exponent,
+                    num_sequences=sum(count for _, count in inside),
+                    num_tokens=sum(n * count for n, count in inside),
+                    num_pairs=sum(_pairs(n) * count for n, count in inside),
+                )
+            )
+        return tuple(buckets)
+
+
+def count_lengths(seq_lens: Iterable[int]) -> Lengths:
+    """The multiset of `seq_lens`, at least one of them, all positive."""
+    counted = Counter(int(seq_len) for seq_len in seq_lens)
+    if not counted or min(counted) < 1:
+        raise ValueError("lengths are positive, and there is at least one")
+    return Lengths(tuple(sorted(counted.items())))
+
+
+def write_lengths(file: Path, lengths: Lengths) -> None:
+    """Writes the file whole or not at all. Raises ConfigError."""
+    text = json.dumps({"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]})
+    aside = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text + "\n", encoding="utf-8")
+        os.replace(aside, file)
+    except OSError as error:
+        raise ConfigError(
+            given=f"{file}: {error.strerror}",
+            required="a file that can be written",
+            source="the place for the lengths",
+            change="choose another file or make space",
+        ) from error
+
+
+def read_lengths(file: Path) -> Lengths:
+    """The lengths of a file in either form. Raises ConfigError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(file, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise _unreadable(file, str(error)) from error
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        raise _unreadable(file, f"not version {VERSION} of a file of lengths")
+    counted: Counter[int] = Counter()
+    listed = values.get("lengths")
+    for entry in listed if isinstance(listed, list) else ():
+        seq_len, count = entry if isinstance(entry, list) and len(entry) == 2 else (entry, 1)
+        if not _is_positive(seq_len) or not _is_positive(count):
+            raise _unreadable(file, f"{json.dumps(entry)[:60]} among its lengths")
+        counted[seq_len] += count
+    if not counted:
+        raise _unreadable(file, "no lengths")
+    return Lengths(tuple(sorted(counted.items())))
+
+
+def _exponent(seq_len: int) -> int:
+    """Of the bucket's upper end, a power of two."""
+    return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
+
+
+def _pairs(seq_len: int) -> int:
+    return seq_len * (seq_len + 1) // 2
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _unreadable(file: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        given=f"{file}: {reason}",
+        required=f'{{"version": {VERSION}, "lengths": [...]}} with a number of tokens per sequence,'
+        " or pairs of tokens and number of sequences",
+        source="the file of lengths",
+        change="write it with: furlong lengths DATA --tokenizer T --out FILE",
+    )

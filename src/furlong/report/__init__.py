@@ -1,0 +1,1 @@
+"""Pictures, traces and tables of timelines, simulated or measured."""

@@ -1,0 +1,156 @@
+"""The lengths of a data set as a table and as a picture: who holds the tokens, who the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich.table import Table
+
+from furlong.plan.lengths import LengthBucket, Lengths
+from furlong.report.looks import FAINT, INK, LIMIT, tint
+from furlong.units import format_count
+
+PICTURES = (".png", ".svg")
+
+_PERCENTILES = (("median", 50.0), ("p90", 90.0), ("p99", 99.0))
+_SHARES = (
+    ("sequences", "#7b8798"),
+    ("tokens", "#3d7ac6"),
+    ("attention FLOPs", "#e38b29"),
+)
+_DPI = 150
+_BAR, _GAP = 0.27, 0.045
+"""Widths within a bucket, which is 1 wide."""
+_LABELLED_SHARE = 0.045
+_FEWEST_BUCKETS = 6
+
+
+def lengths_table(lengths: Lengths, title: str) -> Table:
+    """One row per bucket, the whole below."""
+    table = Table(title=title, title_justify="left", show_footer=True)
+    table.add_column("tokens", "all", justify="right")
+    table.add_column("sequences", f"{lengths.num_sequences:,}", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("of the tokens", format_count(lengths.num_tokens), justify="right")
+    table.add_column("of attention FLOPs", justify="right")
+    for bucket in lengths.buckets():
+        sequences, tokens, flops = _shares(bucket, lengths)
+        table.add_row(
+            f"{bucket.above + 1:,} to {bucket.upto:,}" if bucket.above else f"{bucket.upto:,}",
+            f"{bucket.num_sequences:,}",
+            *(_percent(share) for share in (sequences, tokens, flops)),
+        )
+    return table
+
+
+def summary_line(lengths: Lengths) -> str:
+    """Mean, median, p90, p99 and the longest."""
+    mean = lengths.num_tokens / lengths.num_sequences
+    parts = [f"{name} {lengths.percentile(percent):,}" for name, percent in _PERCENTILES]
+    return f"mean {mean:,.0f}, {', '.join(parts)}, longest {lengths.longest:,} tokens"
+
+
+def save_lengths_picture(
+    lengths: Lengths, path: Path, title: str, *, max_seq_len: int | None = None
+) -> None:
+    """Writes a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
+    buckets = lengths.buckets()
+    width = max(7.5, 1.9 + 0.76 * len(buckets))
+    height = 4.6
+    figure = Figure(figsize=(width, height), facecolor="white")
+    left, right, bottom, top = 0.85, 0.35, 0.75, 1.3
+    axes = figure.add_axes(
+        (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+    )
+    figure.text(
+        left / width, 1 - 0.28 / height, title, fontsize=13, color=INK, weight="bold", va="center"
+    )
+    figure.text(
+        left / width, 1 - 0.58 / height,
+        f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
+        f" {summary_line(lengths)}",
+        fontsize=9, color=FAINT, va="center",
+    )  # fmt: skip
+    _draw_bars(axes, buckets, lengths)
+    _draw_marks(axes, buckets, lengths, max_seq_len)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="lower left", ncols=len(_SHARES), frameon=False,
+        bbox_to_anchor=(left / width, 1 - 0.98 / height), borderaxespad=0, fontsize=9,
+        handlelength=1.0, handleheight=0.9, columnspacing=1.6, borderpad=0, labelcolor=INK,
+    )  # fmt: skip
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_bars(axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths) -> None:
+    shares = [_shares(bucket, lengths) for bucket in buckets]
+    for number, (name, colour) in enumerate(_SHARES):
+        offset = (number - 1) * (_BAR + _GAP / 2)
+        heights = [share[number] for share in shares]
+        places = [x + offset for x in range(len(buckets))]
+        axes.bar(places, heights, _BAR, color=colour, label=name)
+        for x, share in zip(places, heights, strict=True):
+            if share >= _LABELLED_SHARE:
+                axes.annotate(
+                    f"{share:.0%}", (x, share), (0, 2), textcoords="offset points", fontsize=7,
+                    color=tint(INK, 0.2), ha="center", va="bottom",
+                )  # fmt: skip
+    axes.set_ylim(0, 1.08 * max(max(share) for share in shares))
+    free = max(0, _FEWEST_BUCKETS - len(buckets)) / 2
+    axes.set_xlim(-0.6 - free, len(buckets) - 0.4 + free)
+    axes.set_xticks(range(len(buckets)), [f"≤ {_short(bucket.upto)}" for bucket in buckets])
+    axes.set_xlabel("tokens in a sequence", fontsize=9, color=FAINT, labelpad=6)
+    axes.set_ylabel("share of the whole", fontsize=9, color=FAINT, labelpad=6)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.tick_params(labelsize=9, labelcolor=INK, color=FAINT, length=0)
+    axes.grid(axis="y", color=tint(FAINT, 0.8), linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(tint(FAINT, 0.4))
+
+
+def _draw_marks(
+    axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths, max_seq_len: int | None
+) -> None:
+    """The limit of a run, where it cuts something off."""
+    if max_seq_len is None or max_seq_len >= lengths.longest:
+        return
+    x = _place(max_seq_len, buckets)
+    axes.axvline(x, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.annotate(
+        f"data.max_seq_len {max_seq_len:,}", (x, 1), (0, 3), xycoords=("data", "axes fraction"),
+        textcoords="offset points", fontsize=8.5, color=LIMIT, va="bottom",
+        ha="right" if x > len(buckets) / 2 else "left",
+    )  # fmt: skip
+
+
+def _place(seq_len: int, buckets: tuple[LengthBucket, ...]) -> float:
+    """Where a length is on the axis of buckets: its upper end is the end of its bucket."""
+    for x, bucket in enumerate(buckets):
+        if seq_len <= bucket.upto:
+            return x - 0.5 + (seq_len - bucket.above) / (bucket.upto - bucket.above)
+    return len(buckets) - 0.5
+
+
+def _shares(bucket: LengthBucket, lengths: Lengths) -> tuple[float, float, float]:
+    return (
+        bucket.num_sequences / lengths.num_sequences,
+        bucket.num_tokens / lengths.num_tokens,
+        bucket.num_pairs / lengths.num_pairs,
+    )
+
+
+def _percent(share: float) -> str:
+    return "0" if share == 0 else f"{share:.1%}" if share >= 0.001 else "< 0.1%"
+
+
+def _short(tokens: int) -> str:
+    """`512`, `4K`, `128K`, `1M`: powers of two as people name context lengths."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

@@ -1,0 +1,61 @@
+"""The words over a picture and beside a table."""
+
+from __future__ import annotations
+
+from furlong.plan.values import ChunkPlan
+from furlong.simulate.figures import StepFigures
+from furlong.units import format_bytes, format_count, format_seconds
+
+SHARE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recompute",
+    "copies": "waiting for copies",
+    "messages": "waiting for messages",
+    "collectives": "waiting for collectives",
+    "waiting": "idle",
+}
+"""By the names of StepFigures.shares()."""
+
+
+def format_time(value: float, unit: str) -> str:
+    """A time of a timeline in its unit."""
+    return format_seconds(value) if unit == "s" else f"{value:,.4g} {unit}"
+
+
+def title_words(name: str, figures: StepFigures, time_unit: str) -> str:
+    """A picture's headline: the name of the plan, its bubble ratio, time and peak memory."""
+    parts = [name] if name else []
+    parts += [
+        f"bubble {figures.bubble_ratio:.1%}",
+        f"step {format_time(figures.duration_s, time_unit)}",
+    ]
+    if peak := max(figures.peak_device_bytes, default=0):
+        parts.append(f"peak {format_bytes(peak)}")
+    text = "   ·   ".join(parts)
+    return text[:1].upper() + text[1:]
+
+
+def batch_words(plan: ChunkPlan) -> str:
+    """How much the plan is of."""
+    counts = (
+        _count(len(plan.seq_lens), "sequence"),
+        f"{format_count(sum(plan.seq_lens))} tokens",
+        _count(len(plan.chunks), "chunk"),
+        _count(len(plan.stages), "stage"),
+        _count(len(plan.actions), "rank"),
+    )
+    return ", ".join(counts)
+
+
+def share_words(figures: StepFigures) -> str:
+    """What the ranks' time went into."""
+    return "   ·   ".join(
+        f"{SHARE_WORDS[name]} {share:.1%}"
+        for name, share in figures.shares().items()
+        if share >= 5e-4
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,107 @@
+"""The loss on data that is not trained on, overall and by position, through the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from furlong.data.loader import Batch
+from furlong.ops.loss import IGNORE_INDEX
+from furlong.planners.options import ChunkOptions
+
+if TYPE_CHECKING:
+    from furlong.api import Engine
+
+FIRST_BUCKET_TOKENS = 64
+"""Earlier positions are one bucket: they hold few tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tokens at positions [start, stop) of their sequences, all those with a label."""
+
+    start: int
+    stop: int
+    loss: float
+    """Mean over the bucket's tokens."""
+    num_valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean loss over all labels of a data set, and by position in powers of two.
+
+    A token's position is the number of tokens before it. A model that uses its long context
+    predicts late tokens better; that late tokens come from long documents only is part of the
+    figure, so compare a bucket with itself over time or between models.
+    """
+
+    loss: float
+    num_valid_tokens: int
+    by_position: tuple[Bucket, ...]
+    """Ascending; buckets without a label are left out."""
+
+
+def evaluate(
+    engine: Engine,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    options: ChunkOptions,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """The loss of all batches, without dropout and without gradients.
+
+    None as soon as `should_stop` says so. The model's modes are afterwards as before.
+    """
+    device = next(model.parameters()).device
+    loss_sum, num_valid_tokens = 0.0, 0
+    sums = torch.zeros(64, dtype=torch.float64)
+    counts = torch.zeros(64, dtype=torch.int64)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        for batch in batches:
+            if should_stop():
+                return None
+            if batch.num_valid_tokens == 0:
+                continue
+            sequences = batch.tensors(device)
+            result = engine.forward_backward(sequences, options, backward=False)
+            loss_sum += result.loss_sum
+            num_valid_tokens += result.num_valid_tokens
+            for sequence, losses in zip(sequences, result.token_losses, strict=True):
+                _add_by_position(losses, sequence["labels"].cpu(), sums, counts)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, _buckets(sums, counts))
+
+
+def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:
+    """losses (T,) of the tokens t + 1, labels (T,) unshifted; adds to the figures per power of two.
+
+    The bucket of position p has the index floor(log2(p)).
+    """
+    positions = torch.nonzero(labels[1:] != IGNORE_INDEX).flatten() + 1
+    # frexp is exact: p = m * 2**e with m in [0.5, 1).
+    index = torch.frexp(positions.double()).exponent.long() - 1
+    index.clamp_(min=FIRST_BUCKET_TOKENS.bit_length() - 2)
+    sums.index_add_(0, index, losses[positions - 1])
+    counts.index_add_(0, index, torch.ones_like(index))
+
+
+def _buckets(sums: Tensor, counts: Tensor) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(
+            start=0 if 2 ** (index + 1) <= FIRST_BUCKET_TOKENS else 2**index,
+            stop=2 ** (index + 1),
+            loss=float(sums[index] / counts[index]),
+            num_valid_tokens=int(counts[index]),
+        )
+        for index in torch.nonzero(counts).flatten().tolist()
+    )

@@ -1,0 +1,65 @@
+"""Model FLOPs utilisation: the work that a step had to do, over what the device could have done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from furlong.cost.flops import sequence_flops
+from furlong.cost.known_hardware import KNOWN
+from furlong.cost.shape import ModelShape
+from furlong.errors import ConfigError
+
+# The driver's whole names: cards of one family and another form have other peaks.
+_KNOWN_NAMES = {
+    "NVIDIA A100-PCIE-40GB": "A100-40",
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A800-SXM4-80GB": "A800",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 3090": "RTX3090",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MfuMeter:
+    """Counts as PaLM (Chowdhery et al., 2022, appendix B) does, over the causal pairs only.
+
+    A backward is two forwards of work, one where all matrices are frozen (adapters are small beside
+    them); what is recomputed does not count.
+    """
+
+    shape: ModelShape
+    peak_flops_per_s: float
+    has_frozen_base: bool = False
+
+    def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
+        """Share of the peak, 0 to 1, of a step over these sequences."""
+        linear = 2 if self.has_frozen_base else 3
+        flops = sum(sequence_flops(self.shape, n).times(linear, 3).total for n in seq_lens)
+        return flops / (seconds * self.peak_flops_per_s)
+
+
+def build_meter(
+    config: Any, device_name: str | None, dtype: torch.dtype, *, has_frozen_base: bool
+) -> MfuMeter | None:
+    """A meter for a transformers config; None where the peak or the model's work is not known.
+
+    The peaks that are known are those of bfloat16 on the devices of `known_hardware`; the shapes
+    are those of the families whose counts are tested.
+    """
+    if device_name not in _KNOWN_NAMES or dtype != torch.bfloat16:
+        return None
+    try:
+        shape = ModelShape.from_config(config.to_dict())
+    except ConfigError:
+        return None
+    peak = KNOWN[_KNOWN_NAMES[device_name]].peak_flops_per_s
+    return MfuMeter(shape, peak, has_frozen_base) if shape.exact else None

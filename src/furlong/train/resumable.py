@@ -1,0 +1,216 @@
+"""The steps of a run that survives: restored, saved, evaluated, tracked and stopped on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from furlong.config.schema import RunConfig, TrainConfig
+from furlong.data.loader import Batch, LoaderState, in_order
+from furlong.data.tokenize import Sequence
+from furlong.planners.options import ChunkOptions
+from furlong.train.checkpoint import list_checkpoints, write_json
+from furlong.train.evaluation import Evaluation, evaluate
+from furlong.train.loop import HELD_OUT, Cadence, LoopFigures, Progress, run_steps
+from furlong.train.metrics import MetricsLog, open_bar
+from furlong.train.mfu import MfuMeter, build_meter
+from furlong.train.optimizer import build_optimizer, build_schedule
+from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
+from furlong.train.state import RunState, base_fingerprint
+from furlong.train.stop import StopRequest
+from furlong.train.trackers import open_trackers
+from furlong.units import format_seconds
+
+if TYPE_CHECKING:
+    from furlong.api import Engine
+
+TRAINING = "training"
+"""Name of the share of the training sequences that evaluations read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The sequences of a run."""
+
+    batches: Callable[[LoaderState], Iterator[Batch]]
+    """The global batches from a position on, endless."""
+    train: Items[Sequence]
+    held_out: Items[Sequence] | None
+    fingerprint: str
+    """Changes with the training sequences or their order."""
+
+
+def run_resumable(
+    config: RunConfig,
+    run: RunFolder,
+    engine: Engine,
+    model: nn.Module,
+    options: ChunkOptions,
+    data: RunData,
+    *,
+    num_steps: int,
+) -> LoopFigures:
+    """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`.
+
+    The run folder must be locked. Raises CheckpointError, DivergenceError.
+    """
+    settings = config.train
+    state = _build_state(config, model, options, data.fingerprint, num_steps)
+    progress = Progress()
+    if run.checkpoint is not None and run.state is not None:
+        progress = state.restore(run.checkpoint, run.state)
+        print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
+    # The config comes last: a folder that has one holds a run.
+    write_json(run.path / OPTIONS, asdict(options))
+    write_json(run.path / CONFIG, state.config)
+    with ExitStack() as stack:
+        log = _open_log(stack, config, run, progress.step, num_steps)
+        stop = stack.enter_context(StopRequest())
+        cadence = Cadence(
+            evaluate=_evaluator(engine, model, options, settings, data, lambda: stop.asked),
+            eval_every_steps=settings.eval_every_steps,
+            save=_saver(state, run.path / CHECKPOINTS, log) if settings.save_every_steps else None,
+            save_every_steps=settings.save_every_steps,
+            should_stop=lambda: stop.asked,
+        )
+        figures = run_steps(
+            engine,
+            model,
+            data.batches(progress.data),
+            options,
+            num_steps=num_steps,
+            optimizer=state.optimizer,
+            scheduler=state.scheduler,
+            max_grad_norm=settings.max_grad_norm,
+            log=log,
+            progress=progress,
+            cadence=cadence,
+            meter=_build_meter(config, model, state.base_fingerprint),
+        )
+    if figures.stopped:
+        _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps)
+    return figures
+
+
+def _build_state(
+    config: RunConfig,
+    model: nn.Module,
+    options: ChunkOptions,
+    data_fingerprint: str,
+    num_steps: int,
+) -> RunState:
+    settings = config.train
+    optimizer = build_optimizer(
+        model.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    scheduler = build_schedule(
+        optimizer, settings.schedule, num_steps=num_steps, warmup_ratio=settings.warmup_ratio
+    )
+    return RunState(
+        config=config.model_dump(mode="json"),
+        options=options,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data_fingerprint=data_fingerprint,
+        base_fingerprint=base_fingerprint(model),
+    )
+
+
+def _open_log(
+    stack: ExitStack, config: RunConfig, run: RunFolder, start_step: int, num_steps: int
+) -> MetricsLog:
+    """The log of the run, cut back to what the checkpoint knows of."""
+    trackers = open_trackers(
+        stack,
+        run.path,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        config=config.model_dump(mode="json"),
+        start_step=start_step,
+    )
+    say, advance = open_bar(stack, start_step, num_steps)
+    log = MetricsLog(
+        run.path / METRICS,
+        num_steps,
+        say,
+        keep_bytes=0 if run.state is None else run.state["metrics_bytes"],
+        trackers=trackers,
+        advance=advance,
+    )
+    return stack.enter_context(log)
+
+
+def _saver(state: RunState, folder: Path, log: MetricsLog) -> Callable[[Progress], None]:
+    def save(progress: Progress) -> None:
+        started_s = time.perf_counter()
+        checkpoint = state.save(folder, progress, metrics_bytes=log.num_bytes)
+        log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
+
+    return save
+
+
+def _evaluator(
+    engine: Engine,
+    model: nn.Module,
+    options: ChunkOptions,
+    settings: TrainConfig,
+    data: RunData,
+    should_stop: Callable[[], bool],
+) -> Callable[[], dict[str, Evaluation] | None] | None:
+    """Evaluates the held-out sequences and the share of the training ones; None without either."""
+    sets = {} if data.held_out is None else {HELD_OUT: data.held_out}
+    if settings.eval_train_share:
+        sets[TRAINING] = _share(data.train, settings.eval_train_share, settings.seed)
+    if not sets:
+        return None
+
+    def evaluate_all() -> dict[str, Evaluation] | None:
+        evaluations = {}
+        for name, sequences in sets.items():
+            batches = in_order(sequences, settings.sequences_per_step)
+            evaluation = evaluate(engine, model, batches, options, should_stop=should_stop)
+            if evaluation is None:
+                return None
+            evaluations[name] = evaluation
+        return evaluations
+
+    return evaluate_all
+
+
+def _share(train: Items[Sequence], share: float, seed: int) -> list[Sequence]:
+    """The same sequences in every evaluation of a run, at least one, in the order of the data."""
+    num_chosen = max(1, round(share * len(train)))
+    chosen = np.random.default_rng(seed).permutation(len(train))[:num_chosen]
+    return [train[int(index)] for index in np.sort(chosen)]
+
+
+def _build_meter(config: RunConfig, model: Any, fingerprint: str | None) -> MfuMeter | None:
+    device = next(model.parameters()).device
+    return build_meter(
+        model.config.get_text_config(),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        getattr(torch, config.model.dtype),
+        has_frozen_base=fingerprint is not None,
+    )
+
+
+def _tell_how_to_go_on(folder: Path, signal_name: str | None, step: int, num_steps: int) -> None:
+    where = f"stopped by {signal_name} after step {step} of {num_steps}"
+    if list_checkpoints(folder / CHECKPOINTS):
+        print(f"{where}; go on with: furlong train {folder / CONFIG} --resume")
+    else:
+        print(f"{where}; there is no checkpoint: furlong train --resume begins again")

@@ -1,0 +1,190 @@
+"""The state of a run as named tensors and plain values, and back.
+
+Names are global: those of the Hugging Face model's (or, with adapters, peft's) parameters. Trained
+parameters are saved, frozen ones are not: they are the base model's, which is identified by its
+contents instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from furlong import __version__
+from furlong.errors import CheckpointError
+from furlong.planners.options import ChunkOptions
+from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
+from furlong.train.loop import Progress
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """All that a run needs to go on, as live objects."""
+
+    config: dict[str, Any]
+    """The resolved run config."""
+    options: ChunkOptions
+    """As decided: a resumed run does not decide again."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    data_fingerprint: str
+    """Identifies the training sequences and their order in the files."""
+    base_fingerprint: str | None
+    """Identifies what is not saved, see `base_fingerprint`."""
+
+    def save(self, folder: Path, progress: Progress, *, metrics_bytes: int) -> Path:
+        """Writes a checkpoint into `folder`; raises CheckpointError. `metrics_bytes`: length of
+        the run's metrics so far."""
+        state = {
+            "step": progress.step,
+            "progress": progress.to_dict(),
+            "config": self.config,
+            "options": asdict(self.options),
+            "groups": group_values(self.model, self.optimizer),
+            "schedule": self.scheduler.state_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "base_fingerprint": self.base_fingerprint,
+            "metrics_bytes": metrics_bytes,
+            "written_by": {"furlong": __version__, "torch": torch.__version__},
+        }
+        tensors = all_tensors(self.model, self.optimizer)
+        return save_checkpoint(folder, progress.step, tensors, state)
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
+        """Puts everything into place as it was when the checkpoint was taken.
+
+        Raises CheckpointError when data, base model or parameters are others.
+        """
+        if state["data_fingerprint"] != self.data_fingerprint:
+            raise CheckpointError(
+                given="training data other than that of the checkpoint",
+                required="the same files and tokenizer: the order of sequences follows from them",
+                source=str(checkpoint),
+                change="restore the data, or start anew with another out",
+            )
+        check_base(checkpoint, state, self.base_fingerprint)
+        restore_tensors(checkpoint, self.model, self.optimizer)
+        restore_groups(state["groups"], self.model, self.optimizer)
+        self.scheduler.load_state_dict(dict(state["schedule"]))
+        return Progress.from_dict(state["progress"])
+
+
+def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
+    """Raises CheckpointError unless the frozen weights are those that were trained upon."""
+    if state["base_fingerprint"] != fingerprint:
+        name = state["config"]["model"]["name"]
+        raise CheckpointError(
+            given=f"weights of {name} other than those that the adapters were trained upon",
+            required="the same base model: a checkpoint of adapters does not hold it",
+            source=str(checkpoint),
+            change=f"restore the files of {name}",
+        )
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's part of a checkpoint: `model.<name>`, the parameters themselves."""
+    return {_MODEL + name: parameter.data for name, parameter in _trained(model).items()}
+
+
+def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint saves: trained weights, `optimizer.<key>.<name>`, generators' states."""
+    tensors = trained_tensors(model)
+    for name, parameter in _trained(model).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{_OPTIMIZER}{key}.{name}"] = value
+    tensors[_CPU_RNG] = torch.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors[_CUDA_RNG] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def restore_tensors(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The inverse of `all_tensors`, in place. Raises CheckpointError if the names do not fit."""
+    tensors = trained_tensors(model)
+    parameters = _trained(model)
+    optimizer.state.clear()
+    rng = {}
+    for stored, (shape, dtype) in stored_tensors(checkpoint).items():
+        if stored.startswith(_OPTIMIZER):
+            key, _, name = stored.removeprefix(_OPTIMIZER).partition(".")
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise _misfit(checkpoint, f"the optimizer's {key} of {name}")
+            # AdamW counts its steps on the CPU.
+            like = parameter if shape == parameter.shape else torch.empty(shape)
+            tensors[stored] = torch.empty_like(like, dtype=dtype)
+            optimizer.state[parameter][key] = tensors[stored]
+        elif stored in (_CPU_RNG, _CUDA_RNG):
+            tensors[stored] = rng[stored] = torch.empty(shape, dtype=dtype)
+        elif stored not in tensors:
+            raise _misfit(checkpoint, stored.removeprefix(_MODEL))
+    load_tensors(checkpoint, tensors)
+    torch.set_rng_state(rng[_CPU_RNG])
+    device = next(model.parameters()).device
+    if device.type == "cuda" and _CUDA_RNG in rng:
+        torch.cuda.set_rng_state(rng[_CUDA_RNG], device)
+
+
+def group_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups: names instead of parameters, and the numbers of each."""
+    names = {parameter: name for name, parameter in _trained(model).items()}
+    return [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_groups(
+    values: list[dict[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """The inverse of `group_values`, in place. Raises CheckpointError if the names do not fit."""
+    own = [group["params"] for group in group_values(model, optimizer)]
+    if own != [group["params"] for group in values]:
+        raise CheckpointError(
+            given="parameter groups of other names",
+            required="the names of this model's trained parameters",
+            source="the optimizer's groups in the checkpoint",
+            change="resume with the model that the checkpoint was written with",
+        )
+    for group, saved in zip(optimizer.param_groups, values, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                # JSON knows no tuples, AdamW's betas are one.
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def base_fingerprint(model: nn.Module) -> str | None:
+    """A checksum of the frozen parameters, by name and content; None if all are trained."""
+    frozen = {n: p.data for n, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return None
+    checksum = xxhash.xxh3_128()
+    for name, weight in frozen.items():
+        checksum.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        checksum.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Tied parameters appear once, under their first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _misfit(checkpoint: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        given=f"{what}, which the model does not train",
+        required="names of this model's trained parameters",
+        source=str(checkpoint),
+        change="resume with the model that the checkpoint was written with",
+    )

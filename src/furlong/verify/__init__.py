@@ -1,0 +1,1 @@
+"""Proof on the user's own configuration, shrunk: gradients, isolation, accumulation, resume."""

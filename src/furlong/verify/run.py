@@ -1,0 +1,97 @@
+"""All proofs on one configuration, each printed as a line with its figure and verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from furlong.config.data import DataConfig
+from furlong.config.schema import ModelConfig, RunConfig
+from furlong.models.build import check_folder, read_config
+from furlong.train.run import decide_options
+from furlong.units import format_seconds
+from furlong.verify.checks import (
+    Finding,
+    bound_of,
+    check_accumulation,
+    check_gradients,
+    check_isolation,
+)
+from furlong.verify.resume import check_resume
+from furlong.verify.shrink import LONGEST_TOKENS, shrink_config
+from furlong.verify.subject import CHUNK_SIZE, Subject, build_subject
+
+
+def verify(config: RunConfig | None = None) -> list[Finding]:
+    """Proves on a run's configuration, shrunk, what furlong promises; a small Qwen2 without one.
+
+    Prints as it goes. Raises UserError for a model that cannot be trained.
+    """
+    run = config or _default_run()
+    whole = _default_model() if config is None else _model_config(run)
+    shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
+    lora = None if run.model.lora is None else run.model.lora.model_dump()
+    options = replace(decide_options(run), size=CHUNK_SIZE)
+    subject = build_subject(shrunk, options, lora)
+    bound = bound_of(subject)
+    print(_describe(subject, run.model.name))
+    checks: list[Callable[[], Finding]] = [
+        lambda: check_gradients(subject, bound),
+        lambda: check_isolation(subject, bound),
+        lambda: check_accumulation(subject, bound),
+        lambda: check_resume(run, shrunk),
+    ]
+    return [_run(check) for check in checks]
+
+
+def _run(check: Callable[[], Finding]) -> Finding:
+    started_s = time.perf_counter()
+    finding = check()
+    verdict = "ok  " if finding.passed else "FAIL"
+    took = format_seconds(time.perf_counter() - started_s)
+    print(f"{verdict}  {finding.name:<12}  {finding.figure}  ({took})", flush=True)
+    return finding
+
+
+def _model_config(run: RunConfig) -> Any:
+    rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
+    source = check_folder(run.model.name)
+    return read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
+
+
+def _default_run() -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name="Qwen2"),
+        data=DataConfig(train=("none",), max_seq_len=LONGEST_TOKENS),
+    )
+
+
+def _default_model() -> Any:
+    """The shape of Qwen2.5-0.5B."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+
+
+def _describe(subject: Subject, name: str) -> str:
+    model, options = subject.model, subject.options
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config
+    kinds = ", ".join(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
+    heads = config.num_attention_heads
+    adapters = ", adapters" if base is not model else ""
+    return (
+        f"{name} in small: {type(base).__name__}, {config.num_hidden_layers} layers ({kinds}),"
+        f" {heads} heads on {getattr(config, 'num_key_value_heads', None) or heads}, hidden"
+        f" {config.hidden_size}{adapters}; chunks of {options.size}, num_retained"
+        f" {options.num_retained}, keep {options.keep}; float64 on the CPU"
+    )

@@ -1,0 +1,134 @@
+"""A model's config with small sizes: the same family, features and ratios, few numbers.
+
+Kept: config class, pattern of layer types, ratio of heads, RoPE type, tied heads, softcaps, scales,
+biases, whether there are experts and a window. Small: layers, heads, widths, experts, vocabulary;
+the window is shorter than the sequences of the proof. Dropout is off: it has no truth to compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from furlong.errors import UnsupportedModelError
+from furlong.models.support import ATTENTION_DROPOUTS, rope_types
+
+VOCAB_SIZE = 260
+WINDOW = 12
+HEAD_DIM = 8
+MAX_LAYERS = 8
+LONGEST_TOKENS = 61
+SHORTEST_TOKENS = 9
+_EXPERTS = {
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1,
+}  # fmt: skip
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
+_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+
+
+def shrink_config(config: Any, *, max_seq_len: int) -> Any:
+    """The config of a small model of the same kind, for sequences of `SHORTEST_TOKENS` to
+    `LONGEST_TOKENS`.
+
+    `config` is the transformers config of a decoder. RoPE of type longrope keeps its choice: long
+    factors if the run's `max_seq_len` lies beyond the original length.
+    Raises UnsupportedModelError for a config without the numbers of a decoder.
+    """
+    if config.get_text_config() is not config:
+        raise _refused(config, "holds a decoder inside another model")
+    values = config.to_dict()
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(values.get(_name(config, name)), int):
+            raise _refused(config, f"names no {name}")
+    for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
+        values.pop(key, None)
+    _shrink_layers(config, values)
+    _shrink_widths(config, values)
+    _shrink_tokens(values)
+    _shrink_rope(config, values, max_seq_len)
+    for key in values.keys() - ATTENTION_DROPOUTS:
+        if ("dropout" in key or "pdrop" in key) and isinstance(values[key], float):
+            values[key] = 0.0
+    return type(config).from_dict(values)
+
+
+def _name(config: Any, name: str) -> str:
+    """The family's own spelling of a standard attribute."""
+    return str((getattr(config, "attribute_map", None) or {}).get(name, name))
+
+
+def _shrink_layers(config: Any, values: dict[str, Any]) -> None:
+    """As many layers as show every type of layer and one more, and every list cut to them."""
+    name = _name(config, "num_hidden_layers")
+    before = values[name]
+    types = values.get("layer_types") or ["attention"] * before
+    shown = 1 + max(types.index(kind) for kind in set(types))
+    num_layers = min(before, MAX_LAYERS, max(3, shown + 1))
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == before and "factor" not in key:
+            values[key] = value[:num_layers]
+    values[name] = num_layers
+    for key in ("sliding_window", "window_size"):
+        if isinstance(values.get(key), int):
+            values[key] = min(values[key], WINDOW)
+
+
+def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
+    """Few heads in the same groups, narrow layers in nearly the same proportions."""
+    heads_name, hidden_name = _name(config, "num_attention_heads"), _name(config, "hidden_size")
+    num_heads, hidden = values[heads_name], values[hidden_name]
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
+    few_kv_heads = min(num_kv_heads, 2)
+    few_heads = few_kv_heads * (num_heads // num_kv_heads)
+    head_dim = values.get("head_dim")
+    own_ratio = hidden / (num_heads * (head_dim or hidden // num_heads))
+    narrow = 8 * max(1, round(few_heads * HEAD_DIM * own_ratio / 8))
+    if not head_dim or head_dim * num_heads == hidden:
+        narrow = few_heads * HEAD_DIM
+    if head_dim:
+        values["head_dim"] = HEAD_DIM
+    if values.get("num_key_value_heads"):
+        values["num_key_value_heads"] = few_kv_heads
+    values[heads_name], values[hidden_name] = few_heads, narrow
+    for key, value in values.items():
+        if key.endswith(_WIDTHS) and isinstance(value, int):
+            values[key] = 8 * max(1, round(value / hidden * narrow / 8))
+        elif key in _EXPERTS and isinstance(value, int):
+            values[key] = min(value, _EXPERTS[key])
+
+
+def _shrink_tokens(values: dict[str, Any]) -> None:
+    values["vocab_size"] = VOCAB_SIZE
+    for token_id, key in enumerate(_SPECIAL_TOKENS):
+        if values.get(key) is not None:
+            values[key] = token_id
+
+
+def _shrink_rope(config: Any, values: dict[str, Any], max_seq_len: int) -> None:
+    parameters = values.get("rope_parameters") or {}
+    if "longrope" not in rope_types(config):
+        return
+    head_dim = values.get("head_dim") or HEAD_DIM
+    share = parameters.get("partial_rotary_factor") or 1.0
+    original = parameters["original_max_position_embeddings"]
+    # transformers decides by the longest position of a call, and its truth must decide as the run.
+    small = SHORTEST_TOKENS - 1 if max_seq_len > original else 2 * LONGEST_TOKENS
+    for key in ("short_factor", "long_factor"):
+        step = len(parameters[key]) / (int(head_dim * share) // 2)
+        parameters[key] = [
+            parameters[key][int(i * step)] for i in range(int(head_dim * share) // 2)
+        ]
+    ratio = values["max_position_embeddings"] / original
+    values["max_position_embeddings"] = int(ratio * small)
+    parameters["original_max_position_embeddings"] = small
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = small
+
+
+def _refused(config: Any, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        given=f"the config of model type {config.model_type}, which {what}",
+        required="the config of one causal decoder",
+        source="model.name, config.json",
+        change="choose a causal language model",
+    )

@@ -1,0 +1,142 @@
+"""Models that cannot be trained, through the command: exit code 2, four parts, no run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from furlong.cli.main import main
+
+TINY = {
+    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder: a tokenizer, and whatever config a test writes beside it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(
+        models.BPE(vocab={s: i for i, s in enumerate(["<end>", *alphabet])}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    folder = tmp_path / "model"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>"
+    ).save_pretrained(folder)
+    (tmp_path / "data.jsonl").write_text('{"text": "a few words"}\n')
+    return folder
+
+
+def train(folder: Path, *flags: str) -> int:
+    home = folder.parent
+    return main(
+        [
+            "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
+            f"--data.train={home / 'data.jsonl'}", "--data.max_seq_len=64", "--train.steps=1",
+            f"--data.cache_dir={home / 'cache'}", f"--out={home / 'run'}", *flags,
+        ]
+    )  # fmt: skip
+
+
+def assert_refused(folder: Path, told: str, capsys: Any, *flags: str) -> None:
+    capsys.readouterr()
+    assert train(folder, *flags) == 2
+    message = capsys.readouterr().err
+    parts = [line.split(":")[0] for line in message.splitlines() if line[:1].strip()]
+    assert parts == ["given", "required", "from", "change"], message
+    assert told in message
+    assert not (folder.parent / "run").exists()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an encoder-decoder": (
+        "T5Config", {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}, "model type t5",
+    ),
+    "an image model": ("ViTConfig", {}, "model type vit"),
+    "an encoder": ("BertConfig", TINY, "BertLMHeadModel"),
+    "a state-space model": ("MambaConfig", {**TINY, "state_size": 4}, "Mamba"),
+    "no door for attention": ("BloomConfig", {**TINY, "n_head": 2}, "Bloom"),
+    "attention dropout": (
+        "LlamaConfig", {**TINY, "attention_dropout": 0.1}, "attention dropout 0.1",
+    ),
+    "dynamic rope": (
+        "LlamaConfig",
+        {**TINY, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "RoPE of type dynamic",
+    ),
+    "a router loss": (
+        "MixtralConfig",
+        {**TINY, "num_local_experts": 2, "num_key_value_heads": 1, "output_router_logits": True},
+        "router loss",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(folder: Path, name: str, capsys: Any) -> None:
+    config_class, settings, told = REFUSED[name]
+    getattr(transformers, config_class)(**settings).save_pretrained(folder)
+    assert_refused(folder, told, capsys)
+
+
+def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
+    transformers.LlamaConfig(**TINY).save_pretrained(folder)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert_refused(folder, "without a tokenizer", capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        ('{"model_type": "nobody-knows"}', "nobody-knows"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+    ],
+)
+def test_a_config_that_nobody_can_read_is_told(
+    folder: Path, text: str, told: str, capsys: Any
+) -> None:
+    (folder / "config.json").write_text(text)
+    assert_refused(folder, told, capsys)
+
+
+def test_more_tokens_than_positions_need_rope(folder: Path, capsys: Any) -> None:
+    transformers.LlamaConfig(**TINY).save_pretrained(folder)
+    assert_refused(folder, "rope_type: yarn, factor: 4", capsys, "--data.max_seq_len=200")
+    yarn = ["--model.rope.rope_type=yarn", "--data.max_seq_len=200"]
+    assert_refused(folder, "2-fold", capsys, *yarn, "--model.rope.factor=2")
+    assert_refused(folder, "dynamic", capsys, "--model.rope.rope_type=dynamic")
+    assert_refused(folder, "did you mean", capsys, *yarn, "--model.rope.facto=4")
+    assert_refused(folder, "Missing required keys", capsys, "--model.rope.rope_type=linear")
+    assert train(folder, *yarn, "--model.rope.factor=4") == 0
+    exported = json.loads((folder.parent / "run" / "model" / "config.json").read_text())
+    assert exported["rope_parameters"]["factor"] == 4
+    assert exported["max_position_embeddings"] == 256
+
+
+def test_weights_that_are_no_safetensors_are_not_read(folder: Path, capsys: Any) -> None:
+    import torch
+
+    config = transformers.LlamaConfig(**TINY)
+    config.save_pretrained(folder)
+    weights = transformers.LlamaForCausalLM(config).state_dict()
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert_refused(folder, "required: weights (safetensors)", capsys, "--model.init=pretrained")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert_refused(folder, "required: weights (safetensors)", capsys, "--model.init=pretrained")
+
+
+def test_weights_of_another_shape_are_told(folder: Path, capsys: Any) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    model.save_pretrained(folder)
+    transformers.LlamaConfig(**TINY | {"intermediate_size": 24}).save_pretrained(folder)
+    assert_refused(folder, "has in another shape 6 weights", capsys, "--model.init=pretrained")

@@ -1,0 +1,108 @@
+"""Bytes of a graph: what is counted is what transformers' modules save."""
+
+from dataclasses import replace
+
+import pytest
+
+from furlong.cost.activations import eager, fused
+from furlong.cost.cells import stage_bytes
+from furlong.cost.known_models import model_shape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training
+
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
+UNGROUPED = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
+MOE = WIDE | {"head_dim": 32, "num_experts_per_tok": 2}
+CONFIGS = {
+    **dict.fromkeys(
+        ["llama", "qwen2", "mistral", "phi3", "olmo2", "granite", "starcoder2", "stablelm", "phi",
+         "cohere", "smollm3", "exaone4"], WIDE,
+    ),
+    **dict.fromkeys(["qwen3", "gemma", "gemma2", "gemma3_text", "glm4"], WIDE | {"head_dim": 32}),
+    "gpt_neox": UNGROUPED,
+    "mixtral": MOE | {"num_local_experts": 4},
+    "gpt_oss": MOE | {"num_local_experts": 4},
+    "qwen3_moe": MOE | {"num_experts": 4, "moe_intermediate_size": 160},
+}  # fmt: skip
+NUM_TOKENS = 128
+
+
+def saved_bytes_per_token(name, dtype, adapters=()):
+    """Bytes of all storages that the graph of one chunk holds, parameters apart."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from furlong.kv.arena import Arena
+    from furlong.kv.store import KVStore
+    from furlong.models.causal_lm import CausalLM
+    from furlong.ops.choose import choose_backend
+    from furlong.runtime.cell import Cell
+
+    config = AutoConfig.for_model(name, **CONFIGS[name])
+    cpu, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_config(config).to(torch_dtype)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=list(adapters)))
+        model = model.to(torch_dtype)  # as the executor computes: adapters in compute dtype
+    store = KVStore(Arena(cpu), {})
+    cell = Cell((slice(0, NUM_TOKENS),), (), store, choose_backend(cpu, torch_dtype, 32), 3)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    adapter = CausalLM(model)
+    ids = torch.randint(0, 96, (NUM_TOKENS,))
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with adapter.installed(), hooks:
+        adapter.hidden(ids, torch.arange(NUM_TOKENS), cell)
+    return sum(storages.values()) / NUM_TOKENS, ModelShape.from_config(config.to_dict())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_graph_is_what_the_modules_save(name, dtype):
+    measured, shape = saved_bytes_per_token(name, dtype)
+    counted = stage_bytes(shape, (3,), 0, Training.in_dtype(dtype)).graph()
+    assert measured == pytest.approx(counted, rel=0.08)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mlp", [False, True])
+def test_frozen_matrices_save_no_input(name, dtype, mlp):
+    adapters = ATTENTION + MLP if mlp else ATTENTION
+    measured, shape = saved_bytes_per_token(name, dtype, adapters)
+    training = replace(Training.in_dtype(dtype), lora=Lora(2, mlp=mlp))
+    assert measured == pytest.approx(stage_bytes(shape, (3,), 0, training).graph(), rel=0.08)
+
+
+def test_fused_modules_save_what_megatron_counts():
+    shape = model_shape("GPT-13B")  # width 4 D, full heads: 32 D bytes and the log-sum-exp
+    assert fused(shape).layer_bytes(shape, 0, 2) == 32 * 5120 + 4 * 40
+    assert fused(shape).layer_bytes(shape, 0, 2) < eager(shape, 2).layer_bytes(shape, 0, 2)
+
+
+def test_a_checkpointed_layer_keeps_its_input_and_tensor_parallelism_divides():
+    shape = model_shape("Llama-3-8B")
+    cell = stage_bytes(shape, (16, 16), 1, Training())
+    assert cell.graph(16) == 16 * 2 * 4096 + cell.ends
+    assert cell.graph(3) - cell.graph(4) == pytest.approx(cell.graph_layers[0] - 2 * 4096)
+    half = stage_bytes(shape, (16, 16), 1, Training(tp_size=2))
+    assert half.graph() == pytest.approx(cell.graph() / 2)
+    assert half.kv_layer == cell.kv_layer / 2
+    assert stage_bytes(shape, (16, 16), 0, Training()).ends == 0

@@ -1,0 +1,119 @@
+"""Devices by name, efficiencies, links and collectives."""
+
+import pytest
+
+from furlong.cost.calibration import fit_efficiency
+from furlong.cost.hardware import THIS_CPU, Efficiency, hardware, with_efficiency
+from furlong.cost.known_hardware import KNOWN
+from furlong.cost.links import Link, Links
+from furlong.cost.skrull import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
+from furlong.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_device_is_whole_and_sourced(name):
+    spec = hardware(name)
+    assert spec.name == name
+    assert 0 < spec.budget_bytes < spec.memory_bytes
+    assert spec.links.host.bytes_per_s < spec.links.within_node.bytes_per_s * 2
+    assert spec.links.between_nodes.bytes_per_s < spec.links.within_node.bytes_per_s
+    sourced = ", ".join(spec.sources)
+    for figure in ("peak_flops_per_s", "memory_bytes", "between_bytes_per_s", "half_tokens"):
+        assert figure in sourced, figure
+    assert all(spec.sources.values())
+
+
+def test_figures_of_the_data_sheets():
+    tera = {name: hardware(name).peak_flops_per_s / 1e12 for name in KNOWN}
+    assert tera["A100-80"] == tera["A800"] == 312
+    assert tera["H100"] == tera["H200"] == 989
+    assert hardware("A800").links.within_node.bytes_per_s == 400e9 / 2
+    assert hardware("A800").links.between_nodes.bytes_per_s == 400e9 / 8 / 8
+    assert hardware("RTX3090").memory_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"), [("A100", "A100-80"), ("h10", "H100"), ("rtx 4090", "RTX4090")]
+)
+def test_an_unknown_name_names_the_nearest(given, nearest):
+    with pytest.raises(ConfigError) as error:
+        hardware(given)
+    assert error.value.given == f"hardware {given!r}"
+    assert nearest[:4] in error.value.change
+    assert nearest in error.value.required
+
+
+def test_case_does_not_matter():
+    assert hardware("h200").name == "H200"
+
+
+def test_this_cpu_is_measured():
+    spec = hardware(THIS_CPU)
+    assert spec.peak_flops_per_s > 1e9
+    assert "measured now" in spec.sources["peak_flops_per_s"]
+
+
+def test_efficiency_saturates():
+    eff = Efficiency(0.6, 256)
+    assert eff.at(256) == pytest.approx(0.3)
+    assert eff.at(100_000) == pytest.approx(0.6, rel=3e-3)
+    spec = with_efficiency(hardware("A100-80"), best=0.5, half_tokens=10)
+    assert spec.linear == spec.attention_backward == Efficiency(0.5, 10)
+
+
+def test_the_efficiency_of_measured_calls_is_found_again():
+    truth = Efficiency(0.55, 300)
+    points = [(t, 1e12 * t, 1e12 * t / (1e14 * truth.at(t))) for t in (128, 1024, 8192)]
+    found = fit_efficiency(points, 1e14)
+    assert found.best == pytest.approx(0.55) and found.half_tokens == pytest.approx(300)
+    with pytest.raises(ValueError, match="larger"):
+        fit_efficiency([(1, 1.0, 1.0), (2, 2.0, 1.0)], 1.0)
+
+
+LINKS = Links(
+    devices_per_node=8, within_node=Link(1e-5, 200e9), between_nodes=Link(3e-5, 6.25e9),
+    host=Link(0, 25e9), disk=Link(0, 1e9),
+)  # fmt: skip
+
+
+def test_collectives_within_a_node():
+    gathered = LINKS.collective_s("all_gather", 8e9, 8)
+    assert gathered == pytest.approx(1e-5 + 7e9 / 200e9)
+    assert LINKS.collective_s("all_reduce", 8e9, 8) == pytest.approx(1e-5 + 14e9 / 200e9)
+    assert LINKS.collective_s("all_to_all", 8e9, 1) == 0
+
+
+def test_collectives_between_nodes():
+    # 16 devices on two nodes: of an all-to-all 8/16 of each buffer crosses; in a ring each byte
+    # crosses once per node, over the shares of its eight devices
+    assert LINKS.collective_s("all_to_all", 16e9, 16, 2) == pytest.approx(3e-5 + 8e9 / 6.25e9)
+    gathered = LINKS.collective_s("all_gather", 16e9, 16, 2)
+    assert gathered == pytest.approx(3e-5 + 15e9 / 8 / 6.25e9)
+    # with one device per node everything crosses
+    assert LINKS.collective_s("all_gather", 4e9, 4, 4) == pytest.approx(3e-5 + 3e9 / 6.25e9)
+
+
+def test_messages_know_their_nodes():
+    assert LINKS.p2p_s(1e9, 0, 7) == pytest.approx(1e-5 + 1 / 200)
+    assert LINKS.p2p_s(1e9, 7, 8) == pytest.approx(3e-5 + 1 / 6.25)
+
+
+def test_skrulls_links_are_its_table_3():
+    links = hardware("H100-Skrull").links
+    for name in TABLE_3_US:
+        fit = table_3_fit(name)
+        for mb, us in zip(TABLE_3_MB, TABLE_3_US[name], strict=True):
+            if mb < 16:
+                continue
+            ours = communication_s(fit, mb * 1e6) * 1e6
+            assert ours == pytest.approx(us, rel=0.12), (name, mb)
+            assert links.collective_s(name, mb * 1e6, 8) * 1e6 == pytest.approx(ours, rel=0.01)
+
+
+def test_skrulls_fit_is_the_known_one():
+    known = {"all_gather": (6.35, 92), "all_to_all": (6.68, 60), "reduce_scatter": (6.11, 77),
+             "all_reduce": (11.80, 117)}  # fmt: skip
+    for name, (us_per_mb, us) in known.items():
+        fit = table_3_fit(name)
+        assert fit.seconds_per_byte * 1e12 == pytest.approx(us_per_mb, abs=0.02)
+        assert fit.transfer_constant_s * 1e6 == pytest.approx(us, abs=2)

@@ -1,0 +1,272 @@
+"""Bytes of states and of every action: closed forms, the real store's peak, and the check."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.cost.cells import stage_bytes
+from furlong.cost.known_models import model_shape
+from furlong.cost.memory import PARTS, HostMemory, PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training
+from furlong.errors import ConfigError, PlanError
+from furlong.plan.check import check
+from furlong.plan.values import (
+    SHARDED,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Reduce,
+    Reshard,
+    Slice,
+    Unshard,
+)
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+
+LLAMA8 = model_shape("Llama-3-8B")
+WHOLE = frozenset((0,))
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90,
+}  # fmt: skip
+SHAPE = ModelShape.from_config(TINY)
+
+
+def test_states_of_bf16_training_take_18_bytes_per_parameter():
+    state = Training().state_bytes(LLAMA8, (32,), WHOLE, 1)
+    n = LLAMA8.num_parameters
+    assert (state.weights, state.gradients, state.optimizer) == (6 * n, 4 * n, 8 * n)
+    assert Training.in_dtype("float32").state_bytes(LLAMA8, (32,), WHOLE, 1).total == 16 * n
+    assert Training(optimizer="sgd").state_bytes(LLAMA8, (32,), WHOLE, 1).total == 10 * n
+    assert Training.in_dtype("float64").gradient_bytes == 8
+
+
+def test_zero_stages_shard_one_thing_after_another():
+    n = LLAMA8.num_parameters
+    states = [Training(zero_stage=z).state_bytes(LLAMA8, (32,), WHOLE, 8) for z in (0, 1, 2, 3)]
+    assert [s.optimizer for s in states] == [8 * n, n, n, n]
+    assert [s.gradients for s in states] == pytest.approx([4 * n, 4 * n, n / 2, n / 2], abs=1)
+    weights = [6 * n, 2.5 * n, 2.5 * n, 0.75 * n]
+    assert [s.weights for s in states] == pytest.approx(weights, abs=1)
+    assert Training(zero_stage=2).gathered_bytes(LLAMA8, (32,), WHOLE, 8) == 0
+    gathered = Training(zero_stage=3).gathered_bytes(LLAMA8, (32,), WHOLE, 8)
+    assert gathered == 2 * max(LLAMA8.embedding_parameters, 2 * LLAMA8.layer_parameters(0))
+
+
+def test_lora_trains_its_adapters_only():
+    training = Training(lora=Lora(rank=8))
+    adapters = 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    state = training.state_bytes(LLAMA8, (32,), WHOLE, 1)
+    assert training.trained_parameters(LLAMA8, (32,), WHOLE) == adapters
+    assert state.weights == 2 * LLAMA8.num_parameters + 6 * adapters
+    assert state.gradients + state.optimizer == 12 * adapters
+    with_mlp = Lora(rank=8, mlp=True).layer_parameters(LLAMA8, 0)
+    assert with_mlp - Lora(rank=8).layer_parameters(LLAMA8, 0) == 8 * 3 * (4096 + 14336)
+
+
+def test_lora_counts_what_peft_adds():
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    counted = sum(Lora(4, mlp=True).layer_parameters(SHAPE, i) for i in range(4))
+    assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_a_rank_with_both_ends_holds_a_tied_head_once():
+    tied = ModelShape.from_config(TINY | {"tie_word_embeddings": True})
+    held = Training().held_parameters
+    assert held(tied, (2, 1, 1), frozenset((0, 1, 2))) == tied.num_parameters
+    both = held(tied, (2, 1, 1), frozenset((0,))) + held(tied, (2, 1, 1), frozenset((1, 2)))
+    assert both == tied.num_parameters + tied.embedding_parameters
+
+
+def test_an_unknown_optimizer_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean adamw"):
+        _ = Training(optimizer="adam").optimizer_bytes
+
+
+def curve(plan, rank=0, **fields):
+    training = fields.pop("training", Training.in_dtype("float32"))
+    return PlanMemory(fields.pop("shape", SHAPE), training, 10**15, **fields).curve(plan, rank)
+
+
+@pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("num_retained", [1, 2])
+def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
+    """The peak of the arena over a step, K,V and gradients together."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from furlong.api import Engine
+    from furlong.kv.arena import Arena
+
+    class Watched(Arena):
+        peak_bytes = 0
+
+        def take(self, shape, dtype):
+            taken = super().take(shape, dtype)
+            self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
+            return taken
+
+    extra = {"head_dim": 8, "sliding_window": 9} if family == "gemma2" else {}
+    config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
+    engine = Engine(AutoModelForCausalLM.from_config(config))
+    arena = engine._arena = Watched(torch.device("cpu"))
+    lens = (75, 33, 20, 7)
+    options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
+    tokens = [torch.randint(0, 90, (n,)) for n in lens]
+    engine.forward_backward([{"input_ids": t, "labels": t} for t in tokens], options)
+
+    plan = plan_chunkflow(lens, options, num_layers=4)
+    shape = ModelShape.from_config(config.to_dict())
+    device = curve(plan, shape=shape).device
+    stored = device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
+    assert (stored + remembered_bytes(plan, shape)).max() == arena.peak_bytes
+    assert stored[-1] == 0
+
+
+def remembered_bytes(plan, shape):
+    """Attention's outputs that wait in the same arena, during each action: three layers of four."""
+    cell = stage_bytes(shape, (4,), 0, Training.in_dtype("float32"))
+    now, during = 0.0, []
+    for action in plan.actions[0]:
+        tokens = plan.chunks[action.chunk].num_tokens if hasattr(action, "chunk") else 0
+        if isinstance(action, Forward) and action.keep == "attention":
+            now += plan.continues[action.chunk] * 3 * tokens * cell.attention
+        during.append(now)
+        if isinstance(action, Backward) and plan.continues[action.chunk]:
+            kept = next(
+                a.keep for a in plan.actions[0]
+                if isinstance(a, Forward) and a.chunk == action.chunk
+            )  # fmt: skip
+            now -= 3 * tokens * cell.attention * (kept == "attention")
+    return during
+
+
+def test_more_kept_is_more_held_and_the_step_ends_as_it_began():
+    lens = (400, 90, 20)
+    peaks = []
+    for keep in ("input", "kv", "attention", "all"):
+        plan = plan_chunkflow(lens, ChunkOptions(size=64, keep=keep), num_layers=4)
+        memory = curve(plan)
+        static = Training.in_dtype("float32").state_bytes(SHAPE, (4,), WHOLE, 1).total
+        assert memory.device_bytes[-1] == static
+        assert min(memory.device_bytes) >= static
+        assert sum(memory.peak.values()) == max(memory.device_bytes)
+        peaks.append(max(memory.device_bytes))
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+def test_chunkflows_bound_holds():
+    """On one device the activations are those of num_retained chunks, whatever the length."""
+    one_chunk = curve(plan_chunkflow((64,), ChunkOptions(size=64, keep="all"), num_layers=4))
+    for num_retained in (1, 3):
+        options = ChunkOptions(size=64, num_retained=num_retained, keep="input")
+        for length in (640, 1280):
+            part = curve(plan_chunkflow((length,), options, num_layers=4)).device
+            graphs = part[:, PARTS.index("activations")].max()
+            inputs = length * 24
+            assert graphs <= num_retained * one_chunk.peak["activations"] + inputs
+
+
+def test_checkpointed_layers_shrink_the_graph():
+    piece = Chunk((Slice(0, 0, 256),))
+    peaks = []
+    for layers in range(5):
+        actions = (Forward(0, 0, "all", layers), Backward(0, 0), Reduce(0))
+        plan = ChunkPlan((256,), (piece,), (4,), (actions,))
+        check(plan)
+        peaks.append(curve(plan).device[0, PARTS.index("activations")])
+    assert peaks == sorted(peaks, reverse=True) and peaks[4] < peaks[0] / 3
+
+
+def test_lower_tiers_keep_two_blocks_on_the_device():
+    options = ChunkOptions(size=64, keep="kv")
+    plan = plan_chunkflow((20_000,), options, num_layers=4)
+    on_device = curve(plan)
+    offloaded = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier="host")
+    memory = curve(offloaded)
+    per_token = 2 * SHAPE.kv_size * 4
+    assert memory.peak["kv"] == 2 * 8192 * per_token
+    stored = on_device.peak["kv"] + on_device.peak["kv_gradients"]
+    assert memory.host.max() == stored and not on_device.host.any()
+    device = PlanMemory(SHAPE, Training.in_dtype("float32"), 10**15)
+    host = HostMemory(device, stored)
+    assert max(host.bytes_after(offloaded, 0)) == host.budget_bytes(0)
+
+
+def test_an_unsharded_stage_is_whole_between_unshard_and_reshard():
+    piece = Chunk((Slice(0, 0, 16),))
+    training = Training(zero_stage=3)
+    cells = (Unshard(0), Forward(0, 0, "all"), Backward(0, 0), Reshard(0), Reduce(0))
+    plan = ChunkPlan((16,), (piece,), (4,), (cells,), sp_size=1)
+    weights = curve(plan, training=training).device[:, PARTS.index("weights")]
+    whole = 2 * SHAPE.num_parameters
+    assert weights[1] - weights[4] == whole and weights[0] == weights[3] == weights[1]
+
+
+def test_processes_of_a_group_hold_their_own_slices():
+    """Placements decide: the process with the long local slice needs most."""
+    chunk = Chunk((Slice(0, 0, 100, SHARDED), Slice(1, 0, 60, 0), Slice(2, 0, 10, 1)))
+    plan = ChunkPlan(
+        (100, 60, 10), (chunk,), (4,), ((Forward(0, 0, "all"), Backward(0, 0)),), sp_size=2
+    )
+    check(plan)
+    alone = Chunk((Slice(0, 0, 110),))
+    single = ChunkPlan((110,), (alone,), (4,), plan.actions)
+    shared = Training.in_dtype("float32")
+    assert curve(plan, training=shared).peak["activations"] == pytest.approx(
+        curve(single, training=shared).peak["activations"]
+    )
+
+
+def test_the_check_refuses_what_does_not_fit():
+    plan = plan_chunkflow((900, 30), ChunkOptions(size=64, keep="kv"), num_layers=4)
+    memory = PlanMemory(SHAPE, Training(), 0)
+    peak = max(memory.bytes_after(plan, 0))
+    check(plan, PlanMemory(SHAPE, Training(), peak))
+    with pytest.raises(PlanError, match=rf"needs {peak} bytes here and has {peak - 1}"):
+        check(plan, PlanMemory(SHAPE, Training(), peak - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 150), min_size=1, max_size=8),
+    size=st.integers(1, 40),
+    num_retained=st.integers(0, 3),
+    keep=st.sampled_from(["input", "kv", "attention", "all"]),
+    num_stages=st.integers(1, 4),
+    tier=st.sampled_from(["device", "host"]),
+)
+def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, tier):
+    options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
+    stages = (1,) * (num_stages - 1) + (5 - num_stages,)
+    plan = plan_chunkflow_pipeline(lens, options, stages=stages)
+    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier=tier)
+    for rank in range(num_stages):
+        memory = curve(plan, rank)
+        assert (memory.device >= 0).all() and (memory.host >= 0).all()
+        last = memory.device[-1]
+        assert last[PARTS.index("activations")] == 0
+        assert last[PARTS.index("kv_gradients")] == memory.device[0][PARTS.index("kv_gradients")]
+        assert memory.host[-1] == 0
+
+
+def test_chunkflows_bound_per_stage_holds():
+    """Stage s of P holds at most P - 1 - s + num_retained graphs in state-aware 1F1B."""
+    stages = (1, 1, 1, 1)
+    graph = sum(stage_bytes(SHAPE, stages, 1, Training.in_dtype("float32")).graph_layers)
+    for num_retained in (1, 2):
+        options = ChunkOptions(size=2, num_retained=num_retained, keep="kv", hybrid=False)
+        plan = plan_chunkflow_pipeline((16, 8, 4, 2, 1, 1), options, stages=stages)
+        inputs = len(plan.chunks) * 2 * (4 * 32 + 24)
+        for rank in range(4):
+            alive = curve(plan, rank).device[:, PARTS.index("activations")].max()
+            ends = 2 * 1024 if rank == 3 else 0
+            assert alive <= (3 - rank + num_retained) * (2 * graph + ends) + inputs

@@ -1,0 +1,238 @@
+"""Seconds of actions: what hides behind what, and what the simulator makes of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from furlong.cost.hardware import Efficiency, hardware, with_efficiency
+from furlong.cost.known_models import model_shape
+from furlong.cost.links import Link
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.plan.values import (
+    SHARDED,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Reduce,
+    Reshard,
+    Send,
+    Slice,
+    Unshard,
+)
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.simulate.clock import simulate, time_actions
+
+SHAPE = model_shape("Llama-3-8B")
+A100 = hardware("A100-80")
+LONG = 32 * 1024
+
+
+BOTH = (Forward(0, 0, "all"), Backward(0, 0))
+
+
+def one_chunk(*pieces, sp_size=1, actions=BOTH, stages=(32,)):
+    lens = tuple(piece.num_tokens for piece in pieces)
+    return ChunkPlan(lens, (Chunk(pieces),), stages, (tuple(actions),), sp_size=sp_size)
+
+
+def forward_s(plan, model):
+    return model.costs(plan).compute_s(Forward(0, 0, "all"), 0)
+
+
+def test_few_tokens_per_call_cost_more_per_token():
+    model = CostModel(SHAPE, A100)
+    seconds = {
+        size: time_actions(plan, model.costs(plan)).duration_s
+        for size in (128, 512, 4096)
+        for plan in [plan_chunkflow((8192,), ChunkOptions(size=size), num_layers=32)]
+    }
+    assert seconds[128] > 1.5 * seconds[512] > 1.5 * seconds[4096]
+
+
+def test_launches_bound_small_chunks():
+    small = model_shape("Qwen2.5-0.5B")
+    model = CostModel(small, A100)
+    plan = one_chunk(Slice(0, 0, 8), stages=(24,))
+    assert forward_s(plan, model) == pytest.approx(24 * A100.layer_launch_s)
+
+
+def test_a_mixed_chunk_hides_communication_behind_local_attention():
+    """Skrull, Eq. 2: max(all-to-all, local) + distributed."""
+    slow = replace(A100, links=replace(A100.links, within_node=Link(1e-3, 5e9)))
+    model = CostModel(SHAPE, slow)
+    shared = Slice(0, 0, LONG, SHARDED)
+    alone = forward_s(one_chunk(shared, sp_size=2), model)
+    tiny = forward_s(one_chunk(shared, Slice(1, 0, 16, 0), sp_size=2), model)
+    assert tiny == pytest.approx(alone, rel=5e-3)
+    local = [Slice(i, 0, 16 * 1024, i - 1) for i in (1, 2)]
+    both = forward_s(one_chunk(shared, *local, sp_size=2), model)
+    apart = alone + forward_s(
+        one_chunk(*(replace(s, seq_id=s.seq_id - 1) for s in local), sp_size=2), model
+    )
+    assert both < 0.97 * apart
+
+
+def test_a_group_is_as_slow_as_its_slowest_process():
+    model = CostModel(SHAPE, A100)
+    uneven = one_chunk(Slice(0, 0, 9000, 0), Slice(1, 0, 100, 1), sp_size=2)
+    alone = one_chunk(Slice(0, 0, 9000), Slice(1, 0, 0))
+    assert forward_s(uneven, model) == pytest.approx(forward_s(alone, model))
+
+
+def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
+    model = CostModel(SHAPE, with_efficiency(A100, best=0.5, half_tokens=0))
+    whole = forward_s(one_chunk(Slice(0, 0, LONG)), model)
+    eighth = forward_s(one_chunk(Slice(0, 0, LONG, SHARDED), sp_size=8), model)
+    moved = LONG / 8 * (2 * 4096 + 2 * 1024) * 2 * 7 / 8
+    link = A100.links.within_node
+    all_to_all = 32 * (4 * link.latency_s + moved / link.bytes_per_s)
+    assert eighth == pytest.approx(whole / 8 + all_to_all)
+    across = forward_s(one_chunk(Slice(0, 0, LONG, SHARDED), sp_size=16), model)
+    assert across > eighth / 2 + all_to_all / 2
+
+
+def test_tensor_parallelism_divides_work_and_pays_gathers():
+    exact = with_efficiency(A100, best=0.5, half_tokens=0)
+    plan = one_chunk(Slice(0, 0, LONG))
+    whole = forward_s(plan, CostModel(SHAPE, exact))
+    quarter = forward_s(plan, CostModel(SHAPE, exact, Training(tp_size=4)))
+    link = A100.links.within_node
+    gathers = 32 * 4 * (link.latency_s + LONG * 4096 * 2 * 3 / 4 / link.bytes_per_s)
+    assert quarter == pytest.approx(whole / 4 + gathers)
+
+
+def test_messages_of_neighbours_and_of_other_nodes():
+    model = CostModel(SHAPE, A100)
+    plan = plan_chunkflow_pipeline((512,) * 3, ChunkOptions(size=512), stages=(2,) * 16)
+    costs = model.costs(plan)
+    near = costs.transfer_s(Send("activation", 0, 0, 1), 0)
+    far = costs.transfer_s(Send("activation", 0, 7, 8), 7)
+    assert near == pytest.approx(2e-5 + 512 * 4096 * 2 / 300e9)
+    assert far == pytest.approx(3e-5 + 512 * 4096 * 2 / 25e9)
+
+
+def test_collectives_on_parameters():
+    chunks = tuple(Chunk((Slice(i, 0, 64),)) for i in range(2))
+    lists = tuple(
+        (Unshard(0), Forward(i, 0, "all"), Backward(i, 0), Reshard(0), Reduce(0)) for i in range(2)
+    )
+    plan = ChunkPlan((64, 64), chunks, (32,), lists)
+    n, link = SHAPE.num_parameters, A100.links.within_node
+    for zero, moves in ((0, 2), (1, 1), (3, 1)):
+        costs = CostModel(SHAPE, A100, Training(zero_stage=zero)).costs(plan)
+        assert costs.compute_s(Unshard(0), 0) == pytest.approx(2e-5 + n / link.bytes_per_s)
+        assert costs.compute_s(Reduce(0), 1) == pytest.approx(
+            2e-5 + moves * 2 * n / link.bytes_per_s
+        )
+        assert costs.compute_s(Reshard(0), 0) == 0
+    single = CostModel(SHAPE, A100).costs(one_chunk(Slice(0, 0, 64)))
+    assert single.compute_s(Reduce(0), 0) == 0
+
+
+def test_zero_3_without_unshards_gathers_with_every_pass():
+    short = one_chunk(Slice(0, 0, 64, SHARDED), sp_size=16)
+    resident = forward_s(short, CostModel(SHAPE, A100, Training(zero_stage=2)))
+    sharded = CostModel(SHAPE, A100, Training(zero_stage=3))
+    assert forward_s(short, sharded) == pytest.approx(sharded.costs(short).unshard_s(0))
+    assert forward_s(short, sharded) > 2 * resident
+    long = one_chunk(Slice(0, 0, 16 * LONG, SHARDED), sp_size=16)
+    hidden = forward_s(long, CostModel(SHAPE, A100, Training(zero_stage=2)))
+    assert forward_s(long, sharded) == hidden  # hidden behind the computation
+
+
+def test_first_pass_savings_and_known_attention():
+    model = CostModel(SHAPE, A100)
+    seconds = {}
+    for keep in ("all", "kv", "attention", "input"):
+        options = ChunkOptions(size=4096, num_retained=1, keep=keep)
+        plan = plan_chunkflow((3 * 4096,), options, num_layers=32)
+        costs = model.costs(plan)
+        seconds[keep] = {
+            kind: sum(costs.compute_s(a, 0) for a in plan.actions[0] if isinstance(a, kind))
+            for kind in (Forward, Recompute, Backward, RebuildKV)
+        }
+    assert seconds["kv"][Forward] < seconds["all"][Forward]
+    assert seconds["attention"][Recompute] < seconds["kv"][Recompute]
+    assert seconds["kv"][RebuildKV] == 0 < seconds["input"][RebuildKV]
+    assert len({values[Backward] for values in seconds.values()}) == 1
+
+
+def test_a_packed_chunk_that_keeps_little_computes_nothing_before_its_recompute():
+    plan = plan_chunkflow((100,), ChunkOptions(size=128, num_retained=0, keep="kv"), num_layers=32)
+    costs = CostModel(SHAPE, A100).costs(plan)
+    first, second, *_ = plan.actions[0]
+    assert costs.compute_s(first, 0) == 0 < costs.compute_s(second, 0)
+
+
+def test_evaluation_pays_the_head_forward_only():
+    evaluate = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32, backward=False)
+    train = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32)
+    model = CostModel(SHAPE, with_efficiency(A100, best=0.5, half_tokens=0))
+    head = 2 * SHAPE.embedding_parameters * 4096 / (0.5 * 312e12)
+    alone = model.costs(evaluate).compute_s(evaluate.actions[0][0], 0)
+    assert alone == pytest.approx(model.costs(train).compute_s(train.actions[0][0], 0) + head)
+    unlabelled = replace(model, labelled_share=0.25)
+    backward = model.costs(train).compute_s(Backward(0, 0), 0)
+    cheaper = unlabelled.costs(train).compute_s(Backward(0, 0), 0)
+    assert backward - cheaper == pytest.approx(0.75 * 3 * head)
+
+
+def test_checkpointed_layers_are_paid_in_the_backward():
+    """InfiniPipe, Eq. 11: l layers of the stage's 32 take l / 32 of its forward."""
+    model = CostModel(SHAPE, A100)
+    seconds = []
+    for layers in (0, 8, 32):
+        plan = one_chunk(Slice(0, 0, 4096), actions=(Forward(0, 0, "all", layers), Backward(0, 0)))
+        seconds.append(model.costs(plan).compute_s(Backward(0, 0), 0))
+    forward = forward_s(one_chunk(Slice(0, 0, 4096)), model)
+    assert seconds[1] - seconds[0] == pytest.approx(forward / 4)
+    assert seconds[2] - seconds[0] == pytest.approx(forward)
+
+
+@pytest.mark.parametrize(("tier", "slow"), [("host", False), ("disk", True)])
+def test_streamed_kv_waits_only_where_the_link_is_slow(tier, slow):
+    model = CostModel(SHAPE, A100)
+    plan = plan_chunkflow((64 * 1024,), ChunkOptions(size=8192, keep="kv"), num_layers=32)
+    streamed = replace(plan, tier=tier)
+    on_device, costs = model.costs(plan), model.costs(streamed)
+    for action in plan.actions[0][:-1]:
+        plain, waiting = on_device.compute_s(action, 0), costs.compute_s(action, 0)
+        assert waiting >= plain * (1 - 1e-9)
+        assert costs.copy_s(action, 0) <= waiting * (1 + 1e-9)
+        assert on_device.copy_s(action, 0) == 0
+    kv = simulate(plan, on_device).duration_s
+    ratio = simulate(streamed, costs, copies=costs).duration_s / kv
+    assert (ratio > 1.5) if slow else (ratio < 1.05)
+
+
+def test_windowed_layers_attend_and_load_less():
+    gemma = model_shape("Llama-3-8B")
+    windowed = replace(gemma, windows=(1024,) * 32)
+    plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), num_layers=32)
+    full = time_actions(plan, CostModel(gemma, A100).costs(plan)).duration_s
+    assert time_actions(plan, CostModel(windowed, A100).costs(plan)).duration_s < 0.8 * full
+    streamed = replace(plan, tier="host")
+    last = plan.actions[0][7]
+    loads = [CostModel(s, A100).costs(streamed).copy_s(last, 0) for s in (gemma, windowed)]
+    assert loads[0] / loads[1] == pytest.approx(28 * 1024 / 1023, rel=0.06)
+
+
+def test_simulated_timeline_has_seconds_and_bytes():
+    model = CostModel(SHAPE, A100, Training(zero_stage=1, tp_size=4))
+    plan = plan_chunkflow_pipeline(
+        (60_000, 9_000, 500, 300), ChunkOptions(size=8192), stages=(8,) * 4
+    )
+    timeline = simulate(plan, model.costs(plan), memory=model.memory())
+    assert timeline.duration_s > 1
+    assert (
+        timeline.peak_device_bytes
+        > model.training.state_bytes(SHAPE, plan.stages, frozenset((1,)), 1).total
+    )
+    assert model.memory().budget_bytes(0) == A100.budget_bytes
+    assert Efficiency(1, 0).at(5) == 1

@@ -1,0 +1,132 @@
+"""Which characters of a conversation are learnt."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
+
+from furlong.data.chat import render_conversation
+from furlong.data.records import Record
+from furlong.errors import ConfigError, DataError
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "Hello there"},
+    {"role": "assistant", "content": "Hi! How can I help?"},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4."},
+]
+ANSWERS = ["Hi! How can I help?<|im_end|>\n", "4.<|im_end|>\n"]
+# An answer keeps its thoughts only while it is the last one, as reasoning models have it.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '(thinking)' }}{% endif %}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+FIRST_WORDS = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>(think)' }}{% endif %}"
+)
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def learnt(messages: Any, template: str | None, **fields: Any) -> tuple[str, list[str]]:
+    record = Record({"messages": messages, **fields}, 0, 3, "a.jsonl:3")
+    rendered = render_conversation(record, byte_tokenizer(template))
+    assert rendered is not None
+    return rendered.text, [rendered.text[start:stop] for start, stop in rendered.ranges]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
+def test_what_the_assistant_says_is_learnt(template: str) -> None:
+    text, answers = learnt([SYSTEM, *TURNS], template)
+    assert answers == ANSWERS
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello")
+    assert learnt(TURNS[:2], template)[1] == ANSWERS[:1]
+    assert learnt(TURNS[:1], template)[1] == []
+    assert learnt(TURNS[1:], template)[1] == ANSWERS
+    twice = [TURNS[0], TURNS[1], TURNS[3]]
+    assert learnt(twice, template)[1] == ANSWERS
+
+
+def test_a_conversation_without_a_message_is_none() -> None:
+    assert render_conversation(Record({"messages": []}, 0, 1, "x"), byte_tokenizer()) is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "gemma", "gemma3", "cohere", "cohere2", "qwen2_5_vl", "qwen3_instruct_2507",
+     "qwen3_vl", "lfm2", "lfm2_v2"],
+)  # fmt: skip
+def test_prefixes_and_tags_agree_for_templates_of_real_models(family: str) -> None:
+    """TRL ships the templates of these models as they are and with generation tags."""
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "chat_templates"
+    plain = (folder / f"{family}.jinja").read_text(encoding="utf-8")
+    tagged = (folder / f"{family}_training.jinja").read_text(encoding="utf-8")
+    conversations = [TURNS, TURNS[:2], TURNS[:3]]
+    if "System role not supported" not in plain:
+        conversations.append([SYSTEM, *TURNS])
+    for messages in conversations:
+        text, answers = learnt(messages, plain)
+        assert (text, answers) == learnt(messages, tagged)
+        said = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+        assert all(part in answer for part, answer in zip(said, answers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (FORGETFUL, "message 2 is another text once messages follow it: '(thinking)Hi"),
+        (FIRST_WORDS, "the prompt for message 2 is not what precedes the answer: '(think)' became"),
+        ("{% generation %}{% endgeneration %}x", "its {% generation %} tags enclose no answer"),
+    ],
+)
+def test_a_template_that_cannot_be_masked_is_told(template: str, reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        learnt(TURNS, template)
+    assert reason in caught.value.given
+    assert "a.jsonl:3 and the chat template of" in caught.value.source
+    assert "{% generation %}" in caught.value.change
+
+
+def test_a_conversation_that_ends_with_its_first_answer_can_be_masked() -> None:
+    assert learnt(TURNS[:2], FORGETFUL)[1] == ["(thinking)Hi! How can I help?"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (ALTERNATING, [SYSTEM, *TURNS], "up to message 5: roles must alternate"),
+        ("{{ messages[0].name.first }}", TURNS, "up to message 4"),
+        ("{% for m in messages %}", TURNS, "up to message 4"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_told(
+    template: str, messages: Any, reason: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        learnt(messages, template)
+    assert reason in caught.value.given
+    assert caught.value.source == "a.jsonl:3"
+
+
+def test_tools_reach_the_template() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHATML
+    assert learnt(TURNS, template, tools=[tool])[0].startswith("add<|im_start|>user")
+    with pytest.raises(DataError, match="tools of type str"):
+        learnt(TURNS, template, tools="[]")
+
+
+def test_a_tokenizer_without_a_template_is_told() -> None:
+    with pytest.raises(ConfigError, match="without a default chat template"):
+        learnt(TURNS, None)

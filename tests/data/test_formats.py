@@ -1,0 +1,149 @@
+"""Fields to shapes, and what is said of fields that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.data import formats
+from furlong.data.formats import (
+    check_fields,
+    decide_format,
+    messages_of,
+    text_of,
+    tokens_of,
+    unused_fields,
+)
+from furlong.data.records import Record
+from furlong.data.sources import SourceFile
+from furlong.errors import DataError
+
+LINES = SourceFile(Path("a.jsonl"), "json lines")
+USER = {"role": "user", "content": "hi"}
+
+
+def record(**fields: Any) -> Record:
+    return Record(fields, 0, 7, "a.jsonl:7")
+
+
+def refused(call: Any, *arguments: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        call(*arguments)
+    assert caught.value.source == "a.jsonl:7"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "format", "unused"),
+    [
+        (("text",), "text", []),
+        (("text", "id", "labels"), "text", ["id", "labels"]),
+        (("prompt", "completion", "text"), "completion", ["text"]),
+        (("messages", "tools", "text", "prompt", "completion"), "chat",
+         ["completion", "prompt", "text"]),
+        (("input_ids", "labels", "messages"), "tokens", ["messages"]),
+        (("prompt", "text"), "text", ["prompt"]),
+    ],
+)  # fmt: skip
+def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: list[str]) -> None:
+    given = dict.fromkeys(fields, "x")
+    assert decide_format(record(**given), LINES) == format
+    assert unused_fields(given, format) == unused
+
+
+def test_auto_needs_a_shape() -> None:
+    error = refused(decide_format, record(content="x", prompt="y", text=None), LINES)
+    assert error.given == "a record with prompt, text, content"
+    assert error.required == "the fields input_ids or messages or prompt + completion or text"
+    assert refused(decide_format, record(), LINES).given == "a record with no field"
+
+
+def test_a_record_must_have_the_fields_of_its_shape() -> None:
+    check_fields(record(text="x", id=1), "text")
+    error = refused(check_fields, record(messages=[], id=1), "text")
+    assert (error.given, error.required) == ("a record with messages, id", "the field text")
+    error = refused(check_fields, record(prompt="x"), "completion")
+    assert error.required == "the fields prompt + completion"
+
+
+def test_a_json_file_is_not_taken_for_a_text() -> None:
+    file = SourceFile(Path("a.json"), "text")
+    assert "convert it" in refused(decide_format, record(text="[]"), file).change
+    assert decide_format(record(text="[]"), SourceFile(Path("a.json"), "text", False)) == "text"
+
+
+def test_a_text_is_a_string_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text_of(record(text="x")) == "x"
+    assert refused(text_of, record(text=5)).given == "text that is of type int"
+    error = refused(text_of, record(prompt=[USER]), "prompt")
+    assert "conversations go into messages" in error.change
+    monkeypatch.setattr(formats, "MAX_TEXT_BYTES", 3)
+    assert text_of(record(text="123")) == "123"
+    assert text_of(record(text="é")) == "é"
+    assert refused(text_of, record(text="éé")).given == "text of 4 B"
+    assert refused(messages_of, record(messages=[USER, USER]), "").given == "messages of 4 B"
+
+
+def test_turns_lose_fields_without_a_value() -> None:
+    turns = [
+        {**USER, "tool_calls": None},
+        {"role": "assistant", "tool_calls": [{}], "content": None},
+    ]
+    assert messages_of(record(messages=turns), "") == [
+        USER,
+        {"role": "assistant", "tool_calls": [{}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "given"),
+    [
+        ("hi", "messages that are of type str"),
+        (["hi"], "messages that are a list of str"),
+        ({"role": ["user"]}, "messages that are of type dict"),
+        ([USER, {"content": "x"}], "message 2 with content"),
+        ([{"role": 1, "content": "x"}], "message 1 with role, content"),
+        ([{}], "message 1 with no field"),
+        ([{"role": "user"}], "message 1 whose content is missing"),
+        ([{"role": "user", "content": 5}], "message 1 whose content is of type int"),
+        ([USER, {"role": "bot", "content": "x"}], "message 2 of role 'bot'"),
+    ],
+)
+def test_a_bad_turn_is_named(messages: Any, given: str) -> None:
+    assert refused(messages_of, record(messages=messages), "").given == given
+
+
+def test_a_template_may_know_more_roles() -> None:
+    turns = [{"role": "ipython", "content": "x"}]
+    assert messages_of(record(messages=turns), "{% if message.role == 'ipython' %}") == turns
+    assert messages_of(record(messages=turns), '{% if message.role == "ipython" %}') == turns
+    assert "system, tool" in refused(messages_of, record(messages=turns), "ipython").required
+
+
+def test_tokens_are_taken_as_they_are() -> None:
+    ids, labels = tokens_of(record(input_ids=[3, 1, 2]))
+    assert ids.tolist() == [3, 1, 2] and labels is ids and ids.dtype == "int32"
+    ids, labels = tokens_of(record(input_ids=[3, 1], labels=[-100, 1]))
+    assert labels.tolist() == [-100, 1] and labels.dtype == "int32"
+    assert len(tokens_of(record(input_ids=[]))[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"input_ids": "3 1"}, "input_ids that are of type str"),
+        ({"input_ids": [3, 1.5]}, "input_ids that are a list of float and int"),
+        ({"input_ids": [[3, 1]]}, "input_ids that are a list of list"),
+        ({"input_ids": [3, None]}, "input_ids that are a list of NoneType and int"),
+        ({"input_ids": [3, True]}, "input_ids that are a list of bool and int"),
+        ({"input_ids": [3, -1]}, "input_ids that are a list of int from -1 to 3"),
+        ({"input_ids": [3, 2**31]}, "input_ids that are a list of int from 3 to 2147483648"),
+        ({"input_ids": [3, 2**70]}, "input_ids that are a list of int"),
+        ({"input_ids": [3], "labels": [3, 4]}, "1 input_ids with 2 labels"),
+        ({"input_ids": [3, 4], "labels": [3, -1]}, "label -1"),
+    ],
+)
+def test_bad_tokens_are_named(fields: dict[str, Any], given: str) -> None:
+    assert refused(tokens_of, record(**fields)).given == given

@@ -1,0 +1,257 @@
+"""Sources to data sets: formats found, tokens cached, what is too long dealt with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_tokenizers import byte_tokenizer, word_tokenizer
+
+from furlong.data import cache
+from furlong.data.dataset import DataSet
+from furlong.data.load import load_data
+from furlong.data.sources import Source
+from furlong.errors import DataError
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+
+
+def write_lines(file: Path, *records: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def load(tmp_path: Path, *paths: Path, tokenizer: Any = None, **options: Any) -> DataSet:
+    sources = [Source(str(path)) for path in paths]
+    return load_data(
+        sources, tokenizer or word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    lines = [{"text": text} for text in ("a", "b b b b", "c", "a b c")]
+    return write_lines(tmp_path / "texts.jsonl", *lines)
+
+
+def test_sources_follow_each_other(tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "b.txt").write_text("c c")
+    pq.write_table(pa.table({"text": ["b"]}), tmp_path / "c.parquet")
+    data = load(tmp_path, texts, tmp_path / "b.txt", tmp_path / "c.parquet")
+    assert [s.input_ids.tolist() for s in data] == [
+        [2, 1], [3, 3, 3, 3, 1], [4, 1], [2, 3, 4, 1], [4, 4, 1], [3, 1],
+    ]  # fmt: skip
+    assert [s.seq_id for s in data] == list(range(len(data))) == list(range(6))
+    origins = [Path(s.origin).name for s in data]
+    assert origins[3:] == ["texts.jsonl:4", "b.txt", "c.parquet, row 1"]
+    assert data.seq_lens.tolist() == [s.seq_len for s in data]
+    assert (data.num_tokens, data.num_valid_tokens, data.longest) == (18, 12, 5)
+    assert [s.seq_id for s in data[1:5:2]] == [1, 3]
+    assert data[-1].seq_id == 5
+    with pytest.raises(IndexError):
+        data[6]
+
+
+def test_a_second_start_neither_reads_nor_tokenizes(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_SETTLED_S", -60.0)
+    before = [s.input_ids.tolist() for s in load(tmp_path, texts)]
+
+    class Idle:
+        """A tokenizer that tells what it is and does nothing."""
+
+        def __init__(self) -> None:
+            self._real = word_tokenizer()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("tokenized again")
+
+    idle = Idle()
+    monkeypatch.setattr("furlong.data.load.fingerprint", lambda _: _fingerprint_of(idle._real))
+    monkeypatch.setattr(cache, "_content", lambda path: 1 / 0)
+    monkeypatch.setattr("furlong.data.load.read_records", lambda *_: 1 / 0)
+    again = load(tmp_path, texts, tokenizer=idle)
+    assert [s.input_ids.tolist() for s in again] == before
+    assert again.describe()[0].endswith("cached")
+
+
+def _fingerprint_of(tokenizer: Any) -> str:
+    from furlong.data.tokenize import fingerprint
+
+    return fingerprint(tokenizer)
+
+
+def test_another_tokenizer_content_or_format_is_another_entry(tmp_path: Path, texts: Path) -> None:
+    def num_entries() -> int:
+        return len(list((tmp_path / "cache" / "tokens").iterdir()))
+
+    load(tmp_path, texts)
+    moved = texts.with_name("moved.jsonl")
+    moved.write_bytes(texts.read_bytes())
+    assert load(tmp_path, moved)[0].origin == f"{moved}:1"
+    load(tmp_path, texts, max_seq_len=2, too_long="drop")
+    assert num_entries() == 1
+    load(tmp_path, texts, tokenizer=word_tokenizer("<s> $A"))
+    assert num_entries() == 2
+    load(tmp_path, texts, format="text")
+    assert num_entries() == 3
+    texts.write_text('{"text": "a"}')
+    assert len(load(tmp_path, texts)) == 1
+    assert num_entries() == 4
+
+
+def test_a_broken_record_leaves_no_entry(tmp_path: Path, texts: Path) -> None:
+    with texts.open("a") as opened:
+        opened.write('{"text": 5}\n')
+    with pytest.raises(DataError, match=r"text that is of type int[\s\S]*texts\.jsonl:5"):
+        load(tmp_path, texts)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_data_that_changes_meanwhile_is_told(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = iter(["before", "before", "after"])
+    monkeypatch.setattr(cache, "status_key", lambda files: next(statuses))
+    with pytest.raises(DataError, match="changed while it was read"):
+        load(tmp_path, texts)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_auto_decides_for_each_source_and_says_so(tmp_path: Path) -> None:
+    chat = write_lines(tmp_path / "chat.jsonl", {"messages": CHAT, "id": 1})
+    pair = write_lines(tmp_path / "pair.jsonl", {"prompt": "a", "completion": "b", "text": "c"})
+    ids = write_lines(tmp_path / "ids.jsonl", {"input_ids": [1, 2], "labels": [-100, 2]})
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    data = load(tmp_path, chat, pair, ids, text, tokenizer=byte_tokenizer())
+    formats = [line.split("sequences, ")[1].split(",")[0] for line in data.describe()[:4]]
+    assert formats == [
+        "format chat by the field messages (not used: id)",
+        "format completion by the fields prompt and completion (not used: text)",
+        "format tokens by the field input_ids",
+        "format text",
+    ]
+    assert [int((s.labels != -100).sum()) for s in data] == [4, 2, 1, 4]
+    assert data.describe()[-1].startswith("data.train: 4 sequences, 33 tokens, 10 of them learnt")
+
+
+def test_a_later_record_of_another_shape_is_told(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"messages": CHAT})
+    with pytest.raises(DataError, match=r"a record with messages[\s\S]*a\.jsonl:2"):
+        load(tmp_path, file)
+    with pytest.raises(DataError, match=r"a record with text[\s\S]*field messages[\s\S]*jsonl:1"):
+        load(tmp_path, file, format="chat")
+
+
+def test_what_was_left_out_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"a b c a b c \xff")
+    (folder / "b.bin").write_bytes(b"\0")
+    (folder / "c.txt").write_text("")
+    line = load(tmp_path, folder).describe()[0]
+    assert "1 binary files left out" in line and "1 blank texts left out" in line
+    assert "1 bytes that are no UTF-8 replaced" in line
+    assert load(tmp_path, folder).describe()[0].rsplit(", ", 1)[0] == line.rsplit(", ", 1)[0]
+
+
+def test_too_long_is_an_error_or_counted(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, texts, max_seq_len=3)
+    assert (
+        caught.value.given == "a sequence of 5 tokens, and 1 more above the limit, of 4 sequences"
+    )
+    assert caught.value.source == f"{texts}:2"
+    truncated = load(tmp_path, texts, max_seq_len=3, too_long="truncate")
+    assert [s.input_ids.tolist() for s in truncated] == [[2, 1], [3, 3, 3], [4, 1], [2, 3, 4]]
+    assert (truncated.num_truncated, truncated.num_dropped) == (2, 0)
+    assert truncated.num_valid_tokens == sum(s.num_valid_tokens for s in truncated) == 6
+    dropped = load(tmp_path, texts, max_seq_len=3, too_long="drop")
+    assert [(s.seq_id, s.input_ids.tolist()) for s in dropped] == [(0, [2, 1]), (1, [4, 1])]
+    assert (dropped.num_truncated, dropped.num_dropped) == (0, 2)
+    assert dropped.seq_lens.tolist() == [2, 2] and dropped.num_valid_tokens == 2
+    assert dropped.describe()[-1].endswith("above 3: 0 truncated, 2 dropped")
+    assert Path(dropped[1].origin).name == "texts.jsonl:3"
+
+
+def test_labels_that_truncation_cuts_off_do_not_count(tmp_path: Path) -> None:
+    records = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] * 2
+    file = write_lines(tmp_path / "a.jsonl", *records)
+    data = load(tmp_path, file, max_seq_len=3, too_long="truncate")
+    assert data.num_valid_tokens == 2
+    with pytest.raises(DataError, match="2 sequences without a label"):
+        load(tmp_path, file, max_seq_len=2, too_long="truncate")
+    with pytest.raises(DataError, match="0 sequences without a label, 2 dropped"):
+        load(tmp_path, file, max_seq_len=2, too_long="drop")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"text": "a"}, {"messages": CHAT[:1]}, {"input_ids": [1, 2], "labels": [1, -100]}],
+    ids=["one token", "no answer", "no label"],
+)
+def test_data_without_a_label_is_told(tmp_path: Path, record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    file = write_lines(tmp_path / "a.jsonl", record)
+    with pytest.raises(DataError, match=r"1 sequences without a label[\s\S]*data\.eval"):
+        load(tmp_path, file, tokenizer=tokenizer, key="data.eval")
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) -> None:
+    data = load(tmp_path, texts)
+    data.check_vocabulary(5)
+    with pytest.raises(DataError, match=r"token id 4[\s\S]*below 4[\s\S]*texts\.jsonl:3"):
+        data.check_vocabulary(4)
+    file = write_lines(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [-100, 7]})
+    with pytest.raises(DataError, match="token id 7"):
+        load(tmp_path, file).check_vocabulary(7)
+
+
+def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -> None:
+    other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
+
+    def fingerprint(*sources: Source, **options: Any) -> str:
+        data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options)
+        return data.fingerprint
+
+    one, two = Source(str(texts)), Source(str(other))
+    first = fingerprint(one, two)
+    assert fingerprint(one, two) == first == fingerprint(one, two, max_seq_len=9)
+    others = {
+        fingerprint(two, one),
+        fingerprint(one),
+        fingerprint(one, Source(str(other), weight=2.0)),
+        fingerprint(one, two, max_seq_len=3, too_long="drop"),
+        fingerprint(one, two, max_seq_len=3, too_long="truncate"),
+        fingerprint(one, two, max_seq_len=4, too_long="truncate"),
+    }
+    assert len(others | {first}) == 7
+
+
+def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:
+    other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
+    sources: Items[Source] = (Source(str(texts), weight=0.5), Source(str(other), weight=3.0))
+    data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"))
+    assert data.mixture.sizes == (4, 1) and data.mixture.draws == (2, 3)
+    lines = data.describe()
+    assert lines[0].endswith("weight 0.5: 2 an epoch") and lines[1].endswith("weight 3: 3 an epoch")
+
+
+def test_sequences_are_read_from_disk_and_fit_torch(tmp_path: Path, texts: Path) -> None:
+    data = load(tmp_path, texts)
+    sequence = data[1]
+    assert isinstance(data.parts[0].entry.input_ids.base, np.memmap)
+    assert type(sequence.input_ids) is np.ndarray
+    assert not sequence.input_ids.flags.owndata

@@ -1,0 +1,195 @@
+"""Bytes of any kind to records, or to a message that names file and line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from furlong.data import records
+from furlong.data.records import Record, read_records
+from furlong.data.sources import Source, list_files
+from furlong.errors import DataError
+
+datasets.disable_progress_bars()
+
+
+def read(path: Path, left_out: Counter[str] | None = None) -> list[Record]:
+    counted: Counter[str] = Counter() if left_out is None else left_out
+    return list(read_records(list_files(Source(str(path))), counted))
+
+
+def found(path: Path) -> list[tuple[dict[str, Any], str]]:
+    return [(dict(r.fields), Path(r.origin).name) for r in read(path)]
+
+
+def test_a_text_file_is_a_record_and_what_holds_no_text_is_left_out_of_folders(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "b.txt").write_text("two\nlines")
+    (tmp_path / "a.md").write_bytes(b"caf\xe9 au lait, s'il vous pla\xeet")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "cyrillic.txt").write_bytes("Война и мир".encode("cp1251"))
+    left_out: Counter[str] = Counter()
+    found = read(tmp_path, left_out)
+    assert [(r.fields["text"], Path(r.origin).name, r.file, r.line) for r in found] == [
+        ("caf\ufffd au lait, s'il vous pla\ufffdt", "a.md", 0, 0),
+        ("two\nlines", "b.txt", 1, 0),
+    ]
+    assert left_out == {records.BINARY: 2, records.BLANK: 1, records.REPLACED: 2}
+
+
+def test_a_replacement_character_of_the_text_itself_is_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("a \ufffd in a text".encode() + b"\xff")
+    left_out: Counter[str] = Counter()
+    read(tmp_path / "a.txt", left_out)
+    assert left_out[records.REPLACED] == 1
+
+
+def test_every_line_of_json_is_a_record(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n   \n{"text": "two", "id": 1}')
+    assert found(file) == [
+        ({"text": "one"}, "a.jsonl:1"),
+        ({"text": "two", "id": 1}, "a.jsonl:4"),
+    ]
+
+
+def test_half_a_pair_of_utf16_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(r'{"text": "x\ud83d!", "messages": [{"content": "\udc00"}], "n": 1}')
+    (record,) = read(file)
+    assert record.fields == {"text": "x\ufffd!", "messages": [{"content": "\ufffd"}], "n": 1}
+    file.write_text(r'{"text": "\ud83d\ude00"}')
+    assert read(file)[0].fields == {"text": "\U0001f600"}
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ('{"text": ', "Expecting value at column"),
+        ("[1]", "a line with a list"),
+        ("5", "a line with a int"),
+        ("[" * 100_000, "recursion"),
+        ('{"text": ' + "1" * 5000 + "}", "digits"),
+        ("{'text': 'x'}", "double quotes"),
+        ("\x01\x02\x03", "Expecting value"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, given: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "a.jsonl")
+    assert given in caught.value.given
+    assert len(caught.value.given) < 300
+    assert caught.value.source == f"{tmp_path / 'a.jsonl'}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "given"),
+    [
+        ("a.txt", b"", "an empty file"),
+        ("a.txt", b" \n\t", "an empty file"),
+        ("a.jsonl", b"\n\n", "an empty file"),
+        ("a.bin", b"\x7fELF\0\0", "a binary file"),
+        ("a.jsonl", b"PK\x03\x04\0", "a binary file"),
+        ("a.txt", "text".encode("utf-16"), "a binary file"),
+        ("a.txt", "Война и мир".encode("cp1251"), "text in another encoding than UTF-8"),
+        ("a.parquet", b"", "0 bytes"),
+        ("a.parquet", b"PAR1 junk " * 9, "not a parquet file"),
+        ("a.arrow", b"junk" * 99, "a.arrow"),
+    ],
+)
+def test_a_file_that_was_named_must_hold_something(
+    tmp_path: Path, name: str, content: bytes, given: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / name)
+    assert given in caught.value.given
+    assert name in str(caught.value)
+
+
+def test_a_folder_without_a_record_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.png").write_bytes(b"\0")
+    with pytest.raises(DataError, match="2 files without a record"):
+        read(tmp_path)
+
+
+def test_lines_and_texts_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(records, "MAX_TEXT_BYTES", 20)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "1234567"}\n{"text": "12345678"}\n')
+    with pytest.raises(DataError, match=r"a line of more than 20 B[\s\S]*a\.jsonl:2"):
+        read(file)
+    (tmp_path / "a.txt").write_text("x" * 21)
+    with pytest.raises(DataError, match=r"a text of 21 B\n"):
+        read(tmp_path / "a.txt")
+
+
+def test_rows_of_parquet_are_records(tmp_path: Path) -> None:
+    # The name is no pattern; a column that is not needed is not decoded.
+    file = tmp_path / "we*[i]rd?.parquet"
+    columns = {"text": ["one", None], "labels": [None, [1, 2]], "image": [b"x", b"y"]}
+    pq.write_table(pa.table(columns), file)
+    assert found(file) == [
+        ({"text": "one", "image": None}, "we*[i]rd?.parquet, row 1"),
+        ({"labels": [1, 2], "image": None}, "we*[i]rd?.parquet, row 2"),
+    ]
+    pq.write_table(pa.table({"id": [1]}), file)
+    assert [fields for fields, _ in found(file)] == [{"id": None}]
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
+    with pytest.raises(DataError, match="an empty file"):
+        read(file)
+
+
+def test_rows_are_numbered_over_batches(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(200)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=30)
+    assert found(tmp_path / "a.parquet") == [
+        ({"text": text}, f"a.parquet, row {number}") for number, text in enumerate(texts, start=1)
+    ]
+
+
+def test_folders_and_files_of_datasets_are_read(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    rows = datasets.Dataset.from_list([{"messages": turns, "id": 1}] * 3)
+    rows.save_to_disk(tmp_path / "disk")
+    rows.to_parquet(tmp_path / "a.parquet")
+    (arrow,) = (tmp_path / "disk").glob("*.arrow")
+    for path in (tmp_path / "disk", tmp_path / "a.parquet", arrow):
+        assert [fields for fields, _ in found(path)] == [{"messages": turns, "id": None}] * 3
+    rows.remove_columns("messages").save_to_disk(tmp_path / "other")
+    assert [fields for fields, _ in found(tmp_path / "other")] == [{"id": None}] * 3
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'])
+def test_a_damaged_folder_of_datasets_is_told(tmp_path: Path, content: str) -> None:
+    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "disk")
+    (tmp_path / "disk" / "state.json").write_text(content)
+    with pytest.raises(DataError, match="a readable folder of datasets"):
+        read(tmp_path / "disk")
+
+
+def test_no_code_of_the_data_runs(tmp_path: Path) -> None:
+    trap = tmp_path / "trapped"
+    pickled = f"cos\nsystem\n(S'touch {trap}'\ntR.".encode()
+    (tmp_path / "a.pkl").write_bytes(pickled)
+    assert [r.fields["text"] for r in read(tmp_path / "a.pkl")] == [pickled.decode()]
+    script = tmp_path / "set"
+    script.mkdir()
+    (script / "set.py").write_text(f"open({str(trap)!r}, 'w')")
+    pq.write_table(pa.table({"text": ["x"]}), script / "a.parquet")
+    with pytest.raises(DataError, match=r"set\.py among them"):
+        read(script)
+    (script / "set.py").rename(script / "README.md")
+    assert [fields for fields, _ in found(script)] == [{"text": "x"}]
+    assert not trap.exists()

@@ -1,0 +1,264 @@
+"""`furlong.integrations.Trainer` against plain `transformers.Trainer`, step by step in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import build
+from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
+
+import furlong
+from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
+from furlong.integrations import Trainer, unpad
+
+OPTIONS = furlong.ChunkOptions(size=16)
+BOUND = 1e-9
+
+
+def dataset(num_sequences: int = 60) -> list[dict[str, list[int]]]:
+    """Sequences of 2 to 40 tokens; of every third, a prompt has no label."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(2, 41, (num_sequences,), generator=generator).tolist()
+    records = []
+    for index, num_tokens in enumerate(lens):
+        ids = torch.randint(3, 96, (num_tokens,), generator=generator).tolist()
+        prompt = 1 + num_tokens // 3 if index % 3 == 0 else 1
+        records.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return records
+
+
+def padded(side: str) -> Any:
+    def collate(records: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        length = max(len(record["input_ids"]) for record in records)
+
+        def pad(name: str, value: int) -> torch.Tensor:
+            rows = []
+            for record in records:
+                values = record.get(name, [1] * len(record["input_ids"]))
+                gap = [value] * (length - len(values))
+                rows.append(gap + values if side == "left" else values + gap)
+            return torch.tensor(rows)
+
+        batch = {name: pad(name, -100 if name == "labels" else 0) for name in records[0]}
+        batch["attention_mask"] = pad("attention_mask", 0)
+        if side == "left":
+            # Else transformers counts from the padding on: the same angles but for rounding, as it
+            # computes cos and sin in float32.
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return batch
+
+    return collate
+
+
+def train(
+    trainer_class: type, folder: Path, *, lora: bool = False, side: str = "right",
+    family: str = "qwen2", resume: bool = False, **arguments: Any,
+) -> Any:  # fmt: skip
+    """A trainer after its run, its model's weights and data the same for every class."""
+    own = {name: arguments.pop(name) for name in ("callbacks", "eval_dataset") if name in arguments}
+    if issubclass(trainer_class, Trainer):
+        own["chunk_options"] = OPTIONS
+    else:
+        own["compute_loss_func"] = wide_loss
+    model = build(family)
+    trainer = recording(trainer_class)(
+        model=with_adapters(model) if lora else model,
+        args=transformers.TrainingArguments(**settings(folder, **arguments)),
+        train_dataset=dataset(),
+        data_collator=padded(side),
+        **own,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_equal_runs(mine: Any, plain: Any) -> None:
+    assert len(mine.losses) == len(plain.losses)
+    assert mine.losses == pytest.approx(plain.losses, rel=BOUND)
+    assert falls(plain)
+    assert largest_difference(mine.model, plain.model) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "lora", "side", "steps"),
+    [
+        (4, True, "left", 4),
+        (1, False, "right", 20),
+        pytest.param(1, True, "right", 20, marks=pytest.mark.slow),
+        pytest.param(4, False, "left", 20, marks=pytest.mark.slow),
+        pytest.param(4, True, "right", 20, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_equal_the_plain_trainers(
+    tmp_path: Path, accumulation: int, lora: bool, side: str, steps: int
+) -> None:
+    given: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation, "lora": lora, "side": side, "max_steps": steps,
+    }  # fmt: skip
+    mine, plain = (train(c, tmp_path, **given) for c in (Trainer, transformers.Trainer))
+    assert len(mine.losses) == steps * accumulation
+    assert_equal_runs(mine, plain)
+
+
+def test_the_untouched_plain_trainer_rounds_its_loss_to_float32(tmp_path: Path) -> None:
+    """The same without the door for a loss: equal as far as float32 logits go."""
+    mine = train(Trainer, tmp_path, max_steps=3)
+    plain = recording(transformers.Trainer)(
+        model=build("qwen2"),
+        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=3)),
+        train_dataset=dataset(),
+        data_collator=padded("right"),
+    )
+    plain.train()
+    assert mine.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_evaluation_callbacks_and_checkpoints_are_the_trainers_own(tmp_path: Path) -> None:
+    class Count(transformers.TrainerCallback):  # type: ignore[misc]
+        steps = 0
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+
+    count = Count()
+    arguments = {
+        "max_steps": 6, "eval_dataset": dataset(7), "eval_strategy": "steps", "eval_steps": 3,
+        "per_device_eval_batch_size": 2, "save_strategy": "steps", "save_steps": 3,
+    }  # fmt: skip
+    mine = train(Trainer, tmp_path / "mine", callbacks=[count], **arguments)
+    plain = train(transformers.Trainer, tmp_path / "plain", **arguments)
+    assert count.steps == 6
+    losses = [
+        [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        for trainer in (mine, plain)
+    ]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=BOUND)
+    norms = [
+        [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+        for trainer in (mine, plain)
+    ]
+    assert norms[0] and norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+    folder = tmp_path / "mine" / "checkpoint-3"
+    again = train(Trainer, tmp_path / "mine", resume=str(folder), **arguments)  # type: ignore[arg-type]
+    assert again.losses == mine.losses[3:]
+    assert largest_difference(again.model, mine.model) == 0
+
+
+def test_metrics_of_logits_are_the_models_own(tmp_path: Path) -> None:
+    shapes = []
+
+    def note_shape(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {"rows": float(len(prediction.predictions))}
+
+    trainer = Trainer(
+        model=build("qwen2"),
+        args=transformers.TrainingArguments(**settings(tmp_path, per_device_eval_batch_size=2)),
+        eval_dataset=dataset(4),
+        data_collator=padded("right"),
+        compute_metrics=note_shape,
+        chunk_options=OPTIONS,
+    )
+    assert trainer.evaluate()["eval_rows"] == 4
+    assert shapes[0][0] == 4 and shapes[0][2] == 96
+
+
+def test_a_batch_without_labels_is_left_out(tmp_path: Path) -> None:
+    masked = [
+        {"input_ids": r["input_ids"], "labels": [-100] * len(r["labels"])} for r in dataset(3)
+    ]
+    trainer = Trainer(
+        model=build("qwen2"),
+        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=2)),
+        train_dataset=masked,
+        eval_dataset=dataset(3) + masked,
+        data_collator=padded("right"),
+        chunk_options=OPTIONS,
+    )
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    evaluated = trainer.evaluate()["eval_loss"]
+    assert evaluated == pytest.approx(trainer.evaluate(dataset(3))["eval_loss"], rel=1e-12)
+    assert trainer.train().training_loss == 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_bfloat16_computes_on_float32_weights(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=build("qwen2", torch.float32),
+        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=2, bf16=True)),
+        train_dataset=dataset(),
+        data_collator=padded("right"),
+        chunk_options=OPTIONS,
+    )
+    assert trainer.engine.compute_dtype == torch.bfloat16
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+REFUSED = {
+    "label_smoothing_factor": ({"label_smoothing_factor": 0.1}, {}),
+    "compute_loss_func": ({}, {"compute_loss_func": wide_loss}),
+    "neftune_noise_alpha": ({"neftune_noise_alpha": 5.0}, {}),
+    "optim": ({"optim": "lomo"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_chunks_cannot_honour_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    arguments, own = REFUSED[name]
+    with pytest.raises(ConfigError, match=name):
+        Trainer(
+            model=build("llama"),
+            args=transformers.TrainingArguments(**settings(tmp_path, **arguments)),
+            **own,
+        )
+
+
+def test_a_loss_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+    class OwnLoss(Trainer):
+        def compute_loss(self, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.zeros(())
+
+    arguments = transformers.TrainingArguments(**settings(tmp_path))
+    with pytest.raises(ConfigError, match=r"OwnLoss\.compute_loss"):
+        OwnLoss(model=build("llama"), args=arguments)
+    with pytest.raises(ConfigError, match="model_init"):
+        Trainer(model_init=lambda: build("llama"), args=arguments)
+    with pytest.raises(UnsupportedModelError, match="attention dropout"):
+        Trainer(model=build("llama", attention_dropout=0.1), args=arguments)
+
+
+def test_unpad_finds_the_sequences() -> None:
+    ids = torch.tensor([[7, 8, 9, 0, 0], [0, 0, 0, 5, 6]])
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": (ids > 0).long()}
+    assert [s["input_ids"].tolist() for s in unpad(batch)] == [[7, 8, 9], [5, 6]]
+    ids = torch.tensor([[4, 5, 6, 7, 8, 9]])
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
+    packed = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    assert [s["labels"].tolist() for s in unpad(packed)] == [[4, 5, 6], [7], [8, 9]]
+    plain = {"input_ids": ids, "labels": ids.clone()}
+    assert [s["labels"].tolist() for s in unpad(plain)] == [ids[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids"),
+        ({"pixel_values": torch.ones(1)}, "pixel_values"),
+        ({"shift_labels": torch.ones(1, 4)}, "shift_labels"),
+    ],
+)
+def test_unpad_refuses_what_it_cannot_read(change: dict[str, torch.Tensor], told: str) -> None:
+    ids = torch.tensor([[4, 5, 6, 7]])
+    with pytest.raises(DataError, match=told) as error:
+        unpad({"input_ids": ids, "labels": ids, **change})
+    assert isinstance(error.value, UserError)

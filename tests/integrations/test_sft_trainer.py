@@ -1,0 +1,124 @@
+"""TRL's `SFTTrainer` through `furlong.integrations.Trainer`: its data, packing and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from families import build
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import furlong
+from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.integrations import Trainer
+
+OPTIONS = furlong.ChunkOptions(size=16)
+BOUND = 1e-9
+
+
+class ChunkedSFTTrainer(Trainer, SFTTrainer):  # type: ignore[misc]
+    """All it takes."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and an end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<end>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+
+
+def prompts_and_completions() -> Dataset:
+    records = [
+        {"prompt": "x" * (1 + 5 * i % 7), "completion": " ".join(["ab", "cde"] * (1 + 11 * i % 5))}
+        for i in range(60)
+    ]
+    return Dataset.from_list(records)
+
+
+def train(
+    trainer_class: type, folder: Path, tokenizer: Any, *, lora: bool = False, **arguments: Any
+) -> Any:
+    mine = issubclass(trainer_class, Trainer)
+    model = build("llama", vocab_size=260)
+    trainer = recording(trainer_class)(
+        model=with_adapters(model) if lora else model,
+        args=SFTConfig(**settings(folder, max_length=64, **arguments)),
+        train_dataset=prompts_and_completions(),
+        processing_class=tokenizer,
+        **({"chunk_options": OPTIONS} if mine else {"compute_loss_func": wide_loss}),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "lora", "packing"),
+    [
+        (1, False, True),
+        pytest.param(4, True, False, marks=pytest.mark.slow),
+        pytest.param(1, False, False, marks=pytest.mark.slow),
+        pytest.param(4, False, False, marks=pytest.mark.slow),
+        pytest.param(4, True, True, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.compute_loss_func. is deprecated")
+def test_losses_and_weights_equal_sft_trainers(
+    tmp_path: Path, tokenizer: Any, accumulation: int, lora: bool, packing: bool
+) -> None:
+    given: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation, "lora": lora, "packing": packing,
+        "num_train_epochs": 100,
+    }  # fmt: skip
+    mine = train(ChunkedSFTTrainer, tmp_path, tokenizer, **given)
+    plain = train(SFTTrainer, tmp_path, tokenizer, **given)
+    assert len(mine.losses) == len(plain.losses) >= 20
+    assert mine.losses == pytest.approx(plain.losses, rel=BOUND)
+    assert falls(plain)
+    assert largest_difference(mine.model, plain.model) < BOUND
+
+
+def test_what_sft_trainer_adds_to_the_loss_is_refused_by_name(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    def make(family: str, **arguments: Any) -> None:
+        ChunkedSFTTrainer(
+            model=build(family, vocab_size=260),
+            args=SFTConfig(**settings(tmp_path, **arguments)),
+            train_dataset=prompts_and_completions(),
+            processing_class=tokenizer,
+        )
+
+    with pytest.raises(ConfigError, match="loss_type=dft"):
+        make("llama", loss_type="dft")
+    with pytest.raises(UnsupportedModelError, match="router loss"):
+        make("mixtral", router_aux_loss_coef=0.01)
+    make("mixtral", router_aux_loss_coef=0.0)
+
+
+def test_the_order_of_the_bases_does_not_matter_for_training(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    class Reversed(SFTTrainer, Trainer):  # type: ignore[misc]
+        pass
+
+    model = build("llama", vocab_size=260)
+    trainer = Reversed(
+        model=model,
+        args=SFTConfig(**settings(tmp_path, max_steps=1)),
+        train_dataset=prompts_and_completions(),
+        processing_class=tokenizer,
+    )
+    seen = []
+    plain = trainer.engine.forward_backward
+    trainer.engine.forward_backward = lambda *a, **k: seen.append(1) or plain(*a, **k)  # type: ignore
+    trainer.train()
+    assert seen and torch.isfinite(next(model.parameters())).all()

@@ -1,0 +1,132 @@
+"""RoPE of another length: written into the config as transformers reads it, exact in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB_SIZE
+from gradients import batch, reference_loss, take_grads, worst_relative_error
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
+
+import furlong
+from furlong.errors import ConfigError
+from furlong.models.build import build_model, export_model
+from furlong.models.rope import apply_rope, check_length, num_positions
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT = 32
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": (1.0, 1.1, 1.2, 1.3),
+    "long_factor": (2.0, 3.0, 4.0, 5.0),
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": LLAMA3,
+    "longrope": LONGROPE,
+    "another base": {"rope_type": "default", "rope_theta": 5e5},
+}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    settings = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": SHORT, "rope_parameters": {"rope_theta": 2e4},
+    }  # fmt: skip
+    return LlamaConfig(**settings | changes)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_gradients_beyond_the_models_positions_are_exact(tmp_path: Path, name: str) -> None:
+    llama().save_pretrained(tmp_path / "short")
+    model = build_model(
+        str(tmp_path / "short"), init="random", dtype=torch.float64,
+        rope=CHANGES[name], max_seq_len=4 * SHORT,
+    )  # fmt: skip
+    unchanged = build_model(str(tmp_path / "short"), init="random", dtype=torch.float64)
+    sequences = batch([4 * SHORT, 40])
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    options = furlong.ChunkOptions(size=20)
+    result = furlong.forward_backward(model, sequences, options, max_seq_len=4 * SHORT)
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    assert abs(reference_loss(unchanged, sequences, backward=False) - loss) > 1e-6
+
+    folder = export_model(model, None, tmp_path / "export", dtype=torch.float64)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.max_position_embeddings == 4 * SHORT
+    assert reference_loss(loaded, sequences, backward=False) == pytest.approx(loss, rel=1e-12)
+
+
+def test_what_is_not_given_stays_the_models() -> None:
+    config = llama()
+    apply_rope(config, {"rope_type": "yarn", "factor": 2.5, "beta_fast": None})
+    assert config.rope_parameters == {
+        "rope_type": "yarn", "rope_theta": 2e4, "factor": 2.5,
+        "original_max_position_embeddings": SHORT,
+    }  # fmt: skip
+    assert num_positions(config) == 80
+    # A second change starts from the length before the first one.
+    apply_rope(config, LLAMA3 | {"factor": 8.0})
+    assert config.rope_parameters["original_max_position_embeddings"] == SHORT
+    assert num_positions(config) == 8 * SHORT and "beta_fast" not in config.rope_parameters
+    apply_rope(config, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6})
+    assert config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_layers_with_a_window_keep_their_own() -> None:
+    config = Gemma3TextConfig(max_position_embeddings=SHORT)
+    local = dict(config.rope_parameters["sliding_attention"])
+    apply_rope(config, {"rope_type": "linear", "factor": 8.0})
+    assert config.rope_parameters["sliding_attention"] == local
+    assert config.rope_parameters["full_attention"]["rope_type"] == "linear"
+    assert num_positions(config) == 8 * SHORT
+
+
+def test_phi3_keeps_its_original_length_beside_its_rope() -> None:
+    config = Phi3Config(
+        hidden_size=32, num_attention_heads=4, max_position_embeddings=64,
+        original_max_position_embeddings=16, pad_token_id=0,
+        rope_parameters={**LONGROPE, "rope_theta": 1e4,
+                         "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    )  # fmt: skip
+    apply_rope(config, LONGROPE | {"factor": 8.0})
+    assert config.rope_parameters["original_max_position_embeddings"] == 16
+    assert num_positions(config) == 128
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({"rope_type": "linear"}, "Missing required keys"),
+        ({"rope_type": "llama3", "factor": 4.0}, "low_freq_factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}, "Unrecognized keys"),
+        (LLAMA3 | {"high_freq_factor": 0.5}, "high_freq_factor field must be greater"),
+        (LONGROPE | {"long_factor": (1.0,)}, "long_factor field must have length 4"),
+        ({"rope_type": "yarn", "factor": 0.5}, "factor field must be"),
+    ],
+)
+def test_what_transformers_complains_of_is_an_error(rope: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        apply_rope(llama(), rope, max_seq_len=4 * SHORT)
+
+
+def test_a_model_without_rope_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="gpt2, which has no RoPE"):
+        apply_rope(GPT2Config(), {"rope_type": "yarn", "factor": 2.0})
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    config = llama()
+    check_length(config, SHORT, has_rope=False)
+    with pytest.raises(ConfigError, match=r"rope_type: yarn, factor: 4"):
+        check_length(config, 3 * SHORT + 1, has_rope=False)
+    apply_rope(config, CHANGES["yarn"])
+    check_length(config, 4 * SHORT, has_rope=True)
+    with pytest.raises(ConfigError, match=r"raise model.rope.factor 2-fold"):
+        check_length(config, 4 * SHORT + 1, has_rope=True)

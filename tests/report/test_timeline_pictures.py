@@ -1,0 +1,173 @@
+"""Pictures and traces: what they say and hold; how they look is for eyes."""
+
+import json
+import re
+import struct
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from furlong.errors import ConfigError
+from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.report.looks import COLOURS, PACKED_COLOUR, fill, tint
+from furlong.report.picture import MAX_RANKS
+from furlong.report.scene import PACKED, Panel, make_scene
+from furlong.report.timeline import save_timelines
+from furlong.simulate.clock import simulate
+from furlong.simulate.unit_costs import UnitCosts
+from furlong.timeline import Record, Timeline
+
+
+class Linked(UnitCosts):
+    def transfer_s(self, action, rank):
+        return 0.5
+
+
+class Counted:
+    def budget_bytes(self, rank):
+        return 1 << 40
+
+    def bytes_after(self, plan, rank):
+        return [(1 << 30) * (1 + index % 5) for index in range(len(plan.actions[rank]))]
+
+
+def pipeline(num_stages=2, **dials):
+    options = ChunkOptions(size=4, keep="kv", **dials)
+    return plan_chunkflow_pipeline((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
+
+
+def panel(plan, **fields):
+    timeline = simulate(plan, Linked(plan), memory=Counted(), host_memory=Counted())
+    limits = (6 << 30,) * len(plan.actions)
+    return Panel(timeline, plan, "a plan", limits, **fields)
+
+
+def words_of(svg):
+    """All text of an SVG whose letters are drawn as glyphs; matplotlib leaves it as comments."""
+    return re.findall(r"<!-- (.*?) -->", svg)
+
+
+def test_svg_says_what_a_stranger_needs(tmp_path):
+    path = tmp_path / "a.svg"
+    save_timelines([panel(pipeline(), time_unit="units")], path)
+    svg = path.read_text()
+    ElementTree.fromstring(svg)
+    words = words_of(svg)
+    joined = "\n".join(words)
+    assert re.search(
+        r"A plan   ·   bubble \d+\.\d%   ·   step [\d.]+ units   ·   peak 5 GiB", joined
+    )
+    assert "5 sequences, 16 tokens, 4 chunks, 2 stages, 2 ranks" in joined
+    for word in ("forward", "recompute", "backward", "activation message", "idle", "F0", "B0",
+                 "limit 6 GiB", "peak 5 GiB", "host 5 GiB", "time (units)", "rank 1", "stage 1",
+                 "sequence 0, 9 tokens"):  # fmt: skip
+        assert any(word in found for found in words), word
+
+
+def test_png_grows_with_its_panels(tmp_path):
+    sizes = []
+    for panels in ([panel(pipeline())], [panel(pipeline())] * 2):
+        path = tmp_path / "a.png"
+        save_timelines(panels, path)
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        sizes.append((width, height))
+    assert sizes[0][0] == sizes[1][0] >= 1500
+    assert 1.8 < sizes[1][1] / sizes[0][1] < 2.1
+
+
+def test_most_ranks_of_a_cluster_are_left_out_and_counted(tmp_path):
+    num_ranks = MAX_RANKS + 8
+    plan = ChunkPlan(
+        seq_lens=(4,) * num_ranks,
+        chunks=tuple(Chunk((Slice(i, 0, 4),)) for i in range(num_ranks)),
+        stages=(1,),
+        actions=tuple((Forward(i, 0, "input"),) for i in range(num_ranks)),
+    )
+    path = tmp_path / "a.svg"
+    save_timelines([Panel(simulate(plan, UnitCosts(plan)), plan)], path)
+    assert "40 ranks (8 of them are not shown)" in path.read_text()
+
+
+def test_owners_have_colours_in_the_order_in_which_they_run():
+    # chunks: 0 to 2 of sequence 0 (the last with a short one), then packed ones
+    plan = pipeline()
+    scene = make_scene(panel(plan))
+    assert scene.chunk_owners[:3] == (0, 0, 0)
+    assert scene.owners[0].colour == COLOURS[0]
+    assert scene.owners[PACKED].colour == PACKED_COLOUR
+    assert next(iter(scene.owners)) == 0
+    assert scene.owners[PACKED].name.endswith("packed sequences, 4 tokens")
+
+
+def test_shades_of_one_colour_differ():
+    shades = {fill(COLOURS[0], kind) for kind in ("forward", "backward", "recompute")}
+    assert len(shades) == 3
+    assert tint("#000000", 1.0) == "#ffffff"
+    assert tint("#204060", 0.0) == "#204060"
+
+
+def test_memory_is_a_curve_from_the_start_and_has_no_late_sends():
+    records = (
+        Record(0, "compute", "F0.0 all", 2.0, 3.0, 10, 0),
+        Record(0, "link", "send activation 0.0 to 1", 3.0, 9.0, 10, 0),
+        Record(0, "compute", "B0.0", 4.0, 5.0, 30, 0),
+        Record(0, "compute", "reduce 0", 5.0, 6.0, 20, 0),
+    )
+    plan = pipeline()
+    (rank,) = make_scene(Panel(Timeline(records), plan)).ranks
+    assert rank.device == [(0.0, 10), (4.0, 30), (5.0, 20)]
+
+
+def test_one_rank_without_memory_and_a_stage_in_labels(tmp_path):
+    plan = plan_chunkflow([9, 2], ChunkOptions(size=4), num_layers=2)
+    scene = make_scene(Panel(simulate(plan, UnitCosts(plan)), plan))
+    assert not scene.has_memory
+    assert not scene.labels_stages
+    save_timelines([Panel(simulate(plan, UnitCosts(plan)), plan)], tmp_path / "a.svg")
+    assert "peak" not in " ".join(words_of((tmp_path / "a.svg").read_text()))
+
+
+def test_trace_has_a_process_per_rank_and_arrows_between_them(tmp_path):
+    plan = pipeline()
+    path = tmp_path / "a.json"
+    save_timelines([panel(plan)], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == sum(map(len, plan.actions))
+    forward = next(event for event in slices if event["name"] == "F1.0 kv")
+    assert (forward["ts"], forward["dur"], forward["pid"]) == (4e6, 4e6, 0)
+    assert forward["args"]["slices"] == "0:4-8"
+    assert forward["args"]["device_bytes"] > 0
+    names = {e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
+    assert {"rank 0, stage 0", "rank 1, stage 1", "compute", "to rank 1", "from rank 1"} <= names
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(starts[key]["pid"] != ends[key]["pid"] for key in starts)
+    assert all(starts[key]["ts"] <= ends[key]["ts"] for key in starts)
+    assert {event["name"] for event in events if event["ph"] == "C"} == {
+        "device memory (bytes)", "host memory (bytes)",
+    }  # fmt: skip
+
+
+def test_slices_of_a_thread_do_not_overlap(tmp_path):
+    path = tmp_path / "a.json"
+    save_timelines([panel(pipeline(3))], path)
+    by_thread = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in by_thread.values():
+        events.sort(key=lambda event: event["ts"])
+        for one, other in pairwise(events):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
+
+
+@pytest.mark.parametrize(("name", "count"), [("a.gif", 1), ("a", 1), ("a.json", 2)])
+def test_other_endings_are_refused(name, count, tmp_path):
+    with pytest.raises(ConfigError, match="ends in"):
+        save_timelines([panel(pipeline())] * count, tmp_path / name)

@@ -1,0 +1,233 @@
+"""What is written comes back to the bit, what is damaged is never loaded, nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from furlong.errors import CheckpointError
+from furlong.train import checkpoint as module
+from furlong.train.checkpoint import (
+    DamagedCheckpointError,
+    check_checkpoint,
+    list_checkpoints,
+    load_tensors,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+    set_aside,
+    stored_tensors,
+)
+
+STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
+
+
+def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.layers.0.weight": torch.randn(40, 30, generator=generator),
+        "model.layers.0.bias": torch.randn(30, generator=generator, dtype=torch.float64),
+        "optimizer.exp_avg.layers.0.weight": torch.randn(40, 30, generator=generator).bfloat16(),
+        "optimizer.step.layers.0.weight": torch.tensor(7.0),
+        "rng.cpu": generator.get_state(),
+        "transposed": torch.randn(5, 6, generator=generator).t(),
+    }
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    return [save_checkpoint(folder, step, make_tensors(step), {"step": step}) for step in steps]
+
+
+def test_tensors_and_values_come_back_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_FILE_BYTES", 5000)
+    tensors = make_tensors()
+    checkpoint = save_checkpoint(tmp_path, 3, tensors, STATE)
+    assert checkpoint.name == "step-00000003"
+    assert len(list(checkpoint.glob("*.safetensors"))) == 4
+    check_checkpoint(checkpoint)
+    assert read_state(checkpoint) == STATE
+    assert stored_tensors(checkpoint) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_tensors(checkpoint, loaded)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = save(tmp_path, 1)[0]
+    assert {file.suffix for file in checkpoint.iterdir()} == {".json", ".safetensors"}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    class Refusing(pickle.Unpickler):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            refuse()
+
+    for name in ("load", "loads"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(pickle, "Unpickler", Refusing)
+    monkeypatch.setattr(torch, "load", refuse)
+    newest = newest_checkpoint(tmp_path)
+    assert newest == checkpoint
+    stored = stored_tensors(checkpoint)
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
+    load_tensors(checkpoint, tensors)
+    assert torch.equal(tensors["rng.cpu"], make_tensors(1)["rng.cpu"])
+
+
+def test_the_last_three_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 9, 10, 100, 101)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-00000010", "step-00000100", "step-00000101",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000010", "step-00000100", "step-00000101",
+    ]  # fmt: skip
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut tensors": lambda folder: cut(next(folder.glob("*.safetensors"))),
+    "flipped bit": lambda folder: flip(next(folder.glob("*.safetensors"))),
+    "empty tensors": lambda folder: next(folder.glob("*.safetensors")).write_bytes(b""),
+    "no tensors": lambda folder: next(folder.glob("*.safetensors")).unlink(),
+    "one file more": lambda folder: (folder / "more").write_bytes(b"x"),
+    "cut state": lambda folder: cut(folder / "state.json"),
+    "cut manifest": lambda folder: (folder / "manifest.json").write_text('{"version": 1, "fi'),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "other manifest": lambda folder: (folder / "manifest.json").write_text("[1]"),
+    "empty folder": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object]
+) -> None:
+    before, damaged = save(tmp_path, 2, 4)
+    damage(damaged)
+    with pytest.raises(DamagedCheckpointError, match=r"step-00000004 is damaged"):
+        check_checkpoint(damaged)
+    assert newest_checkpoint(tmp_path) == before
+    assert "not loaded: checkpoint step-00000004 is damaged" in capsys.readouterr().out
+    assert list_checkpoints(tmp_path) == [before, damaged]
+    set_aside(tmp_path, before)
+    assert list_checkpoints(tmp_path) == [before]
+    assert damaged.with_name("step-00000004.damaged").is_dir()
+
+
+def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "none") is None
+    for checkpoint in save(tmp_path, 1, 2):
+        cut(checkpoint / "state.json")
+    with pytest.raises(CheckpointError, match="2 damaged checkpoints and no other"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
+    later = save(tmp_path, 1, 2)[1]
+    manifest = json.loads((later / "manifest.json").read_text()) | {"version": 99}
+    (later / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="format 99"):
+        newest_checkpoint(tmp_path)
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    whole = save(tmp_path, 1)[0]
+    for name in ("step-00000002.tmp", "step-00000000.old.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{")
+    assert newest_checkpoint(tmp_path) == whole
+    set_aside(tmp_path, whole)
+    assert list(tmp_path.iterdir()) == [whole]
+
+
+def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)[0]
+    with pytest.raises(CheckpointError, match=r"given: +Missing key .*: model\.other"):
+        load_tensors(checkpoint, {"model.other": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="Size mismatch"):
+        load_tensors(checkpoint, {"rng.cpu": torch.zeros(3, dtype=torch.uint8)})
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """The operating system cuts every write beyond it short, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [100, 4000])
+def test_a_write_cut_short_leaves_the_checkpoint_before(tmp_path: Path, num_bytes: int) -> None:
+    """The first limit stops state.json as well, the second one the tensors."""
+    before = save(tmp_path, 1)[0]
+    with (
+        file_size_limit(num_bytes),
+        pytest.raises(CheckpointError, match=r"File too large while checkpoint step-00000002"),
+    ):
+        save(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == [before]
+    assert newest_checkpoint(tmp_path) == before
+    again = save(tmp_path, 2)[0]
+    assert newest_checkpoint(tmp_path) == again
+
+
+FULL_DISK = """
+import sys, torch
+from pathlib import Path
+from furlong.errors import CheckpointError
+from furlong.train.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
+folder = Path(sys.argv[1])
+tensors = {f"model.{i}": torch.full((100_000,), float(i)) for i in range(10)}
+saved = []
+try:
+    for step in range(1, 4):
+        saved.append(save_checkpoint(folder, step, tensors, {"step": step}))
+except CheckpointError as error:
+    print(error)
+assert [path.name for path in saved] == ["step-00000001", "step-00000002"], saved
+assert list_checkpoints(folder) == saved and newest_checkpoint(folder) == saved[-1]
+assert not list(folder.glob("*.tmp"))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
+    """A disk of 10 MB takes two checkpoints of 4 MB; the third one is cut short."""
+    mount = f"mount -t tmpfs -o size=10m none {tmp_path} && exec "
+    probe = ["unshare", "-rm", "sh", "-c"]
+    if subprocess.run([*probe, f"{mount} true"], capture_output=True).returncode:
+        pytest.skip("this system lets no one mount a small disk")
+    finished = subprocess.run(
+        [*probe, f'{mount} "$0" -c "$1" {tmp_path}', sys.executable, FULL_DISK],
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "No space left on device while checkpoint step-00000003 was written" in finished.stdout

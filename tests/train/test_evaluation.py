@@ -1,0 +1,105 @@
+"""Losses by position against transformers' own forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from furlong.api import Engine
+from furlong.data.loader import Batch, LoaderState
+from furlong.data.tokenize import Sequence
+from furlong.ops.loss import IGNORE_INDEX
+from furlong.planners.options import ChunkOptions
+from furlong.train.evaluation import evaluate
+
+LENS = (300, 1, 65, 64, 130)
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+    )
+    return LlamaForCausalLM(config).double().train()
+
+
+def make_batches() -> list[Batch]:
+    draw = np.random.default_rng(0)
+    sequences = []
+    for seq_id, seq_len in enumerate(LENS):
+        ids = draw.integers(0, 48, size=seq_len).astype(np.int32)
+        labels = ids.copy()
+        labels[: draw.integers(0, 1 + seq_len // 2)] = IGNORE_INDEX
+        sequences.append(Sequence(seq_id, "drawn", ids, labels))
+    return [
+        Batch(tuple(sequences[:1]), LoaderState(0, 1)),
+        Batch((sequences[1],), LoaderState(0, 2)),
+        Batch(tuple(sequences[2:]), LoaderState(1, 0)),
+    ]
+
+
+def true_losses(model: LlamaForCausalLM, batches: list[Batch]) -> tuple[list[int], list[float]]:
+    """Position and loss of every token with a label."""
+    positions, losses = [], []
+    for batch in batches:
+        for sequence in batch.tensors(torch.device("cpu")):
+            with torch.no_grad():
+                logits = model(sequence["input_ids"][None]).logits[0]
+            for position in range(1, len(sequence["labels"])):
+                label = sequence["labels"][position]
+                if label != IGNORE_INDEX:
+                    positions.append(position)
+                    losses.append(float(cross_entropy(logits[position - 1], label)))
+    return positions, losses
+
+
+@pytest.mark.parametrize("size", [7, 512])
+def test_loss_by_position_is_that_of_the_whole_model(size: int) -> None:
+    model, batches = make_model(), make_batches()
+    model.model.layers[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    positions, losses = true_losses(model, batches)
+    given = evaluate(Engine(model), model, batches, ChunkOptions(size=size))
+    assert given is not None
+    assert given.num_valid_tokens == len(losses)
+    assert given.loss == pytest.approx(np.mean(losses), rel=1e-12)
+    assert [(b.start, b.stop) for b in given.by_position] == [
+        (0, 64), (64, 128), (128, 256), (256, 512),
+    ]  # fmt: skip
+    for bucket in given.by_position:
+        own = [
+            loss
+            for position, loss in zip(positions, losses, strict=True)
+            if bucket.start <= position < bucket.stop
+        ]
+        assert (bucket.num_valid_tokens, bucket.loss) == (
+            len(own), pytest.approx(np.mean(own), rel=1e-12),
+        )  # fmt: skip
+    assert modes == {name: module.training for name, module in model.named_modules()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_that_is_not_finite_is_not_hidden() -> None:
+    model, batches = make_model(), make_batches()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    model.__dict__["_furlong_checked"] = True  # the self-check would refuse it before
+    given = evaluate(Engine(model), model, batches, ChunkOptions(size=32))
+    assert given is not None and np.isnan(given.loss)
+
+
+def test_it_stops_when_it_is_asked_to() -> None:
+    model, batches = make_model(), make_batches()
+    asked = iter([False, True])
+    given = evaluate(
+        Engine(model), model, batches, ChunkOptions(size=32), should_stop=lambda: next(asked)
+    )
+    assert given is None and model.training

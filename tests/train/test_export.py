@@ -1,0 +1,101 @@
+"""`furlong export`: the model of a run, of a named checkpoint, adapters and merged adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_runs import TinyRun
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from furlong.cli.main import main
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits
+
+
+def test_a_run_and_a_checkpoint_are_exported(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run)) == 0
+    assert main(["export", str(run), f"--out={tmp_path / 'last'}"]) == 0
+    last = (tmp_path / "last" / "model.safetensors").read_bytes()
+    assert last == (run / "model" / "model.safetensors").read_bytes()
+    AutoTokenizer.from_pretrained(tmp_path / "last")
+
+    assert main(["export", str(run / "checkpoints" / "step-00000006")]) == 0
+    assert f"exported step 6 to {run / 'model-step-00000006'}" in capsys.readouterr().out
+    assert (run / "model-step-00000006" / "model.safetensors").read_bytes() != last
+    AutoModelForCausalLM.from_pretrained(run / "model-step-00000006")
+
+
+def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--model.lora.rank=4", "--train.lr=1e-1")) == 0
+    assert main(["export", str(run), f"--out={tmp_path / 'adapters'}"]) == 0
+    assert main(["export", str(run), "--merge"]) == 0
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model")
+    plain = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, tmp_path / "adapters"))
+    merged_folder = run / "model-step-00000009-merged"
+    merged = logits(AutoModelForCausalLM.from_pretrained(merged_folder))
+    assert (adapted - plain).norm() > 0.1 * plain.norm()
+    assert (merged - adapted).norm() < 1e-5 * adapted.norm()
+    AutoTokenizer.from_pretrained(merged_folder)
+
+
+def test_another_base_is_refused(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(tiny_run.folder / "model").save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_run.folder / "model").save_pretrained(base)
+    run = tmp_path / "run"
+    flags = [f"--model.name={base}", "--model.lora.rank=2", "--train.epochs=1"]
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    changed = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-3
+    changed.save_pretrained(base)
+    capsys.readouterr()
+    assert main(["export", str(run), "--merge"]) == 2
+    assert "other than those that the adapters were trained upon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "the following arguments are required: RUN_OR_CHECKPOINT"),
+        (["{run}", "--merge"], "--merge for a checkpoint without adapters"),
+        (["{run}/nowhere"], "nowhere, which holds no checkpoint"),
+        (["{run}", "--out={run}/model"], "model exists"),
+        (["{run}", "--marge"], "unrecognized arguments: --marge"),
+        (["{run}/checkpoints/step-00000003"], "checkpoint step-00000003 is damaged: state.json"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    part: str,
+) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    state = run / "checkpoints" / "step-00000003" / "state.json"
+    if "step-00000003" in part:
+        state.write_text(state.read_text()[:-5])
+    before = sorted(run.rglob("*"))
+    capsys.readouterr()
+    assert main(["export", *(a.format(run=run) for a in arguments)]) == 2
+    message = capsys.readouterr().err
+    assert part in message
+    assert len(message.splitlines()) == 4
+    assert sorted(run.rglob("*")) == before

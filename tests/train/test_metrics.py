@@ -1,0 +1,180 @@
+"""What the log writes, keeps and hands on."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.train import metrics, trackers
+from furlong.train.evaluation import Bucket, Evaluation
+from furlong.train.metrics import MetricsLog, format_position, open_bar
+from furlong.train.step import StepFigures
+
+FIGURES = StepFigures(
+    loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
+    longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, forward_s=0.5, recompute_s=0.25,
+    backward_s=1.0, data_s=0.01, step_s=2.0,
+)  # fmt: skip
+
+
+class Seen:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, Any]]] = []
+
+    def track(self, step: int, values: Any) -> None:
+        self.seen.append((step, dict(values)))
+
+
+def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None:
+    lines: list[str] = []
+    tracker, steps = Seen(), []
+    evaluation = Evaluation(2.0, 30, (Bucket(0, 64, 2.5, 20), Bucket(1024, 2048, 1.0, 10)))
+    file = tmp_path / "metrics.jsonl"
+    with MetricsLog(file, 10, lines.append, trackers=[tracker], advance=steps.append) as log:
+        log.step(3, FIGURES)
+        log.evaluation(3, {"held-out": evaluation, "training": evaluation}, 0.5)
+        assert log.num_bytes == file.stat().st_size
+    step, evaluated = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (step["loss"], step["peak_memory_bytes"], "mfu" in step) == (2.5, 2**30, False)
+    assert (evaluated["eval_loss"], evaluated["eval_training_loss"]) == (2.0, 2.0)
+    assert evaluated["eval_by_position"][1] == {
+        "start": 1024, "stop": 2048, "loss": 1.0, "num_valid_tokens": 10,
+    }  # fmt: skip
+    assert lines[0].startswith("step  3/10  loss 2.5000") and "MFU" not in lines[0]
+    assert lines[1] == "held-out loss 2.0000 after step 3; by position <64 2.500  <2K 1.000"
+    assert steps == [3]
+    assert [at for at, _ in tracker.seen] == [3, 3, 3]
+    assert tracker.seen[1][1] == {
+        "eval_loss": 2.0, "eval_loss_at_0": 2.5, "eval_loss_at_1024": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep_bytes", "kept"), [(8, 1), (15, 1), (16, 2), (24, 3), (99, 3)])
+def test_a_continued_log_keeps_whole_lines_of_what_it_knows(
+    tmp_path: Path, keep_bytes: int, kept: int
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"a":1}\n' * 3 + '{"torn')
+    with MetricsLog(file, 1, keep_bytes=keep_bytes) as log:
+        assert log.num_bytes == 8 * kept
+        log.skipped(4)
+    assert [json.loads(line) for line in file.read_text().splitlines()][:-1] == [{"a": 1}] * kept
+
+
+def test_positions_are_told_as_context_lengths() -> None:
+    assert [format_position(2**n) for n in (6, 9, 10, 17, 20)] == ["64", "512", "1K", "128K", "1M"]
+
+
+def test_a_terminal_shows_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(metrics.sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    with ExitStack() as stack:
+        say, advance = open_bar(stack, 2, 8)
+        say("step 3/8  [loss] " + "x" * 70)
+        advance(3)
+    shown = terminal.getvalue()
+    assert "step 3/8  [loss] " + "x" * 70 in shown
+    assert "3/8" in shown.rpartition("x")[2]
+
+
+def test_tensorboard_gets_every_figure(tiny_run: TinyRun, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    flags = ["--log.tensorboard=true", f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"]
+    flags += ["--train.epochs=1", "--train.eval_train_share=0.3"]
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
+    assert [event.step for event in events.Scalars("eval_training_loss_at_0")] == [0, 3]
+
+
+class FakeRun:
+    """Stands in for a run of Weights & Biases, whose package is large and wants a network."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.id = settings["id"] or "abc123"
+        self.settings = settings
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[FakeRun] = []
+
+    def init(**settings: Any) -> FakeRun:
+        runs.append(FakeRun(**settings))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for start_step in (0, 4):
+        with ExitStack() as stack:
+            (tracker,) = trackers.open_trackers(
+                stack,
+                tmp_path,
+                tensorboard=False,
+                wandb="trials",
+                config={"out": "x"},
+                start_step=start_step,
+            )
+            tracker.track(start_step + 1, {"loss": 2.0})
+    assert [run.settings["id"] for run in runs] == [None, "abc123"]
+    assert all(run.settings["project"] == "trials" and run.finished for run in runs)
+    assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
+
+
+def test_weights_and_biases_gets_every_figure(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real package, where it is installed."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    flags = ["--log.wandb=trials", "--train.epochs=1"]
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    run_id = json.loads((run / "wandb.json").read_text())["id"]
+    assert list((run / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+
+
+def test_a_package_that_is_not_installed_is_named_before_anything_is_written(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    for flag, package in (("--log.tensorboard=true", "tensorboard"), ("--log.wandb=x", "wandb")):
+        assert main(tiny_run.arguments(tmp_path / "run", flag)) == 2
+        assert f"pip install 'furlong[{package}]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

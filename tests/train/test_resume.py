@@ -1,0 +1,289 @@
+"""A run that stops and goes on is the run that did not stop."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.train import run_folder
+from furlong.train.loop import MetricsLog
+
+TIMES = ("_s", "tokens_per_s", "peak_memory_bytes")
+LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
+
+
+def weights(run: Path) -> bytes:
+    return next((run / "model").glob("*.safetensors")).read_bytes()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the machine's speed."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
+        for line in lines
+    ]
+
+
+def report(run: Path) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in json.loads((run / "report.json").read_text()).items()
+        if not key.endswith((*TIMES, "_folder"))
+    }
+
+
+def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Sends this process a signal while it takes a step."""
+    original = MetricsLog.step
+
+    def send(log: MetricsLog, at: int, figures: Any) -> None:
+        original(log, at, figures)
+        if at == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(MetricsLog, "step", send)
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "saved_step"),
+    [
+        (signal.SIGTERM, (), 5),
+        (signal.SIGINT, ("--train.save_every_steps=5",), 5),
+        (signal.SIGTERM, LORA, 5),
+        (signal.SIGTERM, ("--chunks.keep=kv", "--train.weight_decay=0.1"), 5),
+    ],
+    ids=["sigterm", "sigint", "lora with dropout", "keep kv"],
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    flags: tuple[str, ...],
+    saved_step: int,
+) -> None:
+    flags = (*flags, f"--data.eval={tiny_run.folder / 'held-out.jsonl'}")
+    assert main(tiny_run.arguments(tmp_path / "whole", *flags)) == 0
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        signal_after(patched, saved_step, number)
+        assert main(tiny_run.arguments(run, *flags)) == 0
+    printed = capsys.readouterr().out
+    assert f"stopped by {signal.Signals(number).name} after step 5 of 9" in printed
+    assert f"go on with: furlong train {run / 'config.json'} --resume" in printed
+    assert not (run / "report.json").exists()
+    assert (run / "checkpoints" / "step-00000005").is_dir()
+
+    assert main(["train", str(run / "config.json"), "--resume"]) == 0
+    assert "resumed from step-00000005: step 5 of 9" in capsys.readouterr().out
+    assert weights(run) == weights(tmp_path / "whole")
+    assert records(run) == records(tmp_path / "whole")
+    assert report(run) == report(tmp_path / "whole")
+
+    before = (run / "report.json").stat().st_mtime_ns
+    assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert (run / "report.json").stat().st_mtime_ns == before
+
+
+def test_a_second_interrupt_ends_the_process_at_once(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = MetricsLog.step
+
+    def interrupt_twice(log: MetricsLog, at: int, figures: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        original(log, at, figures)
+
+    monkeypatch.setattr(MetricsLog, "step", interrupt_twice)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        main(tiny_run.arguments(tmp_path / "run"))
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+def stop_at(run: TinyRun, out: Path, monkeypatch: pytest.MonkeyPatch, step: int = 5) -> None:
+    with monkeypatch.context() as patched:
+        signal_after(patched, step)
+        assert main(run.arguments(out)) == 0
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(tiny_run.arguments(tmp_path / "whole")) == 0
+    run = tmp_path / "run"
+    stop_at(tiny_run, run, monkeypatch)
+    damaged = run / "checkpoints" / "step-00000005"
+    tensors = next(damaged.glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    capsys.readouterr()
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+    printed = capsys.readouterr().out
+    assert "not loaded: checkpoint step-00000005 is damaged" in printed
+    assert "resumed from step-00000004" in printed
+    assert weights(run) == weights(tmp_path / "whole")
+    assert records(run) == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--train.lr=3e-3"], "train.lr = 0.003, the run has 0.01"),
+        (["--train.epochs=4"], "train.epochs = 4.0, the run has 3.0"),
+        (["--data.max_seq_len=300"], "data.max_seq_len = 300, the run has 256"),
+        (["--model.lora.rank=4"], "model.lora.rank = 4, the run has None"),
+    ],
+)
+def test_a_run_folder_of_another_config_is_refused(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    named: str,
+) -> None:
+    run = tmp_path / "run"
+    stop_at(tiny_run, run, monkeypatch, step=1)
+    files = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}
+    capsys.readouterr()
+    assert main(tiny_run.arguments(run, *flags, "--resume")) == 2
+    message = capsys.readouterr().err
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "given", "required", "from", "change",
+    ]  # fmt: skip
+    assert named in message
+    assert main(tiny_run.arguments(run)) == 2
+    assert "add --resume" in capsys.readouterr().err
+    now = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}
+    assert now == files
+
+
+def test_how_it_is_computed_may_change(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    stop_at(tiny_run, run, monkeypatch)
+    flags = ["--chunks.size=16", "--train.save_every_steps=3", "--resume"]
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    assert "options are decided again, for these keys have changed: chunks.size" in (
+        capsys.readouterr().out
+    )
+    assert json.loads((run / "options.json").read_text())["size"] == 16
+    assert json.loads((run / "config.json").read_text())["train"]["save_every_steps"] == 3
+    kept = sorted(path.name[-1] for path in (run / "checkpoints").iterdir())
+    assert kept == ["5", "6", "9"]
+
+
+def test_a_resumed_run_does_not_decide_again(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    stop_at(tiny_run, run, monkeypatch)
+
+    def decide(*_: Any) -> None:
+        raise AssertionError("decided again")
+
+    monkeypatch.setattr("furlong.train.run.decide_options", decide)
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+
+
+def test_other_data_is_refused(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for file in (tiny_run.folder / "texts").iterdir():
+        (texts / file.name).write_text(file.read_text())
+    run, flag = tmp_path / "run", f"--data.train={texts}"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(run, flag)) == 0
+    (texts / "0.txt").write_text("other words")
+    assert main(tiny_run.arguments(run, flag, "--resume")) == 2
+    assert "training data other than that of the checkpoint" in capsys.readouterr().err
+
+
+def test_nothing_to_resume_is_a_new_run(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".config.json.tmp").write_text("{")  # killed before the run began
+    assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 0
+    assert f"nothing to resume in {run}: a new run" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("precious")
+    assert main(tiny_run.arguments(tmp_path / "other", "--resume")) == 2
+    assert "which is not empty" in capsys.readouterr().err
+
+
+def test_one_process_per_run_folder(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    stop_at(tiny_run, run, monkeypatch, step=2)
+    with (run / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(tiny_run.arguments(run, "--resume")) == 2
+    assert "in which another process is training" in capsys.readouterr().err
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+
+
+def test_a_disk_without_room_is_told_before_the_first_step(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usage = run_folder.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    assert main(tiny_run.arguments(tmp_path / "run")) == 2
+    message = capsys.readouterr().err
+    assert "9.77 KiB free on the disk" in message and "4 checkpoints of" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_divergence_stops_the_run_and_leaves_the_last_checkpoint(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate of 1e30 makes the weights infinite: the loss of the next step is NaN."""
+    flags = ["--train.lr=1e30", "--train.schedule=constant", "--train.warmup_ratio=0"]
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, *flags, "--train.save_every_steps=1")) == 2
+    message = capsys.readouterr().err
+    figures = re.search(r"loss (\S+), gradient norm (\S+) in step 2; the weights", message)
+    assert figures and not all(math.isfinite(float(figure)) for figure in figures.groups())
+    assert "still those of step 1" in message
+    assert "the sequences of step 2: " in message and ".txt)" in message
+    assert not (run / "report.json").exists()
+    assert main(["export", str(run)]) == 0
+    assert (run / "model-step-00000001" / "model.safetensors").exists()

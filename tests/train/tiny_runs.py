@@ -1,0 +1,73 @@
+"""A tiny model with its tokenizer, and the command line that trains it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from furlong.cli.main import main
+
+TEXTS = [" ".join(f"word{(i * j) % 17}" for j in range(1, 5 + 9 * i)) for i in range(1, 9)]
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """Files for a run of nine steps: three epochs over eight texts, three at a time."""
+
+    folder: Path
+
+    def arguments(self, out: Path, *flags: str) -> list[str]:
+        """`furlong train` with `out`; flags replace what is set here."""
+        values = {
+            "--model.name": str(self.folder / "model"),
+            "--model.dtype": "float32",
+            "--data.train": str(self.folder / "texts"),
+            "--data.max_seq_len": "256",
+            "--chunks.size": "32",
+            "--train.epochs": "3",
+            "--train.sequences_per_step": "3",
+            "--train.lr": "1e-2",
+            "--train.eval_every_steps": "4",
+            "--train.save_every_steps": "2",
+            "--out": str(out),
+        }
+        values |= dict(flag.split("=", 1) for flag in flags if "=" in flag)
+        switches = [flag for flag in flags if "=" not in flag]
+        return ["train", *(f"{key}={value}" for key, value in values.items()), *switches]
+
+
+def build_tiny_run(folder: Path) -> TinyRun:
+    """Writes model, tokenizer and texts into a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(special_tokens=["<end>"], vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    wrapped.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    (folder / "held-out.jsonl").write_text(json.dumps({"text": TEXTS[3][10:]}) + "\n")
+    return TinyRun(folder)
+
+
+def run_command(arguments: list[str]) -> None:
+    """The command as the whole life of a process."""
+    raise SystemExit(main(arguments))

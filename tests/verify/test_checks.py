@@ -1,0 +1,136 @@
+"""The proofs hold for a sound engine, and each fails for the one that breaks what it proves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import furlong
+from furlong.api import Engine
+from furlong.kv.store import KVStore
+from furlong.runtime import executor
+from furlong.runtime.cell import Cell
+from furlong.verify.checks import (
+    Finding,
+    bound_of,
+    check_accumulation,
+    check_gradients,
+    check_isolation,
+)
+from furlong.verify.shrink import shrink_config
+from furlong.verify.subject import EXACT, ROUNDED, Subject, build_subject
+
+OPTIONS = furlong.ChunkOptions(size=16)
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
+FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 8}, EXACT),
+    "mistral": ("MistralConfig", {}, EXACT),
+    "gpt_neox": ("GPTNeoXConfig", {}, EXACT),
+    "mixtral": ("MixtralConfig", {}, EXACT),
+    "gpt_oss": ("GptOssConfig", {}, EXACT),
+    "gemma2": ("Gemma2Config", {}, ROUNDED),
+    "gemma3": ("Gemma3TextConfig", {}, ROUNDED),
+}
+QUICK = ("llama",)
+
+
+def subject_of(family: str, lora: dict[str, Any] | None = None) -> Subject:
+    config_class, settings, _ = FAMILIES[family]
+    config = getattr(transformers, config_class)(**settings)
+    return build_subject(shrink_config(config, max_seq_len=4096), OPTIONS, lora)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return subject_of("llama")
+
+
+def marked(name: str) -> Any:
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family", [marked(name) for name in FAMILIES])
+def test_a_sound_engine_passes(family: str) -> None:
+    subject = subject_of(family)
+    bound = bound_of(subject)
+    assert bound.error == FAMILIES[family][2], bound
+    for check in (check_gradients, check_isolation, check_accumulation):
+        finding = check(subject, bound)
+        assert finding.passed, finding
+
+
+def test_what_transformers_rounds_is_named() -> None:
+    assert "attention's softmax and weights of norms" in bound_of(subject_of("gemma2")).reason
+
+
+def test_adapters_are_proved_too() -> None:
+    subject = subject_of("llama", LORA)
+    finding = check_gradients(subject, bound_of(subject))
+    assert finding.passed and "lora" in finding.figure
+
+
+def run(check: Callable[..., Finding], subject: Subject) -> Finding:
+    return check(subject, bound_of(subject))
+
+
+def test_gradients_that_are_not_relayed_are_found(
+    llama: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVStore, "relayed", lambda *_: None)
+    finding = run(check_gradients, llama)
+    assert not finding.passed and "proj" in finding.figure
+
+
+def test_a_loss_that_is_a_mean_of_means_is_found(
+    llama: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Engine.forward_backward
+
+    def own_count(self: Engine, sequences: Any, options: Any, *_: Any, **given: Any) -> Any:
+        return plain(self, sequences, options, None, **given)
+
+    monkeypatch.setattr(Engine, "forward_backward", own_count)
+    assert run(check_gradients, llama).passed  # one call alone cannot tell
+    assert not run(check_accumulation, llama).passed
+
+
+def test_sequences_that_see_each_other_are_found(
+    llama: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_slice(slices: Any, *rest: Any, **given: Any) -> Cell:
+        return Cell((slice(0, slices[-1].stop),), *rest, **given)
+
+    monkeypatch.setattr(executor, "Cell", one_slice)
+    finding = run(check_isolation, llama)
+    assert not finding.passed and "moves by" in finding.figure
+
+
+def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Isolation alone would also hold for an engine that ignores its input."""
+    plain = executor.chunk_inputs
+
+    def blind(*arguments: Any) -> Any:
+        inputs = plain(*arguments)
+        inputs.input_ids.fill_(5)
+        return inputs
+
+    monkeypatch.setattr(executor, "chunk_inputs", blind)
+    assert not run(check_isolation, llama).passed
+
+
+def test_a_nan_is_no_small_error(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Engine.forward_backward
+
+    def poisoned(self: Engine, *given: Any, **named: Any) -> Any:
+        result = plain(self, *given, **named)
+        for parameter in self.model.model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+            break
+        return result
+
+    monkeypatch.setattr(Engine, "forward_backward", poisoned)
+    assert not run(check_gradients, llama).passed

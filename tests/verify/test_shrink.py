@@ -1,0 +1,87 @@
+"""The small config is of the same kind: class, pattern, ratios, RoPE; only numbers shrink."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from furlong.errors import UnsupportedModelError
+from furlong.verify.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, WINDOW, shrink_config
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(48)],
+    "long_factor": [2.0 + i for i in range(48)],
+}  # fmt: skip
+
+
+def shrink(name: str, *, max_seq_len: int = 4096, **settings: Any) -> Any:
+    return shrink_config(getattr(transformers, name)(**settings), max_seq_len=max_seq_len)
+
+
+def test_sizes_shrink_and_ratios_stay() -> None:
+    small = shrink(
+        "Qwen2Config", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+        num_hidden_layers=28, intermediate_size=18944, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6,
+                         "original_max_position_embeddings": 32768},
+    )  # fmt: skip
+    assert type(small) is transformers.Qwen2Config
+    assert (small.num_attention_heads, small.num_key_value_heads) == (14, 2)
+    assert small.hidden_size // small.num_attention_heads == 8
+    assert small.intermediate_size == pytest.approx(112 * 18944 / 3584, abs=8)
+    assert small.num_hidden_layers == len(small.layer_types) == 3
+    assert small.tie_word_embeddings
+    assert small.rope_parameters["rope_type"] == "yarn"
+
+
+def test_a_head_dim_of_its_own_stays_one() -> None:
+    small = shrink(
+        "Qwen3Config", hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128
+    )
+    assert small.head_dim * small.num_attention_heads == 2 * small.hidden_size
+
+
+def test_the_pattern_of_layers_is_shown_once_and_the_window_is_short() -> None:
+    small = shrink("Gemma3TextConfig", num_hidden_layers=26)
+    assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    assert small.sliding_window == WINDOW < LONGEST_TOKENS
+    assert set(small.rope_parameters) == {"sliding_attention", "full_attention"}
+    small = shrink("SmolLM3Config", num_hidden_layers=36)
+    assert len(small.no_rope_layers) == small.num_hidden_layers
+    assert shrink("MistralConfig", sliding_window=None).sliding_window is None
+
+
+def test_softcaps_sinks_and_experts_stay() -> None:
+    small = shrink("Gemma2Config", attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    assert (small.attn_logit_softcapping, small.final_logit_softcapping) == (50.0, 30.0)
+    small = shrink("MixtralConfig", num_local_experts=8, num_experts_per_tok=2)
+    assert (small.num_local_experts, small.num_experts_per_tok) == (4, 2)
+    assert shrink("GPTNeoXConfig").rope_parameters["partial_rotary_factor"] == 0.25
+
+
+@pytest.mark.parametrize(("max_seq_len", "is_long"), [(131072, True), (4096, False)])
+def test_longrope_keeps_its_choice(max_seq_len: int, is_long: bool) -> None:
+    small = shrink(
+        "Phi3Config", hidden_size=3072, num_attention_heads=32, max_position_embeddings=131072,
+        original_max_position_embeddings=4096, rope_parameters=LONGROPE, pad_token_id=0,
+        max_seq_len=max_seq_len,
+    )  # fmt: skip
+    parameters = small.rope_parameters
+    assert len(parameters["long_factor"]) == len(parameters["short_factor"]) == 4
+    original = parameters["original_max_position_embeddings"]
+    assert (original < SHORTEST_TOKENS) if is_long else (original > LONGEST_TOKENS)
+    assert small.max_position_embeddings / original == 32
+
+
+def test_dropout_is_off_but_attention_dropout_is_told_by_the_engine() -> None:
+    small = shrink("Phi3Config", resid_pdrop=0.1, attention_dropout=0.2, pad_token_id=0)
+    assert (small.resid_pdrop, small.attention_dropout) == (0.0, 0.2)
+
+
+def test_what_is_no_decoder_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="holds a decoder inside"):
+        shrink("Gemma3Config")
+    with pytest.raises(UnsupportedModelError, match="names no num_hidden_layers"):
+        shrink("ResNetConfig")

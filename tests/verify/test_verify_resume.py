@@ -1,0 +1,117 @@
+"""Kill and resume, sound and sabotaged, and the verb around all proofs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from furlong.cli.main import main
+from furlong.config.data import DataConfig
+from furlong.config.schema import ModelConfig, RunConfig, TrainConfig
+from furlong.verify import run as verify_run
+from furlong.verify.checks import Finding
+from furlong.verify.resume import FURLONG, check_resume
+from furlong.verify.shrink import shrink_config
+
+FORGETS_THE_MOMENTS = """
+import sys
+from furlong.train import state
+restore = state.restore_tensors
+def forget(checkpoint, model, optimizer):
+    restore(checkpoint, model, optimizer)
+    for values in optimizer.state.values():
+        values["exp_avg"].zero_()
+state.restore_tensors = forget
+"""
+
+
+def run_config(**model: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name="tiny", **model),
+        data=DataConfig(train=("none",)),
+        train=TrainConfig(lr=1e-2, weight_decay=0.1),
+    )
+
+
+def tiny() -> Any:
+    return shrink_config(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=256),
+        max_seq_len=2048,
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_weights() -> None:
+    finding = check_resume(run_config(), tiny())
+    assert finding.passed, finding
+    assert "equal bit for bit" in finding.figure
+
+
+@pytest.mark.slow
+def test_adapters_with_dropout_resume_to_the_same_weights() -> None:
+    finding = check_resume(run_config(lora={"rank": 2, "dropout": 0.1}), tiny())
+    assert finding.passed, finding
+
+
+@pytest.mark.slow
+def test_a_resume_that_forgets_is_found() -> None:
+    finding = check_resume(run_config(), tiny(), program=FORGETS_THE_MOMENTS + FURLONG)
+    assert not finding.passed and "differ" in finding.figure, finding
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_told() -> None:
+    finding = check_resume(run_config(), tiny(), program="import sys; sys.exit('no disk')")
+    assert not finding.passed and "exit code 1: no disk" in finding.figure
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_verb_prints_every_proof_and_fails_with_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    resumed: bool,
+) -> None:
+    asked = []
+
+    def instead(config: RunConfig, shrunk: Any) -> Finding:
+        asked.append((config, shrunk))
+        return Finding("resume", "not run here", resumed)
+
+    monkeypatch.setattr(verify_run, "check_resume", instead)
+    transformers.Qwen3Config(num_hidden_layers=4, max_position_embeddings=256).save_pretrained(
+        tmp_path
+    )
+    arguments = [
+        "verify",
+        f"--model.name={tmp_path}",
+        "--data.train=none",
+        "--data.max_seq_len=1024",
+    ]
+    arguments += ["--model.rope.rope_type=yarn", "--model.rope.factor=4", "--chunks.keep=kv"]
+    assert main(arguments) == (0 if resumed else 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert "Qwen3ForCausalLM, 3 layers" in lines[0] and "keep kv" in lines[0]
+    assert [line.split()[1] for line in lines[1:5]] == [
+        "gradients", "isolation", "accumulation", "resume",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:4]] == ["ok"] * 3
+    assert lines[4].startswith("ok" if resumed else "FAIL")
+    assert resumed or lines[5] == "failed: resume"
+    config, shrunk = asked[0]
+    assert shrunk.rope_parameters["rope_type"] == "yarn" and config.chunks.keep == "kv"
+
+
+def test_a_model_that_cannot_be_trained_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers.LlamaConfig(attention_dropout=0.1).save_pretrained(tmp_path)
+    flags = [f"--model.name={tmp_path}", "--data.train=none", "--data.max_seq_len=64"]
+    assert main(["verify", *flags]) == 2
+    assert "attention dropout 0.1" in capsys.readouterr().err
+    transformers.T5Config().save_pretrained(tmp_path)
+    assert main(["verify", *flags]) == 2
+    assert "model type t5" in capsys.readouterr().err
