@@ -12,9 +12,7 @@ _RESUME = "--resume"
 def run(arguments: Sequence[str]) -> int:
     config = parse_run(
         arguments,
-        switches={
-            _RESUME: "go on with the run in out, from its newest whole checkpoint"
-        },
+        switches={_RESUME: "go on with the run in out, from its newest whole checkpoint"},
     )
     # torch and transformers are loaded when the command line has been found sound.
     from furlong.train.run import train
