@@ -108,7 +108,7 @@ FITTED_STRATEGIES = ("UL + ZeRO-1", "UL + AC + OC + ZeRO-1")
 
 
 def fpdt_strategies() -> Table:
-    """Two unknowns on two rows: one factor on the activations, and bytes per logit.
+    """Two unknowns on two rows: one factor on the graphs, and bytes per logit.
 
     The peak is at the loss, before any gradient of a weight exists (ZeRO-1 and ZeRO-2 print the
     same 65.5): weights and optimizer state, the graph or what checkpointing leaves of it, logits.
@@ -143,7 +143,7 @@ def fpdt_strategies() -> Table:
 
 
 def fpdt_parts(shape: ModelShape, s: Strategy) -> tuple[float, float, float]:
-    """(static bytes, activation bytes, logits) of one device at the loss."""
+    """(exact bytes, bytes of graphs, logits) of one device at the loss; kept inputs are exact."""
     training = Training(gradient_bytes=2, zero_stage=s.zero_stage)
     state = training.state_bytes(shape, (shape.num_layers,), WHOLE, 8)
     gathered = training.gathered_bytes(shape, (shape.num_layers,), WHOLE, 8)
@@ -161,10 +161,11 @@ def fpdt_parts(shape: ModelShape, s: Strategy) -> tuple[float, float, float]:
     logits = local * shape.vocab_size
     if s.fpdt:
         chunks = s.context / 64
-        return static, 5 * hidden * local + (layer + working) / chunks, logits / (32 * chunks)
+        whole_states = 5 * hidden * local  # the slide: hidden 2, other operations 3
+        return static + whole_states, (layer + working) / chunks, logits / (32 * chunks)
     if not s.checkpoints:
         return static, layer * shape.num_layers, logits
-    return static, layer + working + (0.0 if s.offloaded else inputs), logits
+    return static + (0.0 if s.offloaded else inputs), layer + working, logits
 
 
 BUCKETS = {"Qwen2.5-0.5B": 26, "Qwen2.5-7B": 13}

@@ -209,7 +209,7 @@ def chunkflow_table_6(num_batches: int = 12) -> Table:
     return Table(
         "ChunkFlow, Table 6: Qwen2.5-7B, TP 4, PP 4, 256K", "K tokens; ratios of seconds", rows,
         (
-            "nothing is fitted: half_tokens is the default 256 of an A100",
+            "nothing is fitted: half_tokens is the default of an A100, 255",
             f"absolute: paper {TABLE_6[8, 4]:.1f} s, ours {seconds[8, 4]:.1f} s per step of "
             f"{tokens / 1e3:.0f}K tokens as Table 2 distributes them, {with_long:.1f} s with one "
             "more sequence of 200K: the paper's average step must hold such a sequence, of Table "

@@ -40,14 +40,14 @@ def main() -> int:
     first += [f"--data.train={run}/data/short.jsonl", f"--data.max_seq_len={SHORT}"]
     first += ["--train.steps=450", "--train.sequences_per_step=16", "--train.lr=4e-3"]
     then = [f"--model.name={short}", f"--data.train={run}/data/long.jsonl"]
-    if code := furlong(["train", str(YAML), *first, f"--out={run}/short"]):
-        return code
+    if furlong(["train", str(YAML), *first, f"--out={run}/short"]) or not short.is_dir():
+        return 1
     rows = {
         f"trained at {SHORT} positions": losses_by_position(run, short),
         "the same with YaRN": losses_by_position(run, short, YARN),
     }
-    if code := furlong(["train", str(YAML), *then, f"--out={run}/long"]):
-        return code
+    if furlong(["train", str(YAML), *then, f"--out={run}/long"]) or not long.is_dir():
+        return 1
     rows[f"and 40 steps at {LONG:,}"] = losses_by_position(run, long)
     show(rows)
     return 0

@@ -3,7 +3,7 @@
 import pytest
 
 from furlong.cost.calibration import fit_efficiency
-from furlong.cost.hardware import THIS_CPU, Efficiency, hardware, with_efficiency
+from furlong.cost.hardware import THIS_CPU, Efficiency, hardware
 from furlong.cost.known_hardware import KNOWN
 from furlong.cost.links import Link, Links
 from furlong.cost.skrull import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
@@ -57,8 +57,13 @@ def test_efficiency_saturates():
     eff = Efficiency(0.6, 256)
     assert eff.at(256) == pytest.approx(0.3)
     assert eff.at(100_000) == pytest.approx(0.6, rel=3e-3)
-    spec = with_efficiency(hardware("A100-80"), best=0.5, half_tokens=10)
-    assert spec.linear == spec.attention_backward == Efficiency(0.5, 10)
+
+
+def test_half_tokens_follow_the_roofline():
+    """256 on an A100 (ChunkFlow, Table 6), 128 on an RTX 3090 (SeCO, 4.2)."""
+    assert hardware("A100-80").linear.half_tokens == pytest.approx(256, rel=0.01)
+    assert hardware("RTX3090").linear.half_tokens == pytest.approx(128, rel=0.02)
+    assert hardware("H200").linear.half_tokens < hardware("H100").linear.half_tokens
 
 
 def test_the_efficiency_of_measured_calls_is_found_again():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.hardware import Efficiency, hardware, with_efficiency
+from furlong.cost.hardware import Efficiency, hardware
 from furlong.cost.known_models import model_shape
 from furlong.cost.links import Link
 from furlong.cost.model import CostModel
@@ -30,6 +30,8 @@ from furlong.simulate.clock import simulate, time_actions
 
 SHAPE = model_shape("Llama-3-8B")
 A100 = hardware("A100-80")
+HALF = Efficiency(best=0.5, half_tokens=0)
+EXACT = replace(A100, linear=HALF, attention_forward=HALF, attention_backward=HALF)
 LONG = 32 * 1024
 
 
@@ -86,7 +88,7 @@ def test_a_group_is_as_slow_as_its_slowest_process():
 
 
 def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
-    model = CostModel(SHAPE, with_efficiency(A100, best=0.5, half_tokens=0))
+    model = CostModel(SHAPE, EXACT)
     whole = forward_s(one_chunk(Slice(0, 0, LONG)), model)
     eighth = forward_s(one_chunk(Slice(0, 0, LONG, SHARDED), sp_size=8), model)
     moved = LONG / 8 * (2 * 4096 + 2 * 1024) * 2 * 7 / 8
@@ -98,10 +100,9 @@ def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
 
 
 def test_tensor_parallelism_divides_work_and_pays_gathers():
-    exact = with_efficiency(A100, best=0.5, half_tokens=0)
     plan = one_chunk(Slice(0, 0, LONG))
-    whole = forward_s(plan, CostModel(SHAPE, exact))
-    quarter = forward_s(plan, CostModel(SHAPE, exact, Training(tp_size=4)))
+    whole = forward_s(plan, CostModel(SHAPE, EXACT))
+    quarter = forward_s(plan, CostModel(SHAPE, EXACT, Training(tp_size=4)))
     link = A100.links.within_node
     gathers = 32 * 4 * (link.latency_s + LONG * 4096 * 2 * 3 / 4 / link.bytes_per_s)
     assert quarter == pytest.approx(whole / 4 + gathers)
@@ -173,7 +174,7 @@ def test_a_packed_chunk_that_keeps_little_computes_nothing_before_its_recompute(
 def test_evaluation_pays_the_head_forward_only():
     evaluate = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32, backward=False)
     train = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32)
-    model = CostModel(SHAPE, with_efficiency(A100, best=0.5, half_tokens=0))
+    model = CostModel(SHAPE, EXACT)
     head = 2 * SHAPE.embedding_parameters * 4096 / (0.5 * 312e12)
     alone = model.costs(evaluate).compute_s(evaluate.actions[0][0], 0)
     assert alone == pytest.approx(model.costs(train).compute_s(train.actions[0][0], 0) + head)
@@ -235,4 +236,3 @@ def test_simulated_timeline_has_seconds_and_bytes():
         > model.training.state_bytes(SHAPE, plan.stages, frozenset((1,)), 1).total
     )
     assert model.memory().budget_bytes(0) == A100.budget_bytes
-    assert Efficiency(1, 0).at(5) == 1

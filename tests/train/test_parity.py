@@ -16,8 +16,8 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
-from furlong.train.evaluation import Evaluation, evaluate
-from furlong.train.loop import HELD_OUT, Cadence, run_steps
+from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
+from furlong.train.loop import Cadence, run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.optimizer import build_optimizer, build_schedule
 

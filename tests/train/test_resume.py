@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import re
 import signal
 from pathlib import Path
@@ -50,7 +49,7 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signa
     def send(log: MetricsLog, at: int, figures: Any) -> None:
         original(log, at, figures)
         if at == step:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(MetricsLog, "step", send)
 
@@ -104,8 +103,8 @@ def test_a_second_interrupt_ends_the_process_at_once(
     original = MetricsLog.step
 
     def interrupt_twice(log: MetricsLog, at: int, figures: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         original(log, at, figures)
 
     monkeypatch.setattr(MetricsLog, "step", interrupt_twice)
@@ -234,7 +233,8 @@ def test_nothing_to_resume_is_a_new_run(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / ".config.json.tmp").write_text("{")  # killed before the run began
+    for name in (".lock", "options.json", ".config.json.tmp"):  # killed before the run began
+        (run / name).write_text("{")
     assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 0
     assert f"nothing to resume in {run}: a new run" in capsys.readouterr().out
     (tmp_path / "other").mkdir()

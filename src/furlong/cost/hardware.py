@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
@@ -140,9 +140,3 @@ def _measured_flops_per_s(size: int = 768) -> float:
         np.matmul(a, a, out=out)
         best_s = min(best_s, time.perf_counter() - start_s)
     return 2 * size**3 / best_s
-
-
-def with_efficiency(spec: HardwareSpec, *, best: float, half_tokens: float) -> HardwareSpec:
-    """The same device with one efficiency for matrices and attention alike."""
-    one = Efficiency(best, half_tokens)
-    return replace(spec, linear=one, attention_forward=one, attention_backward=one)

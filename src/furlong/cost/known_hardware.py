@@ -17,9 +17,10 @@ MIB = 2**20
 
 _ASSUMED = {
     "linear_best, attention_*_best": "assumed, from what FlashAttention-2 (50 to 73 % of an A100's "
-    "peak) and Megatron-LM (52 % with recompute counted out) report; calibrate",
-    "half_tokens": "assumed between the roofline (peak / memory bandwidth = 150 to 300 tokens) and "
-    "ChunkFlow's Table 6 (see benchmarks/paper_fits.py); calibrate",
+    "peak) and Megatron-LM (52 %, everything included) report; calibrate",
+    "half_tokens": "assumed: 5/3 of the roofline's balance (peak over memory bandwidth as tokens); "
+    "gives an A100 the loss of small chunks in ChunkFlow's Table 6, and an RTX 3090 the 128 tokens "
+    "beyond which SeCO (4.2) sees little gain; calibrate",
     "layer_launch_s": "assumed: some 25 kernels at 6 us, as eager modules launch them; calibrate",
     "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
     "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
@@ -40,7 +41,6 @@ class Figures:
     linear_best: float = 0.62
     attention_forward_best: float = 0.55
     attention_backward_best: float = 0.48
-    half_tokens: float = 256
     layer_launch_s: float = 1.5e-4
     within_latency_s: float = 2e-5
     between_latency_s: float = 3e-5
@@ -48,6 +48,11 @@ class Figures:
     disk_bytes_per_s: float = 5e8
     collectives: Mapping[tuple[Collective, bool], Link] | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def half_tokens(self) -> float:
+        """A matrix in bf16 is read in the time in which peak / bandwidth tokens go through it."""
+        return 5 / 3 * self.peak_flops_per_s / self.memory_bytes_per_s
 
     @property
     def reserved_bytes(self) -> int:
@@ -128,10 +133,8 @@ KNOWN: dict[str, Figures] = {
         sources=_sources("NVIDIA DGX B200 data sheet, per device", "DGX B200: 400 Gb/s per device"),
     ),
     "RTX3090": replace(
-        _CARD, peak_flops_per_s=71e12, memory_bytes_per_s=936e9, half_tokens=128,
-        sources=_sources("NVIDIA GA102 white paper, bf16 with float32 sums", _PC) | {
-            "half_tokens": "SeCO, 4.2: beyond 128 tokens a chunk gains little on this card",
-        },
+        _CARD, peak_flops_per_s=71e12, memory_bytes_per_s=936e9,
+        sources=_sources("NVIDIA GA102 white paper, bf16 with float32 sums", _PC),
     ),
     "RTX4090": replace(
         _CARD, sources=_sources("NVIDIA Ada white paper, bf16 with float32 sums", _PC)

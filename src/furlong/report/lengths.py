@@ -39,7 +39,7 @@ def lengths_table(lengths: Lengths, title: str) -> Table:
     for bucket in lengths.buckets():
         sequences, tokens, flops = _shares(bucket, lengths)
         table.add_row(
-            f"{bucket.above + 1:,} to {bucket.upto:,}" if bucket.above else f"{bucket.upto:,}",
+            f"{bucket.above + 1:,} to {bucket.upto:,}",
             f"{bucket.num_sequences:,}",
             *(_percent(share) for share in (sequences, tokens, flops)),
         )

@@ -45,7 +45,7 @@ from furlong.errors import CheckpointError
 
 FORMAT_VERSION = 1
 NUM_KEPT = 3
-STATE, _MANIFEST = "state.json", "manifest.json"
+STATE, MANIFEST = "state.json", "manifest.json"
 _TEMPORARY, _DAMAGED = ".tmp", ".damaged"
 _NAME = re.compile(r"step-(\d{8,})")
 # DCP copies a file's tensors before it writes them: files of this size bound what that takes.
@@ -76,15 +76,16 @@ def save_checkpoint(
         aside.mkdir(parents=True)
         _write_tensors(aside, tensors)
         write_json(aside / STATE, state)
-        write_json(aside / _MANIFEST, {"version": FORMAT_VERSION, "files": _measure(aside)})
+        write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": _measure(aside)})
         os.rename(aside, checkpoint)
-        sync_folder(folder)
+        for parent in (folder, folder.parent):
+            sync_folder(parent)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             given=f"{error.strerror} while checkpoint {checkpoint.name} was written",
-            required=f"room for a checkpoint of {sum(t.nbytes for t in tensors.values()):,} bytes"
-            f" beside the last {num_kept}",
+            required="a folder that can be written to, with room for a checkpoint of"
+            f" {sum(t.nbytes for t in tensors.values()):,} bytes beside the last {num_kept}",
             source=str(folder),
             change="make room and continue the run with --resume; the checkpoints before are whole",
         ) from error
@@ -145,10 +146,10 @@ def set_aside(folder: Path, newest: Path | None) -> None:
 def check_checkpoint(checkpoint: Path) -> None:
     """Raises DamagedCheckpointError unless every file has the manifest's size and checksum."""
     try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         version, files = manifest["version"], dict(manifest["files"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(checkpoint, f"{_MANIFEST} cannot be read ({error})") from error
+        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
             given=f"checkpoint {checkpoint.name} of format {version}",
@@ -266,7 +267,7 @@ def _measure(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file but the manifest."""
     measured = {}
     for file in sorted(checkpoint.iterdir()):
-        if file.name != _MANIFEST:
+        if file.name != MANIFEST:
             checksum = xxhash.xxh3_128()
             with file.open("rb") as opened:
                 while block := opened.read(2**20):

@@ -16,6 +16,8 @@ from furlong.planners.options import ChunkOptions
 if TYPE_CHECKING:
     from furlong.api import Engine
 
+HELD_OUT, TRAINING = "held-out", "training"
+"""Names of what is evaluated: `data.eval`, and a share of the training sequences."""
 FIRST_BUCKET_TOKENS = 64
 """Earlier positions are one bucket: they hold few tokens."""
 

@@ -12,6 +12,7 @@ from furlong.data.tokenize import load_tokenizer
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.build import check_export_folder, export_model
 from furlong.train.checkpoint import (
+    MANIFEST,
     STATE,
     check_checkpoint,
     load_tensors,
@@ -64,7 +65,7 @@ def _merged(model: Any) -> Any:
 
 
 def _find_checkpoint(source: Path) -> Path:
-    if source.parent.name == CHECKPOINTS and source.is_dir():
+    if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
         check_checkpoint(source)
         return source
     checkpoint = newest_checkpoint(source / CHECKPOINTS)

@@ -12,15 +12,13 @@ from torch import nn
 
 from furlong.data.loader import Batch, LoaderState
 from furlong.planners.options import ChunkOptions
-from furlong.train.evaluation import Evaluation
+from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.step import StepFigures, train_step, trained_parameters
 
 if TYPE_CHECKING:
     from furlong.api import Engine
-
-HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from furlong.train.evaluation import Evaluation
+from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.step import StepFigures
 from furlong.train.trackers import Tracker
 from furlong.units import format_bytes, format_count, format_seconds
@@ -81,10 +81,10 @@ class MetricsLog:
         self._advance(step)
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
-        """`evaluations` by name of the data set; the JSON keys of `held-out` are `eval_...`."""
+        """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""
         record: dict[str, object] = {"step": step, "eval_s": seconds}
         for name, evaluation in evaluations.items():
-            key = "eval" if name == "held-out" else f"eval_{name.replace('-', '_')}"
+            key = "eval" if name == HELD_OUT else f"eval_{name}"
             record[f"{key}_loss"] = evaluation.loss
             record[f"{key}_by_position"] = [asdict(bucket) for bucket in evaluation.by_position]
             self._track(

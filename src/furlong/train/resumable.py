@@ -19,8 +19,8 @@ from furlong.data.loader import Batch, LoaderState, in_order
 from furlong.data.tokenize import Sequence
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import list_checkpoints, write_json
-from furlong.train.evaluation import Evaluation, evaluate
-from furlong.train.loop import HELD_OUT, Cadence, LoopFigures, Progress, run_steps
+from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
+from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.metrics import MetricsLog, open_bar
 from furlong.train.mfu import MfuMeter, build_meter
 from furlong.train.optimizer import build_optimizer, build_schedule
@@ -32,9 +32,6 @@ from furlong.units import format_seconds
 
 if TYPE_CHECKING:
     from furlong.api import Engine
-
-TRAINING = "training"
-"""Name of the share of the training sequences that evaluations read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,8 @@ def _check_empty(path: Path, out: str) -> None:
 
 def _is_leftover(entry: Path) -> bool:
     """What a process that was killed before its run began may leave."""
-    return entry.name == _LOCK or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+    is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
+    return is_unfinished or entry.name in (_LOCK, OPTIONS)
 
 
 def _decided_options(

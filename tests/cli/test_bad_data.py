@@ -1,0 +1,127 @@
+"""Data that cannot be trained on, through the command: exit code 2, four parts, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from furlong.cli.main import main
+
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}(thinking){% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+USER = {"role": "user", "content": "question"}
+ANSWER = {"role": "assistant", "content": "answer"}
+TEXT = {"text": "a few words"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with a tokenizer of bytes and a chat template that forgets."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({s: i for i, s in enumerate(["<end>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = FORGETFUL
+    tokenizer.save_pretrained(tmp_path / "model")
+    transformers.LlamaConfig(
+        vocab_size=222, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    return tmp_path / "model"
+
+
+def lines(*records: Any) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+BAD: dict[str, tuple[str, str | bytes | None, tuple[str, ...], str, str]] = {
+    # file, content, flags, a part of what is said, where it is from
+    "missing file": ("a.jsonl", None, (), "no such file or folder", "data.train"),
+    "empty file": ("a.txt", "", (), "an empty file", "data.train"),
+    "empty JSON lines": ("a.jsonl", "\n \n", (), "an empty file", "data.train"),
+    "broken line": ("a.jsonl", lines(TEXT) + '{"text": "x"', (), "column", "a.jsonl:2"),
+    "a list": ("a.jsonl", "[1, 2]\n", (), "a line with a list", "a.jsonl:1"),
+    "no known field": ("a.jsonl", lines({"content": "x"}), (), "with content", "a.jsonl:1"),
+    "field missing later": ("a.jsonl", lines(TEXT, {"id": 1}), (), "with id", "a.jsonl:2"),
+    "text is no text": ("a.jsonl", lines({"text": 5}), (), "of type int", "a.jsonl:1"),
+    "unknown role": (
+        "a.jsonl", lines({"messages": [USER, {"role": "bot", "content": "x"}]}), (),
+        "message 2 of role 'bot'", "a.jsonl:1",
+    ),
+    "template not maskable": (
+        "a.jsonl", lines({"messages": [USER, ANSWER, USER, ANSWER]}), (),
+        "a chat template that cannot be masked: message 2 is another text", "model",
+    ),
+    "no label": ("a.jsonl", lines({"messages": [USER]}), (), "without a label", "data.train"),
+    "too long": (
+        "a.jsonl", lines(TEXT, {"text": "x" * 70}, {"text": "x" * 90}), (),
+        "a sequence of 91 tokens, and 1 more above the limit, of 3 sequences", "a.jsonl:3",
+    ),
+    "nothing left": (
+        "a.jsonl", lines({"text": "x" * 70}), ("--data.too_long=drop",), "1 dropped", "data.train",
+    ),
+    "token id": ("a.jsonl", lines({"input_ids": [1, 222]}), (), "token id 222", "a.jsonl:1"),
+    "token id of a text": ("a.jsonl", lines({"text": "\x7f"}), (), "token id 222", "a.jsonl:1"),
+    "label": ("a.jsonl", lines({"input_ids": [1], "labels": [-5]}), (), "label -5", "a.jsonl:1"),
+    "binary": ("a.txt", b"\x7fELF\0\0", (), "a binary file", "data.train"),
+    "junk in JSON lines": ("a.jsonl", b"\xff\xfe\xfd\n", (), "Expecting value", "a.jsonl:1"),
+    "another encoding": ("a.txt", "Война и мир".encode("cp1251"), (), "encoding", "data.train"),
+    "no Parquet": ("a.parquet", b"junk", (), "a.parquet", "a.parquet"),
+    ".json": ("a.json", "[]", (), "which may hold records", "a.json"),
+    "format": ("a.txt", "text", ("--data.format=chat",), "a record with text", "a.txt"),
+    "held-out data": ("a.jsonl", lines(TEXT), ("--data.eval=nowhere",), "nowhere", "data.eval"),
+    "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "Not a directory", "cache_dir"),
+    "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "model.name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_told_in_four_parts(
+    name: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, content, flags, told, source = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "bare")
+    data = tmp_path / file
+    if content is not None:
+        data.write_bytes(content if isinstance(content, bytes) else content.encode())
+    arguments = [
+        "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
+        f"--data.train={data}", "--data.max_seq_len=64", "--train.steps=1",
+        f"--data.cache_dir={tmp_path / 'cache'}", f"--out={tmp_path / 'run'}", *flags,
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    parts = dict(line.split(":", 1) for line in message.splitlines() if line[:1].strip())
+    assert list(parts) == ["given", "required", "from", "change"], message
+    assert told in parts["given"]
+    assert source in parts["from"]
+    assert not (tmp_path / "run").exists()
+    # The tokens of data that turned out not to fit the model may be kept, never half an entry.
+    assert not list(tmp_path.glob("cache/tokens/*.partial"))
+
+
+def test_what_was_too_long_is_reported(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text(lines(TEXT, {"text": "x" * 70}, {"text": "y" * 90}))
+    run: Callable[[str], int] = lambda mode: main(  # noqa: E731
+        [
+            "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
+            f"--data.train={data}", "--data.max_seq_len=64", f"--data.too_long={mode}",
+            "--train.steps=1", f"--out={tmp_path / mode}",
+        ]
+    )  # fmt: skip
+    assert run("truncate") == 0
+    assert "above 64: 2 truncated, 0 dropped" in capsys.readouterr().out
+    assert run("drop") == 0
+    assert "above 64: 0 truncated, 2 dropped" in capsys.readouterr().out

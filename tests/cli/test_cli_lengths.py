@@ -1,0 +1,118 @@
+"""`furlong lengths`: counts, table, file and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from furlong.cli.main import main
+from furlong.plan.lengths import read_lengths
+
+NUM_BYTES = (10, 100, 100, 3000)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({s: i for i, s in enumerate(["<end>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    wrapped.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * (n - 1)}) + "\n" for n in NUM_BYTES))
+    return file
+
+
+def test_data_and_tokenizer_are_enough(
+    tokenizer: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out, picture = tmp_path / "new" / "lengths.json", tmp_path / "lengths.png"
+    flags = [f"--tokenizer={tokenizer}", f"--out={out}", f"--picture={picture}"]
+    assert main(["lengths", str(data), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "4 sequences, format text by the field text" in said
+    assert "median 100, p90 3,000, p99 3,000, longest 3,000 tokens" in said
+    assert read_lengths(out).counts == ((10, 1), (100, 2), (3000, 1))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_file_says_where_data_and_tokenizer_are(
+    tokenizer: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Lengths are those of an epoch's draws, as the run will have them."""
+    run = tmp_path / "run.yaml"
+    out = tmp_path / "lengths.json"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "abc"}\n')
+    settings = {
+        "model": {"name": str(tokenizer)},
+        "data": {
+            "train": [{"path": str(data), "weight": 2}, str(other)],
+            "eval": "nowhere",
+            "max_seq_len": 1000,
+        },
+    }
+    run.write_text(json.dumps(settings))
+    assert main(["lengths", str(run), f"--out={out}"]) == 0
+    assert "1 sequences are longer than data.max_seq_len = 1,000" in capsys.readouterr().out
+    assert read_lengths(out).counts == ((4, 1), (10, 2), (100, 4), (3000, 2))
+    settings["data"]["too_long"] = "truncate"  # type: ignore[index]
+    run.write_text(json.dumps(settings))
+    assert main(["lengths", str(run), f"--out={out}"]) == 0
+    assert "above 1,000: 1 truncated, 0 dropped" in capsys.readouterr().out
+    assert read_lengths(out).counts == ((4, 1), (10, 2), (100, 4), (1000, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required"),
+        (["data"], "data without a tokenizer"),
+        (["a.yaml", "b.yaml"], "data without a tokenizer"),
+        (["nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["data", "--tokenizer=nowhere"], "nowhere"),
+        (["data", "--out=lengths.txt"], "--out lengths.txt"),
+        (["data", "--picture=lengths.gif"], "--picture lengths.gif"),
+        (["data", "--format=csv"], "invalid choice: 'csv'"),
+        (["data", "--tokeniser=x"], "unrecognized arguments: --tokeniser=x"),
+    ],
+)
+def test_a_wrong_command_line_is_told(arguments: list[str], told: str, capsys: Any) -> None:
+    assert main(["lengths", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert told in message.splitlines()[0]
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "given", "required", "from", "change",
+    ]  # fmt: skip
+
+
+def test_data_that_is_not_there_is_told(tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["lengths", str(tmp_path / "nowhere"), f"--tokenizer={tokenizer}"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_help_is_light() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import atexit, os, sys\n"
+        "def look():\n"
+        "    if {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules): os._exit(9)\n"
+        "atexit.register(look)\n"
+        "from furlong.cli.main import main\n"
+        "main(['lengths', '--help'])\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "--tokenizer T" in finished.stdout
