@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paper_fits import Row, Table
+from paper_tables import Row, Table
 
 from furlong.cost.activations import Activations, eager, fused
 from furlong.cost.cells import StageBytes, stage_bytes
@@ -33,12 +33,14 @@ def chunkflow_table_5() -> Table:
     """Qwen2.5-7B on TP 4, num_retained 1: framework overhead and one factor on the graphs."""
     shape = model_shape("Qwen2.5-7B")
 
-    def peak_gib(case: tuple[int, int], factor: float, overhead: float = 0.0) -> float:
+    def peak_gib(
+        case: tuple[int, int], factor: float, overhead: float = 0.0, gradient_bytes: int = 2
+    ) -> float:
         context, size = case
         options = ChunkOptions(size=size * K, num_retained=1, keep="kv", hybrid=False)
         plan = plan_chunkflow((context * K,), options, num_layers=shape.num_layers)
         memory = PlanMemory(
-            shape, Training(tp_size=4, kv_gradient_bytes=2), 0, fused(shape),
+            shape, Training(tp_size=4, kv_gradient_bytes=gradient_bytes), 0, fused(shape),
             activation_factor=factor, overhead_bytes=int(overhead * GIB), whole_logits=True,
         )  # fmt: skip
         return max(memory.bytes_after(plan, 0)) / GIB
@@ -56,13 +58,19 @@ def chunkflow_table_5() -> Table:
         )
         for case, paper in TABLE_5.items()
     ]  # fmt: skip
+    wide = {
+        case: peak_gib(case, factor, overhead, gradient_bytes=4)
+        for case in TABLE_5 if case[0] == 256
+    }  # fmt: skip
+    off = [gib / TABLE_5[case] - 1 for case, gib in wide.items()]
+    added = wide[256, 2] - peak_gib((256, 2), factor, overhead)
     return Table(
         "ChunkFlow, Table 5: peak memory of Qwen2.5-7B, TP 4, num_retained 1", "GiB", rows,
         (
             f"fitted: activation factor {factor:.2f} over fused modules that tensor parallelism "
             f"shards alike, overhead {overhead:.1f} GiB",
-            "dK,dV in bf16, as autograd hands them on; float32 sums would add 3.4 GiB at 256K and "
-            "put those rows 7 to 12 % above the paper's",
+            f"dK,dV in bf16, as autograd hands them on; float32 sums would add {added:.1f} GiB at "
+            f"256K and put those rows {min(off):.0%} to {max(off):.0%} above the paper's",
         ),
     )  # fmt: skip
 
@@ -201,9 +209,7 @@ def bucket_k(shape: ModelShape, activations: Activations) -> float:
     training = Training(gradient_bytes=2, zero_stage=2)
     stages = (shape.num_layers,)
     state = training.state_bytes(shape, stages, WHOLE, 32)
-    buckets = (
-        2 * 2 * 5e8
-    )  # DeepSpeed's default buckets of 5e8 elements: one to reduce, one to gather
+    buckets = 2 * 2 * 5e8  # DeepSpeed's default of 5e8 elements: one to reduce, one to gather
     cell: StageBytes = stage_bytes(shape, stages, 0, training, activations)
     token = cell.graph() + cell.logit * shape.vocab_size
     budget = hardware("H100").budget_bytes
@@ -222,20 +228,22 @@ def seco_lengths() -> Table:
         "SeCO: longest sequence on one RTX 3090", "K tokens", rows,
         (
             f"budget {card.budget_bytes / GIB:.1f} of {card.memory_bytes / GIB:.0f} GiB; the next "
-            "power of two would need 28.3 GiB all at once and 23.9 GiB in chunks",
+            f"power of two would need {peak_on_card(2, None) / GIB:.1f} GiB all at once and "
+            f"{peak_on_card(32, 128) / GIB:.1f} GiB in chunks",
         ),
     )  # fmt: skip
 
 
 def longest_k(chunk: int | None, candidates: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> int:
-    shape, card = model_shape("Llama-3-8B"), hardware("RTX3090")
-    training = Training(lora=Lora(rank=8), kv_gradient_bytes=2)
+    budget = hardware("RTX3090").budget_bytes
+    return max((k for k in candidates if peak_on_card(k, chunk) <= budget), default=0)
+
+
+def peak_on_card(length_k: int, chunk: int | None) -> int:
+    """Bytes that one sequence needs, in chunks of so many tokens or all at once."""
+    shape, training = model_shape("Llama-3-8B"), Training(lora=Lora(rank=8), kv_gradient_bytes=2)
     saved = replace(eager(shape, 2, training.lora), logit_bytes=HF_LOGIT_BYTES)
-    memory = PlanMemory(shape, training, card.budget_bytes, saved, whole_logits=True)
-    longest = 0
-    for length in candidates:
-        options = ChunkOptions(size=chunk or length * K, num_retained=0 if chunk else 1, keep="kv")
-        plan = plan_chunkflow((length * K,), options, num_layers=shape.num_layers)
-        if max(memory.bytes_after(plan, 0)) <= card.budget_bytes:
-            longest = length
-    return longest
+    memory = PlanMemory(shape, training, 0, saved, whole_logits=True)
+    options = ChunkOptions(size=chunk or length_k * K, num_retained=0 if chunk else 1, keep="kv")
+    plan = plan_chunkflow((length_k * K,), options, num_layers=shape.num_layers)
+    return max(memory.bytes_after(plan, 0))

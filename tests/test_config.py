@@ -92,6 +92,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--train.epochs=1", "--train.steps=2"], "both", "not both", "train.epochs", "remove"),
         (["--train.steps=null"], "none", "one of train.steps", "train.epochs", "one of them"),
         (["--model.init=random", "--model.lora.rank=2"], "random", "pretrained", "lora", "set"),
+        (["a.yaml", "b.yaml"], "b.yaml", "one run file", "command line", "remove it"),
         (["--train.lr"], "expected one argument", "--section.key=value", "command line", "--help"),
     ],
 )
@@ -116,6 +117,19 @@ def test_a_wrong_flag_is_told_in_four_parts(
         ("model: {name: x}", "no data", "run.yaml, key data", "data.train"),
         ("model: [", "expected", "run.yaml", "line"),
         ("- a", "a list", "run.yaml", "quickstart.yaml"),
+        ("", "an empty file", "run.yaml", "quickstart.yaml"),
+        ("train: {lr: 1}\ntrain: {lr: 2}", "train is there twice in line 2", "run.yaml", "line"),
+        ("data: {train: a, train: b}", "train is there twice in line 1", "run.yaml", "line"),
+        ("out: 2024-13-45", "month must be in 1..12", "run.yaml", "line"),
+        ("[" * 3000, "recursion", "run.yaml", "line"),
+        ("model: qwen\ndata: {train: x}", "model = 'qwen'", "key model", "model: {name: ...}"),
+        ("model: {name: x}\ndata: {train: 5}", "data.train = 5", "key data.train", "data.train"),
+        (
+            f"model: {{name: x}}\ndata: {{train: x}}\nout: [{'long, ' * 99}]",
+            "'long',...",
+            "out",
+            "set out",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_in_four_parts(
@@ -128,6 +142,13 @@ def test_a_wrong_file_is_told_in_four_parts(
     assert given in caught.value.given
     assert source in caught.value.source
     assert change in caught.value.change
+
+
+def test_a_file_of_other_bytes_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"out: \xff")
+    with pytest.raises(ConfigError, match=r"no UTF-8: invalid start byte at byte 5"):
+        load_run(file)
 
 
 def test_a_missing_file_is_named() -> None:

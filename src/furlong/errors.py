@@ -12,6 +12,8 @@ FurlongError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FurlongError(Exception):
     """Root of everything furlong raises on purpose."""
@@ -28,6 +30,10 @@ class UserError(FurlongError):
         super().__init__(
             f"given:    {given}\nrequired: {required}\nfrom:     {source}\nchange:   {change}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # comes back whole from another process, whatever a subclass takes to be made
+        return Exception.__new__, (type(self), *self.args), vars(self)
 
 
 class ConfigError(UserError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
 Lane = Literal["compute", "copy", "link"]
 
@@ -47,6 +47,32 @@ class Timeline:
             kind = record.action[0] if record.action[0].isupper() else record.action.split()[0]
             seconds[kind] += record.stop_s - record.start_s
         return dict(seconds)
+
+    def to_json(self) -> list[list[Any]]:
+        """One list of plain values per record, in the order of Record's fields."""
+        return [list(astuple(record)) for record in self.records]
+
+    @classmethod
+    def from_json(cls, rows: object) -> Timeline:
+        """The inverse. Raises ValueError for what `to_json` does not return."""
+        if not isinstance(rows, list):
+            raise ValueError(f"a {type(rows).__name__} in the place of a list of records")
+        return cls(tuple(_read_record(row) for row in rows))
+
+
+def _read_record(row: object) -> Record:
+    match row:
+        case [
+            int(rank),
+            ("compute" | "copy" | "link") as lane,
+            str(action),
+            float() | int() as start_s,
+            float() | int() as stop_s,
+            int(device_bytes),
+            int(host_bytes),
+        ] if rank >= 0 and 0 <= start_s <= stop_s:
+            return Record(rank, lane, action, start_s, stop_s, device_bytes, host_bytes)
+    raise ValueError(f"{row!r:.80} is no record of a timeline")
 
 
 def concatenate(timelines: Iterable[Timeline]) -> Timeline:

@@ -46,6 +46,7 @@ def lines(*records: Any) -> str:
 BAD: dict[str, tuple[str, str | bytes | None, tuple[str, ...], str, str]] = {
     # file, content, flags, a part of what is said, where it is from
     "missing file": ("a.jsonl", None, (), "no such file or folder", "data.train"),
+    "a device": ("/dev/zero", None, (), "neither a file nor a folder", "data.train"),
     "empty file": ("a.txt", "", (), "an empty file", "data.train"),
     "empty JSON lines": ("a.jsonl", "\n \n", (), "an empty file", "data.train"),
     "broken line": ("a.jsonl", lines(TEXT) + '{"text": "x"', (), "column", "a.jsonl:2"),
@@ -81,6 +82,8 @@ BAD: dict[str, tuple[str, str | bytes | None, tuple[str, ...], str, str]] = {
     "held-out data": ("a.jsonl", lines(TEXT), ("--data.eval=nowhere",), "nowhere", "data.eval"),
     "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "Not a directory", "cache_dir"),
     "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "model.name"),
+    "no place for a run": ("a.txt", "abc", ("--out=a.txt/run",), "a.txt is no folder", "out"),
+    "too long a name": ("a.txt", "abc", (f"--out={'a' * 300}",), "name too long", "out"),
 }  # fmt: skip
 
 

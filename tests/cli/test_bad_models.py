@@ -91,6 +91,15 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     for file in folder.glob("*token*"):
         file.unlink()
     assert_refused(folder, "without a tokenizer", capsys)
+    # For some families transformers then makes one that knows nothing but special tokens.
+    transformers.Qwen2Config(**TINY).save_pretrained(folder)
+    assert_refused(folder, "without a tokenizer: there is no vocabulary", capsys)
+
+
+def test_a_tokenizer_that_is_broken_is_told(folder: Path, capsys: Any) -> None:
+    transformers.LlamaConfig(**TINY).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    assert_refused(folder, "without a tokenizer", capsys)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,7 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
         ("[]", "config.json"),
         ('{"model_type": "nobody-knows"}', "nobody-knows"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "config.json: integer"),
     ],
 )
 def test_a_config_that_nobody_can_read_is_told(

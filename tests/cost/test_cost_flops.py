@@ -72,7 +72,7 @@ def perfect(attention_counts=False):
     spec = hardware("A100-80")
     free = Efficiency(1.0 if attention_counts else 1e30, 0.0)
     return HardwareSpec(
-        "perfect", 1.0, spec.memory_bytes, 0, 1.0, Efficiency(1.0, 0.0), free, free, 0.0, spec.links
+        "perfect", 1.0, spec.memory_bytes, 0, Efficiency(1.0, 0.0), free, free, 0.0, spec.links
     )
 
 

@@ -8,7 +8,7 @@ from furlong.cost.hardware import Efficiency, hardware
 from furlong.cost.known_models import model_shape
 from furlong.cost.links import Link
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.training import Lora, Training
 from furlong.plan.values import (
     SHARDED,
     Backward,
@@ -125,11 +125,12 @@ def test_collectives_on_parameters():
     )
     plan = ChunkPlan((64, 64), chunks, (32,), lists)
     n, link = SHAPE.num_parameters, A100.links.within_node
-    for zero, moves in ((0, 2), (1, 1), (3, 1)):
+    # float32 gradients: all-reduced; scattered, and bf16 weights gathered; scattered
+    for zero, calls, moved in ((0, 1, 2 * 2), (1, 2, 2 + 1), (2, 2, 2 + 1), (3, 1, 2)):
         costs = CostModel(SHAPE, A100, Training(zero_stage=zero)).costs(plan)
         assert costs.compute_s(Unshard(0), 0) == pytest.approx(2e-5 + n / link.bytes_per_s)
         assert costs.compute_s(Reduce(0), 1) == pytest.approx(
-            2e-5 + moves * 2 * n / link.bytes_per_s
+            calls * 2e-5 + moved * n / link.bytes_per_s
         )
         assert costs.compute_s(Reshard(0), 0) == 0
     single = CostModel(SHAPE, A100).costs(one_chunk(Slice(0, 0, 64)))
@@ -145,6 +146,9 @@ def test_zero_3_without_unshards_gathers_with_every_pass():
     long = one_chunk(Slice(0, 0, 16 * LONG, SHARDED), sp_size=16)
     hidden = forward_s(long, CostModel(SHAPE, A100, Training(zero_stage=2)))
     assert forward_s(long, sharded) == hidden  # hidden behind the computation
+    costs = sharded.costs(short)
+    assert costs.compute_s(Backward(0, 0), 0) >= costs.unshard_s(0) + costs.reduce_s(0)
+    assert costs.compute_s(Reduce(0), 0) == 0  # every backward has reduced its gradients
 
 
 def test_first_pass_savings_and_known_attention():
@@ -236,3 +240,28 @@ def test_simulated_timeline_has_seconds_and_bytes():
         > model.training.state_bytes(SHAPE, plan.stages, frozenset((1,)), 1).total
     )
     assert model.memory().budget_bytes(0) == A100.budget_bytes
+
+
+def test_adapters_are_recomputed_with_their_layers():
+    """All layers checkpointed: the backward pays a whole forward, adapters included."""
+    lora = CostModel(SHAPE, A100, Training(lora=Lora(rank=64, mlp=True)))
+    plain, whole = (
+        one_chunk(Slice(0, 0, 4096), actions=(Forward(0, 0, "all", layers), Backward(0, 0)))
+        for layers in (0, 32)
+    )
+    again = [lora.costs(plan).compute_s(Backward(0, 0), 0) for plan in (plain, whole)]
+    assert again[1] - again[0] == pytest.approx(forward_s(plain, lora))
+    assert forward_s(plain, lora) > forward_s(plain, CostModel(SHAPE, A100))
+
+
+def test_tensor_parallel_layers_communicate_where_their_attention_is_known():
+    model = CostModel(SHAPE, replace(A100, layer_launch_s=0.0), Training(tp_size=8))
+    slow = replace(A100.links, within_node=Link(2e-5, 300e6))
+    slower = replace(model, hardware=replace(model.hardware, links=slow))
+    options = ChunkOptions(size=4096, num_retained=1, keep="attention")
+    plan = plan_chunkflow((3 * 4096,), options, num_layers=32)
+    recompute = next(a for a in plan.actions[0] if isinstance(a, Recompute))
+    # per layer two all-gathers and two reduce-scatters of hidden states, 7/8 of them moved
+    moved = 32 * 4 * 4096 * SHAPE.hidden_size * 2 * 7 / 8
+    more = slower.costs(plan).compute_s(recompute, 0) - model.costs(plan).compute_s(recompute, 0)
+    assert more == pytest.approx(moved * (1 / 300e6 - 1 / 300e9))

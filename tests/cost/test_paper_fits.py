@@ -78,7 +78,7 @@ def test_fpdts_strategies():
 
 def test_a_miss_needs_a_cause_and_a_cause_a_miss(capsys, monkeypatch):
     import paper_fits
-    from paper_fits import Row, Table
+    from paper_tables import Row, Table
 
     missed = Row(case="a", paper=1, ours=2, tolerance=0.5)
     explained = Row(case="b", paper=1, ours=2, tolerance=0.5, cause="known")

@@ -175,7 +175,7 @@ def test_folders_and_files_of_datasets_are_read(tmp_path: Path) -> None:
 def test_a_damaged_folder_of_datasets_is_told(tmp_path: Path, content: str) -> None:
     datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "disk")
     (tmp_path / "disk" / "state.json").write_text(content)
-    with pytest.raises(DataError, match="a readable folder of datasets"):
+    with pytest.raises(DataError, match="a readable dataset folder"):
         read(tmp_path / "disk")
 
 

@@ -50,6 +50,14 @@ def test_the_picture_shows_every_bucket(tmp_path: Path, max_seq_len: int | None)
     assert "50,000" not in text
 
 
+def test_a_title_that_is_too_long_keeps_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.svg"
+    save_lengths_picture(LENGTHS, file, f"/home/{'folder/' * 30}books.jsonl")
+    text = file.read_text(encoding="utf-8")
+    (title,) = (line for line in text.splitlines() if "books.jsonl" in line)
+    assert title.strip().startswith("<!-- …") and "/home" not in title
+
+
 def test_one_length_can_be_drawn(tmp_path: Path) -> None:
     save_lengths_picture(count_lengths([1]), tmp_path / "one.png", "one")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

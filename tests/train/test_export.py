@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path
     AutoTokenizer.from_pretrained(merged_folder)
 
 
+def test_a_full_disk_leaves_no_part_of_a_model(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    before = sorted(run.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert main(["export", str(run)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
+
+
 def test_another_base_is_refused(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +93,7 @@ def test_another_base_is_refused(
         (["{run}", "--merge"], "--merge for a checkpoint without adapters"),
         (["{run}/nowhere"], "nowhere, which holds no checkpoint"),
         (["{run}", "--out={run}/model"], "model exists"),
+        (["{run}", "--out={run}/report.json/model"], "report.json is no folder"),
         (["{run}", "--marge"], "unrecognized arguments: --marge"),
         (["{run}/checkpoints/step-00000003"], "checkpoint step-00000003 is damaged: state.json"),
     ],

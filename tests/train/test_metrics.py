@@ -153,6 +153,27 @@ def test_weights_and_biases_goes_on_with_its_run(
     assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
 
 
+def test_a_run_that_weights_and_biases_refuses_can_go_on(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class WandbError(Exception):
+        pass
+
+    def init(**settings: Any) -> FakeRun:
+        raise WandbError("No API key configured.")
+
+    wandb = types.SimpleNamespace(init=init, Error=WandbError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
+    arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
+    assert main([*arguments, "--log.wandb=trials"]) == 2
+    assert "given:    log.wandb = trials: No API key configured." in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+
+
 def test_weights_and_biases_gets_every_figure(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

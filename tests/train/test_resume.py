@@ -243,6 +243,34 @@ def test_nothing_to_resume_is_a_new_run(
     assert "which is not empty" in capsys.readouterr().err
 
 
+def test_damaged_files_of_a_run_folder(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    once = ("--train.epochs=1", "--train.save_every_steps=0")
+    assert main(tiny_run.arguments(run, *once)) == 0
+    trained = weights(run)
+    (run / "report.json").write_text("{")
+    capsys.readouterr()
+    assert main(tiny_run.arguments(run, *once, "--resume")) == 2
+    assert "report.json: Expecting" in capsys.readouterr().err
+    (run / "report.json").unlink()
+    (run / "options.json").write_text("{")
+    assert main(tiny_run.arguments(run, *once, "--resume")) == 0
+    assert weights(run) == trained
+    (run / "config.json").write_text("{")
+    assert main(tiny_run.arguments(run, *once, "--resume")) == 2
+    assert f"from:     {run / 'config.json'}" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_model_holds_no_run(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ((), ("--resume",)):
+        assert main(tiny_run.arguments(tiny_run.folder / "model", *flags)) == 2
+        assert "model, which is not empty" in capsys.readouterr().err
+
+
 def test_one_process_per_run_folder(
     tiny_run: TinyRun,
     tmp_path: Path,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _RUN_FILES = (".yaml", ".yml")
 _PICTURES = (".png", ".svg")
+_MAX_NAMED = 3
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,7 +111,9 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
     tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
     data = load_data(sources, tokenizer, format=chosen.format, key="data")
     print(*data.describe(), sep="\n")
-    return _Found(_count(data.seq_lens), ", ".join(chosen.data), None)
+    num_more = len(chosen.data) - _MAX_NAMED
+    title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+    return _Found(_count(data.seq_lens), title, None)
 
 
 def _tokenizer(name: str, source: str) -> Any:

@@ -21,6 +21,8 @@ from pydantic_settings import CliSettingsSource, SettingsError
 from furlong.config.schema import RunConfig
 from furlong.errors import ConfigError
 
+_SHOWN_CHARS = 120
+
 
 class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process."""
@@ -30,11 +32,12 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             flag = message.removeprefix(prefix).split()[0].split("=")[0]
             known = [text.lstrip("-") for text in self._option_string_actions]
+            is_flag = flag.startswith("-")
             raise ConfigError(
                 given=flag,
                 required="a flag of furlong train, or one run file",
                 source="the command line",
-                change=_nearest(flag.lstrip("-"), known, "--"),
+                change=_nearest(flag.lstrip("-"), known, "--") if is_flag else "remove it",
             )
         raise ConfigError(
             given=message,
@@ -104,9 +107,23 @@ def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
     return _validated(lambda: RunConfig(**values), source, set())
 
 
+class _RunFileLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice: YAML itself takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_run_file(file: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), _RunFileLoader)
     except OSError as error:
         raise ConfigError(
             given=f"{file}: {error.strerror}",
@@ -114,13 +131,28 @@ def _read_run_file(file: str) -> dict[str, Any]:
             source="the command line",
             change="check the path; paths are relative to the folder you call furlong from",
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(
-            given=" ".join(str(error).split()),
+            given=f"bytes that are no UTF-8: {error.reason} at byte {error.start}",
+            required="a run file: text in YAML",
+            source=file,
+            change="check that it is the run file that you mean",
+        ) from error
+    # Text that looks like a date and is none is a ValueError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            given=" ".join(str(error).replace('in "<unicode string>", ', "in ").split()),
             required="YAML",
             source=file,
             change="mend the line that is named",
         ) from error
+    if values is None:
+        raise ConfigError(
+            given="an empty file",
+            required="a run: at least model.name and data.train",
+            source=file,
+            change="see examples/quickstart.yaml",
+        )
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(
             given=f"a {type(values).__name__}" if not isinstance(values, dict) else "unnamed keys",
@@ -164,7 +196,7 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
     noise = r"^Input should be |^Value error, |, unable to parse string as an? \w+"
     required = " or ".join(dict.fromkeys(re.sub(noise, "", error["msg"]) for error in errors))
     value = errors[0]["input"]
-    shown = "null" if value is None else repr(value)
+    shown = "null" if value is None else _shortened(repr(value))
     match errors[0]["type"]:
         case "extra_forbidden":
             known = _fields_at(tuple(key.split("."))[:-1])
@@ -176,6 +208,14 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
         case "missing":
             section = _fields_at(tuple(key.split(".")))
             return f"no {key}", "a value", f"add {f'{key}.{section[0]}' if section else key}"
+        case "model_type" if section := _fields_at(tuple(key.split("."))):
+            return (
+                f"{key} = {shown}",
+                f"a section with keys among {', '.join(section)}",
+                f"write {key.rpartition('.')[2]}: {{{section[0]}: ...}}",
+            )
+        case "tuple_type":
+            return f"{key} = {shown}", "a list", f"set {key} to what is required"
         case "run_length":
             return "both or none", required, "remove one of them"
         case "lora_base":
@@ -183,6 +223,10 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
         case "not_in_release":
             return f"{key} = {shown}", required, f"remove {key}"
     return f"{key} = {shown}", required, f"set {key} to what is required"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:

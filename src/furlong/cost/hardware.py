@@ -45,7 +45,6 @@ class HardwareSpec:
     memory_bytes: int
     reserved_bytes: int
     """What the driver, the context and the allocator's gaps take away from `memory_bytes`."""
-    memory_bytes_per_s: float
     linear: Efficiency
     attention_forward: Efficiency
     attention_backward: Efficiency
@@ -77,7 +76,6 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
         peak_flops_per_s=figures.peak_flops_per_s,
         memory_bytes=figures.memory_bytes,
         reserved_bytes=figures.reserved_bytes,
-        memory_bytes_per_s=figures.memory_bytes_per_s,
         linear=Efficiency(figures.linear_best, figures.half_tokens),
         attention_forward=Efficiency(figures.attention_forward_best, figures.half_tokens),
         attention_backward=Efficiency(figures.attention_backward_best, figures.half_tokens),
@@ -108,7 +106,6 @@ def this_cpu(cores: int | None = None) -> HardwareSpec:
         peak_flops_per_s=peak,
         memory_bytes=memory,
         reserved_bytes=memory // 8,
-        memory_bytes_per_s=copy,
         linear=Efficiency(0.7, 32),
         attention_forward=Efficiency(0.5, 32),
         attention_backward=Efficiency(0.5, 32),

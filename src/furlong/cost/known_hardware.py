@@ -1,6 +1,7 @@
 """Figures of devices by name, each with its source.
 
-Peaks are dense bfloat16 from the vendor's data sheets; bandwidths are per device and direction.
+Peaks are dense bfloat16 from the vendor's data sheets; bandwidths are per device and direction;
+memory is what the driver reports, a little less or more than a data sheet's round number.
 What a data sheet does not say (efficiencies, launch times, reserved memory, how a node is cabled)
 is an assumption and says so; `furlong calibrate` replaces it by measurements.
 """
@@ -61,7 +62,8 @@ class Figures:
 
 def _sources(sheet: str, node: str) -> dict[str, str]:
     return {
-        "peak_flops_per_s, memory_bytes, memory_bytes_per_s, within_bytes_per_s": sheet,
+        "peak_flops_per_s, memory_bytes_per_s, within_bytes_per_s": sheet,
+        "memory_bytes": "nvidia-smi on such a device",
         "between_bytes_per_s, devices_per_node": node,
         **_ASSUMED,
     }
@@ -127,7 +129,7 @@ KNOWN: dict[str, Figures] = {
         sources=_sources("NVIDIA H200 SXM data sheet", _DGX_H100),
     ),
     "B200": replace(
-        _H100, peak_flops_per_s=2.25e15, memory_bytes=183359 * MIB, memory_bytes_per_s=7.7e12,
+        _H100, peak_flops_per_s=2.25e15, memory_bytes=183359 * MIB, memory_bytes_per_s=8e12,
         within_bytes_per_s=900e9, linear_best=0.50, attention_forward_best=0.45,
         attention_backward_best=0.38,
         sources=_sources("NVIDIA DGX B200 data sheet, per device", "DGX B200: 400 Gb/s per device"),

@@ -101,6 +101,8 @@ class _Walk:
         self._held = frozenset(action.stage for action in computed)
         self._trained = {(a.chunk, a.stage) for a in computed if isinstance(a, Backward)}
         self._keeps = {(a.chunk, a.stage): a for a in computed if isinstance(a, Forward)}
+        rebuilt = {(a.chunk, a.stage) for a in self._actions if isinstance(a, RebuildKV)}
+        self._needs_input = self._trained | rebuilt
         # of the rank's own chunks only: a plan may have a thousand ranks
         self._tokens = {
             index: sum(
@@ -139,7 +141,7 @@ class _Walk:
         # ranks that share one stage share all of theirs, so the first one tells
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
         alike = sum(first is not None and first.stage in self._held for first in firsts)
-        group = max(1, alike) * plan.sp_size
+        group = max(1, alike) * plan.sp_size * rules.training.replicas
         state = rules.training.state_bytes(rules.shape, plan.stages, self._held, group)
         self._add("weights", state.weights)
         self._add("gradients", state.gradients)
@@ -228,10 +230,12 @@ class _Walk:
                 if stage and stage - 1 in self._held:
                     self._rename("gradient out", chunk, stage, "gradient", stage - 1)
             case Forward(chunk, stage):
-                if (chunk, stage) not in self._trained:
+                if (chunk, stage) not in self._needs_input:
                     self._let_go("input", chunk, stage)
                 if stage + 1 in self._held:
                     self._rename("output", chunk, stage, "input", stage + 1)
+            case RebuildKV(chunk, stage) if (chunk, stage) not in self._trained:
+                self._let_go("input", chunk, stage)
             case Send(payload, chunk, stage):
                 name = "output" if payload == "activation" else "gradient out"
                 self._let_go(name, chunk, stage)
@@ -259,5 +263,7 @@ class _Walk:
 
     def _rename(self, name: str, chunk: int, stage: int, new_name: str, new_stage: int) -> None:
         if (name, chunk, stage) in self._held_bytes:
-            held = self._held_bytes.pop((name, chunk, stage))
-            self._held_bytes[new_name, chunk, new_stage] = held
+            held = self._held_bytes[name, chunk, stage][1]
+            part: Part = "activations" if new_name == "input" else "buffers"
+            self._let_go(name, chunk, stage)
+            self._hold(new_name, chunk, new_stage, part, held)

@@ -11,11 +11,14 @@ its attention.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 from furlong.cost.chunks import chunk_table
 from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
+from furlong.cost.links import Collective, Link
 from furlong.cost.memory import PlanMemory
 from furlong.cost.memory_walk import MAX_TILE_LOGITS
 from furlong.cost.rates import Pass, StageRates
@@ -39,6 +42,11 @@ _TO_LAST_KV: tuple[tuple[Pass, int], ...] = (("to last kv", 0),)
 _BACKWARD: tuple[tuple[Pass, int], ...] = (("backward", 0),)
 _WITH_HEAD: tuple[tuple[Pass, int], ...] = (("backward", 0), ("head and back", 0))
 
+Hidden = Literal["all-to-all", "gathers", "streams"]
+"""What a computing action may wait for inside: the all-to-all of sharded slices, the weights that
+ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
+_NO_WAIT = Link(0.0, float("inf"))
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -50,9 +58,10 @@ class CostModel:
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
 
-    def costs(self, plan: ChunkPlan) -> PlanCosts:
-        """Seconds of every action of `plan`."""
-        return PlanCosts(self, plan)
+    def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
+        """Seconds of every action of `plan`. `free`: what takes no time, so that the difference
+        tells how long actions wait for it."""
+        return PlanCosts(self, plan, free)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""
@@ -73,9 +82,10 @@ class PlanCosts:
     following, and a node for as many devices as the hardware has per node.
     """
 
-    def __init__(self, model: CostModel, plan: ChunkPlan) -> None:
+    def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
         self._model = model
         self._plan = plan
+        self._free = free
         self._forward: dict[tuple[int, int], Forward] = {}
         self._recompute_layers: dict[tuple[int, int], int] = {}
         self._trained: set[tuple[int, int]] = set()
@@ -111,7 +121,7 @@ class PlanCosts:
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
-                return self.reduce_s(stage)
+                return self._reduce_at_end_s(stage)
             case Forward() | Recompute() | Backward() | RebuildKV():
                 passes, chunk, stage = self._passes(action), action.chunk, action.stage
                 return sum(self._seconds(kind, stage, layers)[chunk] for kind, layers in passes)
@@ -143,25 +153,41 @@ class PlanCosts:
         training = self._model.training
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
+    def _reduce_at_end_s(self, stage: int) -> float:
+        """Of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights; where
+        ZeRO-3 gathers with every pass the backwards have reduced already."""
+        training = self._model.training
+        if self._passes_gather(stage):
+            return 0.0
+        gathered = 0.0
+        if training.zero_stage in (1, 2):
+            element_bytes = training.compute_bytes
+            gathered = self._collective_s("all_gather", stage, element_bytes, trained_only=True)
+        return self.reduce_s(stage) + gathered
+
     def reduce_s(self, stage: int) -> float:
         """Gradients of a stage's trained weights: reduce-scatter where they or the optimizer are
         sharded, else all-reduce."""
         training = self._model.training
-        kind = "reduce_scatter" if training.zero_stage else "all_reduce"
-        return self._collective_s(kind, stage, training.gradient_bytes)
+        kind: Collective = "reduce_scatter" if training.zero_stage else "all_reduce"
+        return self._collective_s(kind, stage, training.gradient_bytes, trained_only=True)
 
-    def _collective_s(self, kind: str, stage: int, element_bytes: int) -> float:
+    def _collective_s(
+        self, kind: Collective, stage: int, element_bytes: int, *, trained_only: bool = False
+    ) -> float:
         model, plan = self._model, self._plan
         ranks = self._members.get(stage, ())
         per_rank = plan.sp_size * model.training.tp_size
-        devices = [r * per_rank + i for r in ranks for i in range(per_rank)]
-        group = len(ranks) * plan.sp_size
+        replicas = range(0, model.training.replicas * len(plan.actions), len(plan.actions))
+        devices = [(a + r) * per_rank + i for a in replicas for r in ranks for i in range(per_rank)]
+        group = len(ranks) * plan.sp_size * len(replicas)
         held = frozenset((stage,))
-        count = model.training.held_parameters if kind == "all_gather" else None
-        parameters = (count or model.training.trained_parameters)(model.shape, plan.stages, held)
+        training = model.training
+        count = training.trained_parameters if trained_only else training.held_parameters
+        parameters = count(model.shape, plan.stages, held)
         links = model.hardware.links
         num_bytes = parameters * element_bytes / model.training.tp_size
-        return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))  # type: ignore[arg-type]
+        return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
     def _passes(
         self, action: Forward | Recompute | Backward | RebuildKV
@@ -197,12 +223,16 @@ class PlanCosts:
             seconds = self._stage_rates(stage).seconds(kind, layers)
             if kind in ("head", "head and back"):
                 seconds = self._model.labelled_share * seconds
-            elif self._model.training.zero_stage == 3 and stage not in self._unsharded:
+            elif self._passes_gather(stage) and "gathers" not in self._free:
                 # weights come with every pass, behind its computation (FSDP's prefetch)
                 reduced = self.reduce_s(stage) if kind == "backward" else 0.0
                 seconds = seconds.clip(min=self.unshard_s(stage) + reduced)
             self._pass_s[key] = seconds.tolist()
         return self._pass_s[key]
+
+    def _passes_gather(self, stage: int) -> bool:
+        """Whether every pass of a stage gathers its weights, and every backward reduces."""
+        return self._model.training.zero_stage == 3 and stage not in self._unsharded
 
     def _loads(self, kind: Pass, stage: int, layers: int) -> list[float]:
         """The same of the loads of K,V."""
@@ -222,11 +252,13 @@ class PlanCosts:
             lora = training.lora
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
+            all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
+            stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tier]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
-                sp_link=links.effective("all_to_all", plan.sp_size, links.num_nodes(devices)),
+                sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,
                 tp_link=links.link("all_gather", links.num_nodes(devices[: training.tp_size]) > 1),
-                stream={"device": None, "host": links.host, "disk": links.disk}[plan.tier],
+                stream=None if "streams" in self._free else stream,
                 lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
                 if lora else 0,
             )  # fmt: skip

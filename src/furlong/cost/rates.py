@@ -71,15 +71,16 @@ class StageRates:
         if kind == "backward":
             frozen = self.training.lora is not None
             linear = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-            return self._slowest(linear, self._attending(kind, layers), 2 * height, backward=True)
+            return self._slowest(linear, self._attending(kind, layers), height, backward=True)
         linear = {
             "forward": flops.linear_per_token + lora,
             "to last kv": flops.linear_per_token + lora - flops.tail_per_token,
             "without attention": flops.linear_per_token + lora,
-            "first layers": sum(flops.layer_linear_per_token[:layers]),
+            "first layers": sum(flops.layer_linear_per_token[:layers])
+            + lora * layers / max(1, height),
         }[kind]
-        launched = layers if kind == "first layers" else height
-        return self._slowest(linear, self._attending(kind, layers), launched)
+        num_layers = layers if kind == "first layers" else height
+        return self._slowest(linear, self._attending(kind, layers), num_layers)
 
     def loads(self, kind: Pass, layers: int = 0) -> Array:
         """Seconds in which the pass's K,V arrive, whether it waits for them or not."""
@@ -104,11 +105,12 @@ class StageRates:
         self,
         linear_per_token: float,
         attending: tuple[int | None, ...],
-        launched_layers: int,
+        num_layers: int,
         backward: bool = False,
     ) -> Array:
-        seconds = self._layers(linear_per_token, attending, backward)
-        launched = self.hardware.layer_launch_s * launched_layers * (self.table.tokens > 0)
+        seconds = self._layers(linear_per_token, attending, backward) + num_layers * self._tp_s()
+        num_launches = 2 * num_layers if backward else num_layers
+        launched = self.hardware.layer_launch_s * num_launches * (self.table.tokens > 0)
         slowest: Array = np.maximum(seconds, launched).max(axis=0)
         return slowest
 
@@ -140,7 +142,6 @@ class StageRates:
         )
         seconds = linear + shared / sp_size / per_second
         seconds += np.maximum(local / per_second, len(attending) * self._all_to_all_s())
-        seconds += len(attending) * self._tp_s()
         if self.stream is not None and attending:
             own = linear / len(attending)
             for window, count in counts.items():

@@ -99,6 +99,32 @@ def rank_s(
     return num_layers * (overlapped + compute_s(fit, shared))
 
 
+def micro_batch_s(
+    fit: TimeFit,
+    seq_lens: Sequence[int],
+    placements: Sequence[int],
+    cp_size: int,
+    hidden_size: int,
+    kv_size: int,
+    num_layers: int = 1,
+) -> float:
+    """Eq. 1: the slowest rank's seconds. `placements`: a rank per sequence, or -1: distributed."""
+    placed = list(zip(seq_lens, placements, strict=True))
+    shared = [seq_len for seq_len, place in placed if place < 0]
+    return max(
+        rank_s(
+            fit,
+            [seq_len for seq_len, place in placed if place == rank],
+            shared,
+            cp_size,
+            hidden_size,
+            kv_size,
+            num_layers,
+        )
+        for rank in range(cp_size)
+    )
+
+
 def table_3_fit(collective: str, from_mb: float = 16) -> TimeFit:
     """Eq. 16 on Table 3: linear from `from_mb` on, below it the largest time of the table there.
     A megabyte is 10^6 bytes."""

@@ -70,6 +70,8 @@ class Training:
     optimizer: str = "adamw"
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
+    replicas: int = 1
+    """Data-parallel replicas of the whole plan that it does not list; they share its state."""
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
     kv_gradient_bytes: int = 4

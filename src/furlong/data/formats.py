@@ -75,7 +75,7 @@ def text_of(record: Record, field: str = "text") -> str:
         hint = "; conversations go into messages" if isinstance(text, list) else ""
         raise DataError(
             given=f"{field} that is {_kind(text)}",
-            required=f"a text in {field}",
+            required=f"a string in the field {field}",
             source=record.origin,
             change=f"write {field} as a string{hint}",
         )

@@ -190,7 +190,7 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
     ) as error:  # fmt: skip
         raise DataError(
             given=f"{file.path}: {' '.join(str(error).split())[:200]}",
-            required=f"a readable {'folder of datasets' if file.kind == 'dataset' else file.kind}",
+            required=f"a readable {file.kind} {'folder' if file.kind == 'dataset' else 'file'}",
             source=str(file.path),
             change="write the file again, or remove it",
         ) from error

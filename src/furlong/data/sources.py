@@ -74,7 +74,8 @@ def list_files(source: Source, key: str = "data.train") -> tuple[SourceFile, ...
         return _files_of(path, source, key)
     if not path.is_file():
         raise DataError(
-            given=f"{source.path}: no such file or folder",
+            given=f"{source.path}: "
+            + ("neither a file nor a folder" if path.exists() else "no such file or folder"),
             required="text, .jsonl or .parquet files, or folders of them",
             source=key,
             change="check the path; it is relative to the folder you call furlong from",

@@ -58,18 +58,23 @@ def load_tokenizer(name: str, source: str = "model.name") -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
+    cause: Exception | None = None
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else name, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            given=f"{name} without a tokenizer: {reason}",
-            required="tokenizer files beside config.json",
-            source=source,
-            change="save the model's tokenizer into the folder",
-        ) from error
+        # Without files transformers may build a tokenizer of the family that knows no word.
+        if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+            return tokenizer
+        reason = "there is no vocabulary"
+    except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
+        cause, reason = error, str(error).strip().split("\n")[0]
+    raise ConfigError(
+        given=f"{name} without a tokenizer: {reason}",
+        required="tokenizer files beside config.json",
+        source=source,
+        change="save the model's tokenizer into the folder",
+    ) from cause
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,20 +96,28 @@ def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    with _hushed():
-        if hasattr(model, "peft_config"):
-            model.save_pretrained(aside)
-        else:
-            model.save_pretrained(aside, state_dict=_cast(model, dtype))
-    if not hasattr(model, "peft_config"):
-        # transformers notes the dtype of the weights in memory, not of those it was handed.
-        text = (aside / "config.json").read_text(encoding="utf-8")
-        config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(aside)
-    os.rename(aside, folder)
+    try:
+        _write_model(model, aside, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    is_adapter = hasattr(model, "peft_config")
+    with _hushed():
+        if is_adapter:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=_cast(model, dtype))
+    if not is_adapter:
+        # transformers notes the dtype of the weights in memory, not of those it was handed.
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text) | {"dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def read_config(
@@ -148,7 +157,15 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            given=f"{source}, config.json: {_first_line(error)}",
+            required="sizes of which transformers can build the model",
+            source="model.name",
+            change="mend config.json, or use the model's own",
+        ) from error
 
 
 def _check_kind(config: Any, source: str) -> None:
@@ -212,7 +229,10 @@ def _add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, settings)
+        with warnings.catch_warnings():
+            # peft asks transformers for it by an older name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return peft.get_peft_model(model, settings)
     except ValueError as error:
         if "not found in the base model" not in str(error):
             raise

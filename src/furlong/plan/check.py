@@ -1,6 +1,6 @@
 """The checker: what every legal plan keeps, one function per invariant.
 
-    I1   every token is in exactly one slice
+    I1   every token is in exactly one slice, and every loss counts once (sampled: on average)
     I2   what a chunk may hold: pieces with a prefix, placements
     I7   every cell has one Forward, and one Backward (unless the plan samples its chunks)
     I3   forwards ascend, and every cell follows its neighbour in the column
@@ -21,6 +21,7 @@ and takes time linear in the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from furlong.errors import PlanError
@@ -56,6 +57,7 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
     chunks_are_well_formed(plan)
     grid = Grid(plan)
     cells_run_once(grid)
+    factors_are_of_samples(grid)
     cells_follow_neighbours(grid)
     earlier_kv_is_there(grid)
     kv_gradients_are_complete(grid)
@@ -91,6 +93,24 @@ def cells_run_once(grid: Grid) -> None:
         if trained and not counts[1]:
             why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
             raise refuse_chunk(grid.plan, rule, why, chunk)
+
+
+def factors_are_of_samples(grid: Grid) -> None:
+    """I1, of the losses. Only a plan that samples its chunks scales their gradients, by the same
+    finite factors at all stages of a chunk; in any other plan each label counts once."""
+    rule = "a Backward has factors other than 1 only in a sampled plan, equal ones at all stages"
+    factors: dict[int, tuple[float, float]] = {}
+    for at, action in enumerate(grid.actions):
+        if not isinstance(action, Backward):
+            continue
+        own = action.loss_factor, action.relay_factor
+        if not grid.plan.sampled and own != (1, 1):
+            raise grid.refuse(rule, "the plan is not sampled", at)
+        if not all(0 <= factor < inf for factor in own):
+            raise grid.refuse(rule, "a factor is at least 0 and finite", at)
+        if factors.setdefault(action.chunk, own) != own:
+            why = f"chunk {action.chunk} has other factors at another stage"
+            raise grid.refuse(rule, why, at)
 
 
 def cells_follow_neighbours(grid: Grid) -> None:
@@ -129,11 +149,18 @@ def cells_follow_neighbours(grid: Grid) -> None:
 
 
 def earlier_kv_is_there(grid: Grid) -> None:
-    """I4. K,V of a cell that keeps its input live up to the last Forward of their sequence, then
-    again from a RebuildKV on; those of other cells live up to their Backward."""
+    """I4. K,V of a cell that drops them live up to the last Forward of their sequence, then again
+    from a RebuildKV on; those of other cells live up to their Backward. A cell drops them that
+    keeps its input only, or its attention with a RebuildKV to come."""
     rule = "the K,V of earlier chunks are there when they are read"
-    keeps_input = [keep == "input" for keep in grid.keep]
-    rebuilt = bytearray(len(keeps_input))
+    of_rebuilds = {
+        cell for kind, cell in zip(grid.kinds, grid.cells, strict=True) if kind is RebuildKV
+    }
+    drops = [
+        keep == "input" or (keep == "attention" and cell in of_rebuilds)
+        for cell, keep in enumerate(grid.keep)
+    ]
+    rebuilt = bytearray(len(drops))
     num_ready: dict[tuple[int, int], int] = {}
     for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
         if kind is not Recompute and kind is not Backward and kind is not RebuildKV:
@@ -146,17 +173,17 @@ def earlier_kv_is_there(grid: Grid) -> None:
                 continue
             ready = num_ready.get((seq_id, stage), 0)
             while ready < position and (
-                not keeps_input[row + group[ready]] or rebuilt[row + group[ready]]
+                not drops[row + group[ready]] or rebuilt[row + group[ready]]
             ):
                 ready += 1
             num_ready[seq_id, stage] = ready
             if ready < position:
                 missing = grid.name(row + group[ready])
-                why = f"{missing} keeps its input only, and no RebuildKV({missing}) came before"
+                why = f"{missing} has dropped its K,V, and no RebuildKV({missing}) came before"
                 raise grid.refuse(rule, why, at)
         if kind is RebuildKV:
-            if not keeps_input[cell] or not grid.plan.continues[chunk]:
-                why = "RebuildKV is for cells that keep their input and are read by later chunks"
+            if not drops[cell] or not grid.plan.continues[chunk]:
+                why = "RebuildKV is for cells that drop their K,V and are read by later chunks"
                 raise grid.refuse(rule, why, at)
             if at < grid.forward[cell]:
                 raise grid.refuse(rule, "a RebuildKV needs its Forward", at)

@@ -73,6 +73,7 @@ def plan_1f1b(
     num_retained: int = 1,
     keep: Keep = "kv",
     tier: Tier = "device",
+    sp_size: int = 1,
     recompute: RecomputeStart = "eager",
     backward: bool = True,
 ) -> ChunkPlan:
@@ -93,7 +94,7 @@ def plan_1f1b(
             num_ahead=len(stages) - 1 - stage,
         )
         lists.append(with_messages(cells, stage, len(stages), recompute))
-    return assemble(seq_lens, groups, stages, lists, tier=tier)
+    return assemble(seq_lens, groups, stages, lists, tier=tier, sp_size=sp_size)
 
 
 def _interleave(schedules: Sequence[Sequence[Action]], *, num_ahead: int) -> list[Action]:
@@ -154,6 +155,7 @@ def assemble(
     lists: Iterable[list[Action]],
     *,
     tier: Tier = "device",
+    sp_size: int = 1,
 ) -> ChunkPlan:
     """The checked plan of every rank's list; a Reduce ends each that has a Backward."""
     chunks: list[Chunk] = [chunk for group in groups for chunk in group]
@@ -166,6 +168,7 @@ def assemble(
             for stage, actions in enumerate(lists)
         ),
         tier=tier,
+        sp_size=sp_size,
     )
     check(plan)
     return plan

@@ -25,6 +25,7 @@ def plan_seq1f1b(
     stages: Sequence[int],
     recompute_layers: Sequence[Sequence[int]] | None = None,
     tier: Tier = "device",
+    sp_size: int = 1,
 ) -> ChunkPlan:
     """A checked plan of any groups in token-level 1F1B, in the order in which they are listed.
 
@@ -32,24 +33,39 @@ def plan_seq1f1b(
     layers of the cell are checkpointed, each by its own input (default none).
     """
     numbered = number_chunks(groups)
-    counts = [len(chunks) for chunks in numbered]
-    backwards = [chunk for chunks in numbered for chunk in reversed(chunks)]
     lists = []
     for stage in range(len(stages)):
-        layers = recompute_layers[stage] if recompute_layers else [0] * len(backwards)
-        num_ahead = _num_ahead(counts, len(stages), stage)
-        cells: list[Action] = [
-            Forward(chunk, stage, "all", layers[chunk]) for chunk in range(len(backwards))
-        ]
-        paired: list[Action] = cells[:num_ahead]
-        for place, chunk in enumerate(backwards):
-            paired += cells[place + num_ahead : place + num_ahead + 1]
-            paired.append(Backward(chunk, stage))
-        lists.append(with_messages(paired, stage, len(stages)))
-    return assemble(seq_lens, groups, stages, lists, tier=tier)
+        layers = recompute_layers[stage] if recompute_layers else None
+        cells = seq1f1b_cells(numbered, len(stages), stage, layers)
+        lists.append(with_messages(cells, stage, len(stages)))
+    return assemble(seq_lens, groups, stages, lists, tier=tier, sp_size=sp_size)
 
 
-def _num_ahead(counts: Sequence[int], num_stages: int, stage: int) -> int:
+def seq1f1b_cells(
+    numbered: Sequence[range],
+    num_stages: int,
+    stage: int,
+    recompute_layers: Sequence[int] | None = None,
+) -> list[Action]:
+    """The cells of one stage in order, for groups whose chunks have the numbers `numbered`.
+
+    `recompute_layers`: those of each chunk, in forward order (default none).
+    """
+    forwards = [chunk for chunks in numbered for chunk in chunks]
+    backwards = [chunk for chunks in numbered for chunk in reversed(chunks)]
+    layers = recompute_layers or [0] * len(forwards)
+    cells: list[Action] = [
+        Forward(chunk, stage, "all", count) for chunk, count in zip(forwards, layers, strict=True)
+    ]
+    num_ahead = count_ahead([len(chunks) for chunks in numbered], num_stages, stage)
+    paired: list[Action] = cells[:num_ahead]
+    for place, chunk in enumerate(backwards):
+        paired += cells[place + num_ahead : place + num_ahead + 1]
+        paired.append(Backward(chunk, stage))
+    return paired
+
+
+def count_ahead(counts: Sequence[int], num_stages: int, stage: int) -> int:
     """Forwards before the first pair (Seq1F1B; InfiniPipe's Eq. 7 counts one more)."""
     return min(num_stages - 1 - stage + max(counts) - 1, sum(counts))
 
@@ -69,7 +85,7 @@ def windows(counts: Sequence[int], num_stages: int, stage: int) -> list[set[int]
     """The chunks whose graphs a stage holds, in forward places, each time it has most of them:
     right before each backward up to the last one that a forward precedes."""
     num_chunks = sum(counts)
-    num_ahead = _num_ahead(counts, num_stages, stage)
+    num_ahead = count_ahead(counts, num_stages, stage)
     if num_ahead == num_chunks:
         return [set(range(num_chunks))]
     places = backward_places(counts)

@@ -25,6 +25,9 @@ _DPI = 150
 _BAR, _GAP = 0.27, 0.045
 """Widths within a bucket, which is 1 wide."""
 _LABELLED_SHARE = 0.045
+_ABOVE_MARKS = 4
+_TITLE_CHAR, _ABOUT_CHAR = 0.125, 0.07
+"""Inches of an average character of the title, and of the line below it."""
 _FEWEST_BUCKETS = 6
 
 
@@ -58,22 +61,23 @@ def save_lengths_picture(
 ) -> None:
     """Writes a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
     buckets = lengths.buckets()
-    width = max(7.5, 1.9 + 0.76 * len(buckets))
-    height = 4.6
-    figure = Figure(figsize=(width, height), facecolor="white")
+    about = (
+        f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
+        f" {summary_line(lengths)}"
+    )
     left, right, bottom, top = 0.85, 0.35, 0.75, 1.3
+    width = max(7.5, 1.9 + 0.76 * len(buckets), left + right + _ABOUT_CHAR * len(about))
+    height = 4.6
+    most_chars = int((width - left - right) / _TITLE_CHAR)
+    shown = title if len(title) <= most_chars else f"…{title[1 - most_chars :]}"
+    figure = Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes(
         (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
     )
     figure.text(
-        left / width, 1 - 0.28 / height, title, fontsize=13, color=INK, weight="bold", va="center"
+        left / width, 1 - 0.28 / height, shown, fontsize=13, color=INK, weight="bold", va="center"
     )
-    figure.text(
-        left / width, 1 - 0.58 / height,
-        f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
-        f" {summary_line(lengths)}",
-        fontsize=9, color=FAINT, va="center",
-    )  # fmt: skip
+    figure.text(left / width, 1 - 0.58 / height, about, fontsize=9, color=FAINT, va="center")
     _draw_bars(axes, buckets, lengths)
     _draw_marks(axes, buckets, lengths, max_seq_len)
     figure.legend(
@@ -93,9 +97,12 @@ def _draw_bars(axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths) 
         axes.bar(places, heights, _BAR, color=colour, label=name)
         for x, share in zip(places, heights, strict=True):
             if share >= _LABELLED_SHARE:
+                told = f"{share:.0%}"
                 axes.annotate(
-                    f"{share:.0%}", (x, share), (0, 2), textcoords="offset points", fontsize=7,
-                    color=tint(INK, 0.2), ha="center", va="bottom",
+                    told, (x, share), (0, 2), textcoords="offset points",
+                    fontsize=7 if len(told) < len("100%") else 6,
+                    color=tint(INK, 0.2), ha="center", va="bottom", zorder=_ABOVE_MARKS,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
                 )  # fmt: skip
     axes.set_ylim(0, 1.08 * max(max(share) for share in shares))
     free = max(0, _FEWEST_BUCKETS - len(buckets)) / 2

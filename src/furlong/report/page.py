@@ -45,7 +45,7 @@ def _panel(scene: Scene) -> dict[str, Any]:
     return {
         "name": scene.name,
         "title": scene.title,
-        "batch": scene.batch,
+        "batch": scene.batch + (f"; {scene.note}" if scene.note else ""),
         "shares": scene.shares,
         "unit": scene.time_unit,
         "duration": scene.duration,
@@ -60,10 +60,8 @@ def _panel(scene: Scene) -> dict[str, Any]:
         "moreOwners": f"and {more} shorter ones, in the same colours again" if more else "",
         "chunks": [_chunk_words(scene.plan, chunk) for chunk in range(len(scene.plan.chunks))],
         "ranks": [
-            _rank(rank, peak, host)
-            for rank, peak, host in zip(
-                scene.ranks, figures.peak_device_bytes, figures.peak_host_bytes, strict=True
-            )
+            _rank(rank, figures.peak_device_bytes[rank.rank], figures.peak_host_bytes[rank.rank])
+            for rank in scene.ranks
         ],
     }
 

@@ -24,6 +24,8 @@ MAX_RANKS = 32
 
 _LEFT, _RIGHT, _RIGHT_OF_MEMORY = 0.95, 0.25, 1.25
 _TITLE, _AXIS, _GAP, _BETWEEN = 0.82, 0.52, 0.15, 0.2
+_NOTE = 0.18
+"""Height of a line under the title."""
 _THIN = 0.1
 """Height of the track of messages and of that of copies."""
 _DPI = 150
@@ -75,7 +77,8 @@ class _Rows:
         self._thin = [track for track, kinds in thin if scene.timed_kinds.intersection(kinds)]
         self._lane = self._cells + len(self._thin) * _THIN
         self._per_rank = self._lane + _GAP + (self._memory + 0.04 if scene.has_memory else 0.0)
-        self.height = _TITLE + len(self._ranks) * self._per_rank + _AXIS
+        self._title = _TITLE + (_NOTE if scene.note else 0.0)
+        self.height = self._title + len(self._ranks) * self._per_rank + _AXIS
 
     def draw(self, figure: Figure, top: float, longest: float) -> None:
         """Draw below `top`, in inches from the bottom; `longest` is the length of the time axis."""
@@ -84,18 +87,18 @@ class _Rows:
         left = _LEFT / total_width
         more = len(scene.ranks) - len(self._ranks)
         batch = scene.batch + (f" ({more} of them are not shown)" if more else "")
-        for y, text, size, colour, weight in (
-            (top, scene.title, 13, INK, "bold"),
-            (top - 0.27, batch, 9, FAINT, "normal"),
-            (top - 0.45, scene.shares, 9, FAINT, "normal"),
-        ):
-            figure.text(
-                left, y / total_height, text, fontsize=size, color=colour, weight=weight, va="top"
-            )
+        figure.text(
+            left, top / total_height, scene.title,
+            fontsize=13, color=INK, weight="bold", va="top",
+        )  # fmt: skip
+        y = top - 0.27
+        for text in filter(None, (scene.note, batch, scene.shares)):
+            figure.text(left, y / total_height, text, fontsize=9, color=FAINT, va="top")
+            y -= _NOTE
         figures = scene.figures
         limits = [rank.limit_bytes or 0 for rank in self._ranks]
         highest = 1.1 * max([*figures.peak_device_bytes, *figures.peak_host_bytes, *limits, 1])
-        top -= _TITLE
+        top -= self._title
 
         def axes_of(bottom: float, height: float) -> Axes:
             bounds = left, bottom / total_height, self._width / total_width, height / total_height

@@ -53,6 +53,10 @@ class Panel:
     """What each rank may use on its device."""
     time_unit: str = "s"
     """What the timeline's seconds are: "s", or another word if its costs had no hardware."""
+    ranks: tuple[int, ...] | None = None
+    """Those that a picture shows; None: all. Title and shares are of all."""
+    note: str = ""
+    """A line under the title: what else there is to say, such as which ranks are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Owner:
 class RankScene:
     """What one rank's row shows."""
 
+    rank: int
     name: str
     bars: list[Bar] = field(default_factory=list)
     """In the order of their starts."""
@@ -94,6 +99,7 @@ class RankScene:
 class Scene:
     name: str
     title: str
+    note: str
     batch: str
     """What the plan is of."""
     shares: str
@@ -136,7 +142,7 @@ def make_scene(panel: Panel) -> Scene:
     plan, timeline = panel.plan, panel.timeline
     figures = measure(timeline)
     chunk_owners = tuple(_owner(plan, chunk) for chunk in range(len(plan.chunks)))
-    ranks = [RankScene(f"rank {rank}") for rank in range(len(figures.ranks))]
+    ranks = [RankScene(rank, f"rank {rank}") for rank in range(len(figures.ranks))]
     stages: list[set[int]] = [set() for _ in ranks]
     for record in timeline.records:
         bar, action = _bar(record, chunk_owners)
@@ -151,16 +157,18 @@ def make_scene(panel: Panel) -> Scene:
         settled = [b for b in rank.bars if b.track == "compute" or b.record.action[0] == "r"]
         rank.device = _curve((bar.start, bar.record.device_bytes) for bar in settled)
         rank.host = _curve((bar.start, bar.record.host_bytes) for bar in settled)
+    ranks = ranks if panel.ranks is None else [ranks[rank] for rank in panel.ranks]
     return Scene(
         name=panel.title or "timeline",
         title=title_words(panel.title, figures, panel.time_unit),
+        note=panel.note,
         batch=batch_words(plan),
         shares=share_words(figures),
         time_unit=panel.time_unit,
         duration=figures.duration_s,
         figures=figures,
         ranks=tuple(ranks),
-        owners=_owners(plan, chunk_owners, timeline),
+        owners=_owners(plan, chunk_owners, ranks),
         chunk_owners=chunk_owners,
         timed_kinds=frozenset(
             bar.kind for rank in ranks for bar in rank.bars if bar.stop > bar.start
@@ -224,17 +232,23 @@ def _owner(plan: ChunkPlan, chunk: int) -> int:
     return slices[0].seq_id if len(slices) == 1 else PACKED
 
 
-def _owners(plan: ChunkPlan, chunk_owners: Sequence[int], timeline: Timeline) -> dict[int, Owner]:
+def _owners(
+    plan: ChunkPlan, chunk_owners: Sequence[int], ranks: Sequence[RankScene]
+) -> dict[int, Owner]:
+    """The owners of the bars of `ranks`."""
     owners: dict[int, Owner] = {}
     tokens_of: dict[int, int] = {PACKED: 0}
     num_packed = 0
-    for chunk, owner in enumerate(chunk_owners):
+    first_runs = _first_runs(ranks)
+    for chunk in first_runs:
+        owner = chunk_owners[chunk]
         if owner == PACKED:
             tokens_of[PACKED] += plan.chunks[chunk].num_tokens
             num_packed += len(plan.chunks[chunk].slices)
         else:
             tokens_of[owner] = plan.seq_lens[owner]
-    for owner in sorted(set(chunk_owners), key=_first_runs(chunk_owners, timeline).__getitem__):
+    in_order = sorted(first_runs, key=first_runs.__getitem__)
+    for owner in dict.fromkeys(chunk_owners[chunk] for chunk in in_order):
         tokens = f"{format_count(tokens_of[owner])} tokens"
         if owner == PACKED:
             name, colour = f"{num_packed} packed sequences, {tokens}", PACKED_COLOUR
@@ -245,12 +259,13 @@ def _owners(plan: ChunkPlan, chunk_owners: Sequence[int], timeline: Timeline) ->
     return owners
 
 
-def _first_runs(chunk_owners: Sequence[int], timeline: Timeline) -> dict[int, float]:
-    first = dict.fromkeys(chunk_owners, float("inf"))
-    for record in timeline.records:
-        if record.action[0] == "F":
-            owner = chunk_owners[int(record.action[1:].split(".", 1)[0])]
-            first[owner] = min(first[owner], record.start_s)
+def _first_runs(ranks: Sequence[RankScene]) -> dict[int, float]:
+    """For each chunk, when a cell of it runs first."""
+    first: dict[int, float] = {}
+    for rank in ranks:
+        for bar in rank.bars:
+            if bar.track == "compute":
+                first[bar.chunk] = min(first.get(bar.chunk, bar.start), bar.start)
     return first
 
 

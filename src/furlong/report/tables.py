@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from furlong.report.words import SHARE_WORDS, format_time, share_words
 from furlong.simulate.figures import StepFigures
 from furlong.units import format_bytes
@@ -23,13 +25,22 @@ def format_figures(figures: StepFigures, time_unit: str = "s") -> str:
     for index, rank in enumerate(figures.ranks):
         times = [format_time(getattr(rank, name), time_unit) for _, name in columns]
         rows.append([str(index), *times, *(format_bytes(v[index]) for _, v in shown_peaks)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
         "(time without a first forward or a backward)",
         share_words(figures),
     ]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, *align(rows)])
+
+
+def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
+    """Lines of equal columns, two spaces apart; those whose heads are in `left` begin at the
+    left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for head, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

@@ -17,6 +17,15 @@ SHARE_WORDS = {
 }
 """By the names of StepFigures.shares()."""
 
+BREAKDOWN_WORDS = {
+    "compute": "compute",
+    "all_to_all": "all-to-all",
+    "collectives": "FSDP and collectives",
+    "copies": "copies between tiers",
+    "bubble_and_p2p": "bubble and P2P",
+}
+"""By the fields of a plan report's Breakdown."""
+
 
 def format_time(value: float, unit: str) -> str:
     """A time of a timeline in its unit."""
@@ -39,11 +48,11 @@ def title_words(name: str, figures: StepFigures, time_unit: str) -> str:
 def batch_words(plan: ChunkPlan) -> str:
     """How much the plan is of."""
     counts = (
-        _count(len(plan.seq_lens), "sequence"),
+        count_words(len(plan.seq_lens), "sequence"),
         f"{format_count(sum(plan.seq_lens))} tokens",
-        _count(len(plan.chunks), "chunk"),
-        _count(len(plan.stages), "stage"),
-        _count(len(plan.actions), "rank"),
+        count_words(len(plan.chunks), "chunk"),
+        count_words(len(plan.stages), "stage"),
+        count_words(len(plan.actions), "rank"),
     )
     return ", ".join(counts)
 
@@ -57,5 +66,6 @@ def share_words(figures: StepFigures) -> str:
     )
 
 
-def _count(number: int, noun: str) -> str:
+def count_words(number: int, noun: str) -> str:
+    """`1 rank`, `2,048 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -147,8 +147,9 @@ def check_checkpoint(checkpoint: Path) -> None:
     """Raises DamagedCheckpointError unless every file has the manifest's size and checksum."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        version, files = manifest["version"], dict(manifest["files"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        version = manifest["version"]
+        files = {name: dict(measured) for name, measured in manifest["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -167,8 +168,7 @@ def check_checkpoint(checkpoint: Path) -> None:
             continue
         if given is None or noted is None:
             raise _damaged(checkpoint, f"{name} is {'missing' if given is None else 'unknown'}")
-        told = f"{given['bytes']:,} bytes with checksum {given['xxh3'][:8]}"
-        raise _damaged(checkpoint, f"{name} has {told}, the manifest says {noted}")
+        raise _damaged(checkpoint, f"{name}: {_told(given)}, in the manifest {_told(noted)}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -274,6 +274,10 @@ def _measure(checkpoint: Path) -> dict[str, dict[str, Any]]:
                     checksum.update(block)
             measured[file.name] = {"bytes": file.stat().st_size, "xxh3": checksum.hexdigest()}
     return measured
+
+
+def _told(measured: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in measured.items())
 
 
 def _remove(checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ from furlong.train.checkpoint import (
     read_state,
 )
 from furlong.train.run import build_run_model
-from furlong.train.run_folder import CHECKPOINTS, full_disk_told
+from furlong.train.run_folder import CHECKPOINTS, check_creatable, full_disk_told
 from furlong.train.state import base_fingerprint, check_base, trained_tensors
 
 
@@ -43,6 +43,7 @@ def export(source: Path, *, merge: bool = False, out: Path | None = None) -> Pat
         )
     name = f"model-{checkpoint.name}{'-merged' if merge else ''}"
     out = out or checkpoint.absolute().parent.parent / name
+    check_creatable(out, "the export")
     check_export_folder(out)
     model = build_run_model(config)
     check_base(checkpoint, state, base_fingerprint(model))

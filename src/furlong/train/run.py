@@ -20,6 +20,7 @@ from furlong.data.load import load_data
 from furlong.data.loader import batches_per_epoch, iterate_batches
 from furlong.data.sources import Source
 from furlong.data.tokenize import load_tokenizer
+from furlong.errors import CheckpointError
 from furlong.models.build import build_model, export_model
 from furlong.models.check import check_model
 from furlong.planners.options import ChunkOptions, choose_options
@@ -72,8 +73,9 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
         stack.enter_context(one_process())
         if not run.is_finished:
             return _train(config, run, stack)
+        report = _read_report(run.path / REPORT)
         print(f"the run in {run.path} is finished: its model is {run.path / EXPORT}")
-        return TrainReport(**json.loads((run.path / REPORT).read_text(encoding="utf-8")))
+        return report
 
 
 def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport | None:
@@ -132,6 +134,18 @@ def _finish(
     write_json(folder / REPORT, asdict(report))
     print(f"exported to {exported}")
     return report
+
+
+def _read_report(file: Path) -> TrainReport:
+    try:
+        return TrainReport(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            given=f"{file}: {error}",
+            required="the report of a finished run",
+            source=str(file),
+            change="remove it: --resume then ends the run again from its newest checkpoint",
+        ) from error
 
 
 def build_run_model(config: RunConfig) -> Any:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
     CheckpointError.
     """
     path = Path(config.out).expanduser()
-    if not resume or not (path / CONFIG).exists():
+    check_creatable(path, "out")
+    if not resume or not _holds_run(path):
         _check_empty(path, config.out)
         if resume:
             print(f"nothing to resume in {path}: a new run")
@@ -76,7 +77,7 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
             given="; ".join(f"{key} = {new!r}, the run has {old!r}"
                             for key, (old, new) in refused.items()),
             required="the config of the run that is resumed; free are the sections chunks, memory,"
-            " parallel and log, data.eval, train.save_every_steps and train.eval_*",
+            " parallel and log, data.eval, data.cache_dir, train.save_every_steps, train.eval_*",
             source=str(path / CONFIG),
             change=f"furlong train {path / CONFIG} --resume, or another out for another run",
         )  # fmt: skip
@@ -169,12 +170,40 @@ def full_disk_told(path: Path) -> Iterator[None]:
         ) from error
 
 
+def check_creatable(path: Path, key: str) -> None:
+    """Raises ConfigError if no folder can be at `path`, which `key` named: before work is done that
+    would then be lost."""
+    try:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if there == path:
+            return
+        reason = None if there.is_dir() else f"{there} is no folder"
+        if reason is None and not os.access(there, os.W_OK | os.X_OK):
+            reason = f"{there} cannot be written to"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(
+            given=f"{path}: {reason}",
+            required="a place where a folder can be made",
+            source=key,
+            change="check the path, or choose another place",
+        )
+
+
+def _holds_run(path: Path) -> bool:
+    """A Hugging Face model's folder has a config.json as well."""
+    return (path / CONFIG).exists() and any(
+        (path / name).exists() for name in (OPTIONS, METRICS, CHECKPOINTS)
+    )
+
+
 def _check_empty(path: Path, out: str) -> None:
     if not path.exists():
         return
     if path.is_dir() and all(_is_leftover(entry) for entry in path.iterdir()):
         return
-    has_run = (path / CONFIG).exists()
+    has_run = _holds_run(path)
     raise ConfigError(
         given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",
         required="a folder that does not exist or is empty",
@@ -199,7 +228,8 @@ def _decided_options(
         return None
     if state is not None:
         return ChunkOptions(**state["options"])
-    if (path / OPTIONS).exists():
+    # Without a checkpoint nothing has been computed by them: what cannot be read is decided again.
+    with suppress(OSError, ValueError, TypeError):
         return ChunkOptions(**json.loads((path / OPTIONS).read_text(encoding="utf-8")))
     return None
 

@@ -78,9 +78,17 @@ class _Wandb:
 
         file = folder / "wandb.json"
         known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
-        self._run = wandb.init(
-            project=project, id=known, resume="allow", dir=str(folder), config=config
-        )
+        try:
+            self._run = wandb.init(
+                project=project, id=known, resume="allow", dir=str(folder), config=config
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                given=f"log.wandb = {project}: {' '.join(str(error).split())}",
+                required="a run that Weights & Biases lets begin",
+                source="log.wandb",
+                change="wandb login, WANDB_MODE=offline, or no log.wandb; then go on with --resume",
+            ) from error
         write_json(file, {"id": self._run.id})
 
     def track(self, step: int, values: Mapping[str, float]) -> None:

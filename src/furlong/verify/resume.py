@@ -94,7 +94,7 @@ def _any_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<end>": 2}, unk_token="<end>"))
+        tokenizer_object=Tokenizer(models.WordLevel({"<end>": 2, "word": 3}, unk_token="<end>"))
     )
 
 

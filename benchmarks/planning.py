@@ -1,0 +1,121 @@
+"""How fast plans are made, on two cores, without torch.
+
+Promises (median of --rounds):
+  Skrull       micro-batches and placements of 64 sequences on dp 4 x cp 8: 10 ms
+  InfiniPipe   512 sequences of the github preset up to 192K, 4 stages, at a 2 % gap: 5 s
+  search       1,024 sequences on 1,024 devices: 20 s
+  simulate     100,000 actions: 2 s
+  check        the same: 1 s
+  import       `import furlong`, and `furlong train --help`: 0.5 s each
+Exits 1 on a miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import Promise, console, machine, print_promises
+
+from furlong.cost.hardware import hardware
+from furlong.cost.known_models import model_shape
+from furlong.cost.lengths import sample_lengths
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.plan.check import check
+from furlong.plan.values import ChunkPlan
+from furlong.planners.balance import sequence_work
+from furlong.planners.infinipipe import plan_infinipipe
+from furlong.planners.methods import combined
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.planners.search import Problem, search
+from furlong.planners.skrull import schedule_skrull
+from furlong.simulate.clock import simulate
+from furlong.simulate.unit_costs import UnitCosts
+
+_NUM_ACTIONS = 100_000
+_CONTEXT_TOKENS = 192 * 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds: int = parser.parse_args().rounds
+    plan = _large_plan()
+    promises = [
+        _at_most("Skrull: seconds", _skrull(), 20 * rounds, 0.01),
+        _at_most("InfiniPipe: seconds", _infinipipe, rounds, 5),
+        _at_most("search: seconds", _search, rounds, 20),
+        _at_most(f"simulate {_NUM_ACTIONS:,} actions: seconds",
+                 lambda: simulate(plan, UnitCosts(plan)), rounds, 2),
+        _at_most(f"check {_NUM_ACTIONS:,} actions: seconds", lambda: check(plan), rounds, 1),
+        _at_most("import furlong: seconds", _python("-c", "import furlong"), rounds, 0.5),
+        _at_most("furlong train --help: seconds",
+                 _python(str(Path(sys.executable).with_name("furlong")), "train", "--help"),
+                 rounds, 0.5),
+    ]  # fmt: skip
+    print_promises(promises)
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    return int(any(promise.verdict == "MISSED" for promise in promises))
+
+
+def _at_most(name: str, run: Callable[[], object], rounds: int, bound_s: float) -> Promise:
+    seconds = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start_s)
+    return Promise(name, tuple(seconds), "<=", bound_s)
+
+
+def _skrull() -> Callable[[], object]:
+    shape = model_shape("Qwen2.5-0.5B")
+    lens = sample_lengths("chatqa2", 64)
+    work = sequence_work(lens, shape)
+    return lambda: schedule_skrull(lens, work, dp_size=4, cp_size=8, bucket_tokens=26 * 1024)
+
+
+def _infinipipe() -> None:
+    lens = sample_lengths("github", 512, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
+    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
+    made = plan_infinipipe(lens, model, num_stages=4, sp_size=8, mip_gap=0.02)
+    console.print(
+        f"InfiniPipe: {len(made.plan.chunks)} chunks, recomputed layers {made.objective:g}, "
+        f"bound {made.bound:g}, gap {made.gap:.1%}"
+    )
+
+
+def _search() -> None:
+    lens = sample_lengths("github", 1024, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
+    model = CostModel(model_shape("Llama-3-8B"), hardware("H100"), Training(zero_stage=3))
+    found = search(Problem(seq_lens=lens, model=model, num_devices=1024), {"furlong": combined})
+    console.print(
+        f"search: {found.best.candidate}, {found.best.step_s:.3g} s per step; "
+        f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"
+    )
+
+
+def _large_plan() -> ChunkPlan:
+    """A pipeline of 16 stages with at least that many actions."""
+    options = ChunkOptions(size=1024, keep="kv")
+    num_tokens = _NUM_ACTIONS
+    while True:
+        plan = plan_chunkflow_pipeline((num_tokens,), options, stages=(2,) * 16)
+        if sum(map(len, plan.actions)) >= _NUM_ACTIONS:
+            return plan
+        num_tokens *= 2
+
+
+def _python(*arguments: str) -> Callable[[], object]:
+    return lambda: subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, timeout=60
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

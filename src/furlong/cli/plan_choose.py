@@ -1,0 +1,134 @@
+"""`furlong plan` on lengths: the fastest plan that fits, and what is told of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from furlong.cli.plan_saved import draw
+from furlong.cli.plan_search import methods_named, search_with
+from furlong.cli.plan_subject import Subject, subject_of
+from furlong.errors import ConfigError
+from furlong.plan.text import save_plan
+from furlong.planners.candidates import Candidate
+from furlong.planners.longest import Longest, longest_sequence
+from furlong.planners.search import Found
+from furlong.report.plan_report import PlanReport, report_plan
+from furlong.report.plan_text import format_report, line
+from furlong.report.words import count_words
+from furlong.units import format_count, format_seconds
+
+_SAME = 1 + 1e-6
+"""Times that are no further apart are equal."""
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Search, print, save and draw what the command line asks for. Raises ConfigError."""
+    methods = methods_named(chosen.method)
+    subject = subject_of(chosen)
+    problem = subject.problem
+    found = search_with(subject, methods, strict=True)
+    best = found.best
+    report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
+    longest = longest_sequence(
+        best.candidate, problem.model,
+        budget_bytes=problem.budget_bytes, start=max(problem.seq_lens),
+    )  # fmt: skip
+    if chosen.json:
+        print(json.dumps(_to_json(subject, found, report, longest), indent=1))
+    else:
+        print(subject.words())
+        print(line("plan", str(best.candidate)))
+        print(format_report(report))
+        print(line("longest", _longest_words(longest)))
+        print(line("next best", _next_words(found)))
+        print(line("search", _search_words(found)))
+    if chosen.out is not None:
+        _write(chosen.out, save_plan(best.plan))
+        if not chosen.json:
+            print(f"wrote {chosen.out}")
+    candidate = best.candidate
+    note = ", ".join([str(candidate.layout), *candidate.words()])
+    draw(report.panel(candidate.method, note), chosen)
+
+
+def _longest_words(longest: Longest) -> str:
+    if not longest.num_tokens:
+        return "not even one token would fit with these dials"
+    bound = "" if longest.is_bound else "at least "
+    tokens = format_count(longest.num_tokens)
+    return f"{bound}{tokens} tokens in one sequence alone would still fit, with the same dials"
+
+
+def _rivals(found: Found) -> list[tuple[float, bool, Candidate]]:
+    """(seconds, whether they are of the whole batch, candidate), fastest first, the best left out;
+    other seconds are of the busiest replica: the step takes at least so long."""
+    planned = [(o.step_s, True, o.candidate) for o in found.others]
+    seen = {id(candidate) for _, _, candidate in planned} | {id(found.best.candidate)}
+    tried = [(t.bound_s, False, t.candidate) for t in found.trials if id(t.candidate) not in seen]
+    return sorted([*planned, *tried], key=lambda rival: rival[0])
+
+
+def _next_words(found: Found) -> str:
+    best_s = found.best.step_s
+    rivals = _rivals(found)
+    slower = [rival for rival in rivals if rival[0] > best_s * _SAME]
+    ties = len(rivals) - len(slower)
+    words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
+    if not slower:
+        return f"{words}no other candidate fits"
+    seconds, is_whole, candidate = slower[0]
+    least = "" if is_whole else "at least "
+    return (
+        f"{words}{candidate}: {least}{format_seconds(seconds)}, {seconds / best_s - 1:.1%} slower"
+    )
+
+
+def _search_words(found: Found) -> str:
+    return (
+        f"{len(found.trials)} candidates fit on one replica,"
+        f" {len(found.others) + 1} of them were planned whole, {len(found.refused)} were refused"
+        f" ({format_seconds(found.seconds)})"
+    )
+
+
+def _to_json(
+    subject: Subject, found: Found, report: PlanReport, longest: Longest
+) -> dict[str, Any]:
+    rivals = [rival for rival in _rivals(found) if rival[0] > found.best.step_s * _SAME]
+    return {
+        **subject.to_json(),
+        **_candidate_json(found.best.candidate),
+        **report.to_json(),
+        "longest_sequence_tokens": longest.num_tokens,
+        "longest_sequence_is_bound": longest.is_bound,
+        "next_best": None
+        if not rivals
+        else _candidate_json(rivals[0][2]) | {"step_s": rivals[0][0], "is_bound": not rivals[0][1]},
+        "search": {
+            "num_tried": len(found.trials),
+            "num_planned": len(found.others) + 1,
+            "num_refused": len(found.refused),
+            "seconds": found.seconds,
+        },
+    }
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    layout = candidate.layout
+    sizes = {"dp": layout.dp, "sp": layout.sp, "pp": layout.pp}
+    return {"method": candidate.method, "layout": sizes, "dials": dict(candidate.dials)}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            given=f"{path}: {error.strerror}",
+            required="a file that can be written",
+            source="--out",
+            change="choose another place",
+        ) from error

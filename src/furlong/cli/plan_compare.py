@@ -1,0 +1,71 @@
+"""`furlong plan --compare`: one batch under every method, each with its own best plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from furlong.cli.plan_saved import save, with_few_ranks
+from furlong.cli.plan_search import OURS, methods_named, search_with
+from furlong.cli.plan_subject import subject_of
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.planners.search import Found
+from furlong.report.comparison import Row, comparison_json, format_comparison
+from furlong.report.plan_report import report_plan
+from furlong.report.words import count_words
+
+_SLOWEST = 3
+"""Of the panels of a picture, by the fastest one's time: more would squeeze all others."""
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Print the table and draw the panels. Raises ConfigError where no method has a plan."""
+    methods = methods_named(chosen.method)
+    subject = subject_of(chosen)
+    found: dict[str, Found] = {}
+    rows: list[Row] = []
+    for name, method in methods.items():
+        try:
+            found[name] = search_with(subject, {name: method}, strict=False)
+        except (UserError, PlanError) as error:
+            rows.append(Row(name, refusal=_reason(error)))
+    if found and OURS in methods:
+        # our search is over the plans of all methods
+        found[OURS] = min(reversed(found.values()), key=lambda one: one.best.step_s)
+        rows = [row for row in rows if row.method != OURS]
+    problem, panels = subject.problem, []
+    fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
+    for name, one in found.items():
+        candidate = one.best.candidate
+        report = report_plan(
+            one.best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens)
+        )
+        layout = f"{candidate.layout.dp} x {candidate.layout.sp} x {candidate.layout.pp}"
+        dials = ", ".join(candidate.words())
+        chosen_from = "" if candidate.method == name else f"{candidate.method}: "
+        rows.append(Row(name, layout, chosen_from + dials, report))
+        if not chosen_from and report.step_s <= _SLOWEST * fastest_s:
+            panels.append(report.panel(name, f"{candidate.layout}, {dials}"))
+    if chosen.json:
+        print(json.dumps({**subject.to_json(), "methods": comparison_json(rows)}, indent=1))
+    else:
+        print(subject.words())
+        print(format_comparison(rows))
+    if not found:
+        raise ConfigError(
+            given=f"none of {count_words(len(rows), 'method')} has a plan that fits",
+            required="at least one",
+            source="the refusals above",
+            change="do what one of them says",
+        )
+    if chosen.picture is not None:
+        panels.sort(key=lambda panel: panel.timeline.duration_s)
+        save([with_few_ranks(panel, most=4) for panel in panels], chosen.picture)
+        if not chosen.json:
+            print(f"wrote {chosen.picture}: plans of at most {_SLOWEST} times the best one's time")
+
+
+def _reason(error: UserError | PlanError) -> str:
+    if isinstance(error, UserError):
+        return f"{error.given}; required: {error.required}; to mend it: {error.change}"
+    return str(error).splitlines()[0]

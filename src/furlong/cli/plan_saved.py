@@ -1,0 +1,155 @@
+"""Plans that are there already: saved ones, simulated again; those of a run, as measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from furlong.cli.plan_subject import model_shape_of, training_of
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.check import check
+from furlong.plan.text import format_plan, load_plan
+from furlong.plan.values import ChunkPlan
+from furlong.report.measured import MEASURED, read_measured
+from furlong.report.ranks import choose_ranks
+from furlong.report.scene import Panel
+from furlong.report.tables import format_figures
+from furlong.report.timeline import save_timelines
+from furlong.simulate.clock import simulate
+from furlong.simulate.figures import measure
+from furlong.simulate.unit_costs import UnitCosts
+
+_UNITS = "units"
+_ABOUT_UNITS = (
+    "one unit: a token's forward through a stage of average height; no hardware is given"
+    " (--model and --hardware predict seconds)"
+)
+
+
+def show_plan(file: str, chosen: argparse.Namespace) -> None:
+    """A saved plan: in units without hardware, in seconds and bytes with a model and hardware."""
+    plan = _load(file)
+    if chosen.out is not None:
+        raise ConfigError(
+            given=f"{file} with --out",
+            required="a plan that is searched",
+            source="the command line",
+            change="copy the file",
+        )
+    if (chosen.model is None) != (chosen.hardware is None):
+        raise ConfigError(
+            given="one of --model and --hardware",
+            required="both, to predict seconds and bytes; or none",
+            source="the command line",
+            change="add the other one",
+        )
+    if chosen.model is not None:
+        _show_predicted(plan, file, chosen)
+        return
+    timeline = simulate(plan, UnitCosts(plan))
+    figures = measure(timeline)
+    if chosen.json:
+        print(json.dumps({"time_unit": _UNITS, **figures.to_json()}, indent=1))
+    else:
+        print(format_plan(plan))
+        print(format_figures(figures, _UNITS))
+        print(_ABOUT_UNITS)
+    draw(Panel(timeline, plan, Path(file).stem, time_unit=_UNITS), chosen)
+
+
+def show_run(folder: Path, chosen: argparse.Namespace) -> None:
+    """The last measured step of a run."""
+    measured = read_measured(folder / MEASURED)
+    figures = measure(measured.timeline)
+    if chosen.json:
+        print(json.dumps({"step": measured.step, "time_unit": "s", **figures.to_json()}, indent=1))
+    else:
+        print(f"step {measured.step} of {folder}, measured")
+        print(format_plan(measured.plan))
+        print(format_figures(figures))
+    title = f"{folder.resolve().name}, step {measured.step}, measured"
+    draw(Panel(measured.timeline, measured.plan, title), chosen)
+
+
+def draw(panel: Panel, chosen: argparse.Namespace) -> None:
+    """Write the picture and the trace that are asked for: the picture of some ranks where there
+    are many, the trace of all."""
+    for path, shown in ((chosen.picture, with_few_ranks(panel)), (chosen.trace, panel)):
+        if path is not None:
+            save([shown], path)
+            if not chosen.json:
+                print(f"wrote {path}" + ("" if shown is panel else f"; {shown.note}"))
+
+
+def with_few_ranks(panel: Panel, most: int = 15) -> Panel:
+    """The panel with at most so many rows."""
+    shown = choose_ranks(panel.plan, panel.timeline, most)
+    if not shown.note:
+        return panel
+    note = "; ".join(filter(None, (panel.note, shown.note)))
+    return replace(panel, ranks=shown.ranks, note=note)
+
+
+def save(panels: list[Panel], path: Path) -> None:
+    """`save_timelines`; raises ConfigError where the file cannot be written."""
+    try:
+        save_timelines(panels, path)
+    except OSError as error:
+        raise ConfigError(
+            given=f"{path}: {error.strerror}",
+            required="a file that can be written",
+            source="the command line",
+            change="choose another place",
+        ) from error
+
+
+def _show_predicted(plan: ChunkPlan, file: str, chosen: argparse.Namespace) -> None:
+    from furlong.cost.hardware import hardware
+    from furlong.cost.model import CostModel
+    from furlong.report.plan_report import report_plan
+    from furlong.report.plan_text import format_report
+
+    spec = hardware(chosen.hardware)
+    shape = model_shape_of(chosen.model)
+    if sum(plan.stages) != shape.num_layers:
+        raise ConfigError(
+            given=f"a model of {shape.num_layers} layers, {chosen.model}",
+            required=f"one of {sum(plan.stages)} layers, as the plan's stages have them",
+            source=f"--model and {file}",
+            change="give the model that the plan was made for",
+        )
+    training = training_of(chosen, len(plan.actions) * plan.sp_size)
+    report = report_plan(plan, CostModel(shape, spec, training), chosen.memory)
+    if chosen.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        print(format_report(report))
+    draw(report.panel(Path(file).stem), chosen)
+
+
+def _load(file: str) -> ChunkPlan:
+    try:
+        plan = load_plan(Path(file).read_text(encoding="utf-8"))
+        check(plan)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            given=f"{file}: {getattr(error, 'strerror', None) or error}",
+            required="a run file (.yaml), a saved plan or a run folder that can be read",
+            source="the command line",
+            change="check the path",
+        ) from error
+    except UserError as error:
+        raise ConfigError(
+            given=error.given, required=error.required, source=f"{file}, {error.source}",
+            change=error.change,
+        ) from error  # fmt: skip
+    except PlanError as error:
+        raise ConfigError(
+            given=f"a plan with a {error}",
+            required="a plan that keeps every rule",
+            source=file,
+            change="undo what was edited by hand, or make the plan again",
+        ) from error
+    return plan

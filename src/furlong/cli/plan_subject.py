@@ -1,0 +1,190 @@
+"""What `furlong plan` searches a plan for: a batch, a model, devices, and the dials that are given.
+
+Flags come first, then the run file, then defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
+from furlong.cost.hardware import THIS_CPU, hardware
+from furlong.cost.known_models import MODELS, model_shape
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training, ZeroStage
+from furlong.errors import ConfigError
+from furlong.plan.values import Tier
+from furlong.planners.search import Problem
+from furlong.report.plan_text import line
+from furlong.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from furlong.config.schema import RunConfig
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A problem, and the words for it."""
+
+    problem: Problem
+    dials: Mapping[str, Any]
+    """Values that are given: size, num_retained, keep, tier."""
+    batch: Batch
+    model_name: str
+
+    def model_words(self) -> str:
+        model = self.problem.model
+        shape, training = model.shape, model.training
+        lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
+        counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
+        guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
+        return f"{self.model_name}: {counts}; {lora}, ZeRO-{training.zero_stage}{guess}"
+
+    def devices_words(self) -> str:
+        problem = self.problem
+        spec = problem.model.hardware
+        budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
+        name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
+        return f"{problem.num_devices} x {name}, a budget of {format_bytes(budget)} each"
+
+    def words(self) -> str:
+        """The lines over an answer."""
+        return "\n".join([
+            line("batch", str(self.batch)),
+            line("model", self.model_words()),
+            line("devices", self.devices_words()),
+        ])  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "batch": {
+                "source": self.batch.source,
+                "num_sequences": len(problem.seq_lens),
+                "num_tokens": sum(problem.seq_lens),
+                "longest_tokens": max(problem.seq_lens),
+            },
+            "model": self.model_name,
+            "hardware": problem.model.hardware.name,
+            "num_devices": problem.num_devices,
+        }
+
+
+def subject_of(chosen: argparse.Namespace) -> Subject:
+    """What a command line asks for. Raises ConfigError."""
+    if chosen.subject is not None:
+        return _of_run(chosen)
+    for name in ("lengths", "model", "hardware"):
+        if getattr(chosen, name) is None:
+            raise ConfigError(
+                given=f"no --{name}",
+                required="RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model and --hardware",
+                source="the command line",
+                change=f"add --{name}, or see furlong plan --help",
+            )
+    dials = {name: getattr(chosen, name) for name in ("size", "num_retained", "keep", "tier")}
+    return _build(chosen, batch_of_flags(chosen), chosen.model, dials, None)
+
+
+def model_shape_of(name: str) -> ModelShape:
+    """Of a config.json, a folder that holds one, a known name, or a model of the Hugging Face hub.
+
+    Raises ConfigError.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or path.suffix == ".json":
+        return ModelShape.from_file(path)
+    last = name.rpartition("/")[2].lower()
+    if last in {known.lower() for known in MODELS}:
+        return model_shape(last)
+    if "/" not in name:
+        return model_shape(name)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return ModelShape.from_file(hf_hub_download(name, "config.json"))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(
+            given=f"{name}: {str(error).splitlines()[0]}",
+            required=f"a config.json, a model on the hub, or one of {', '.join(sorted(MODELS))}",
+            source="the model's name",
+            change="check the name or the network, or give the path of a config.json",
+        ) from error
+
+
+def training_of(
+    chosen: argparse.Namespace, num_devices: int, config: RunConfig | None = None
+) -> Training:
+    """What is trained and in which dtypes; `config`: the run's, if there is one."""
+    dtype = chosen.dtype or (config.model.dtype if config else "bfloat16")
+    zero: ZeroStage = chosen.zero if chosen.zero is not None else 1 if num_devices > 1 else 0
+    training = replace(Training.in_dtype(dtype), zero_stage=zero)
+    if chosen.lora_rank is not None:
+        return replace(training, lora=Lora(chosen.lora_rank, attention=True, mlp=True))
+    if config is None or config.model.lora is None:
+        return training
+    lora = config.model.lora
+    if lora.target_modules == "all-linear":
+        return replace(training, lora=Lora(lora.rank, attention=True, mlp=True))
+    named = set(lora.target_modules)
+    attention, mlp = bool(named & _ATTENTION), bool(named - _ATTENTION)
+    return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
+
+
+def _of_run(chosen: argparse.Namespace) -> Subject:
+    from furlong.config.sources import load_run
+
+    config = load_run(chosen.subject)
+    dials = {
+        name: getattr(config.chunks, name) if getattr(chosen, name) is None else
+        getattr(chosen, name)
+        for name in ("size", "num_retained", "keep", "tier")
+    }  # fmt: skip
+    batch = batch_of_run(chosen.subject, config, chosen)
+    return _build(chosen, batch, chosen.model or config.model.name, dials, config)
+
+
+def _build(
+    chosen: argparse.Namespace,
+    batch: Batch,
+    model_name: str,
+    dials: Mapping[str, Any],
+    config: RunConfig | None,
+) -> Subject:
+    sizes = _sizes(chosen, config)
+    num_devices = chosen.devices or prod(size or 1 for size in sizes.values())
+    spec = hardware(chosen.hardware or THIS_CPU)
+    fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
+    budget = chosen.memory
+    if budget is None and config is not None and config.memory.device != "auto":
+        budget = config.memory.device
+    tier: Tier | None = fixed.get("tier")
+    tiers: tuple[Tier, ...] = ("device",) if spec.name == THIS_CPU else ("device", "host")
+    problem = Problem(
+        seq_lens=batch.seq_lens,
+        model=CostModel(model_shape_of(model_name), spec, training_of(chosen, num_devices, config)),
+        num_devices=num_devices,
+        budget_bytes=budget,
+        tiers=tiers if tier is None else (tier,),
+        **sizes,
+    )
+    return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name)
+
+
+def _sizes(chosen: argparse.Namespace, config: RunConfig | None) -> dict[str, int | None]:
+    """dp, sp and pp; None: searched. A run file's sp and pp of 1 are its defaults: with more
+    devices than they take, what no flag gives is searched."""
+    sizes: dict[str, int | None] = {name: getattr(chosen, name) for name in ("dp", "sp", "pp")}
+    if config is not None and not any(sizes.values()) and not chosen.devices:
+        given = config.parallel
+        sizes = {"dp": None if given.dp == "auto" else given.dp, "sp": given.sp, "pp": given.pp}
+    return sizes

@@ -1,0 +1,73 @@
+"""Deal the sequences of a global batch to data-parallel replicas.
+
+A step is as slow as its slowest replica, and whatever is balanced decides which that is: tokens
+balance memory and matrices, work also the attention that grows with the square of a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+from furlong.cost.flops import attended_keys, stage_flops
+from furlong.cost.shape import ModelShape
+from furlong.errors import ConfigError
+
+
+def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:
+    """The seq_ids of each replica, dealt in turn as a plain distributed sampler does."""
+    refuse_idle(num_sequences, dp_size)
+    return [list(range(replica, num_sequences, dp_size)) for replica in range(dp_size)]
+
+
+def by_tokens(seq_lens: Sequence[int], dp_size: int) -> list[list[int]]:
+    """The seq_ids of each replica, of about equal tokens."""
+    return by_cost(seq_lens, dp_size)
+
+
+def by_work(seq_lens: Sequence[int], dp_size: int, shape: ModelShape) -> list[list[int]]:
+    """The seq_ids of each replica, of about equal FLOPs."""
+    return by_cost(sequence_work(seq_lens, shape), dp_size)
+
+
+def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
+    """The seq_ids of each replica, of about equal sums of `costs` (one per sequence).
+
+    Longest processing time first (Graham 1969): the dearest sequence goes to the replica with least
+    so far. At most 4/3 of the best makespan. No replica is empty.
+    """
+    refuse_idle(len(costs), dp_size)
+    replicas: list[list[int]] = [[] for _ in range(dp_size)]
+    lightest = [(0.0, 0, replica) for replica in range(dp_size)]
+    heapify(lightest)
+    for seq_id in sorted(range(len(costs)), key=lambda seq_id: (-costs[seq_id], seq_id)):
+        total, count, replica = lightest[0]
+        replicas[replica].append(seq_id)
+        # of equal sums the one with fewer sequences, so that costs of zero leave nobody idle
+        heapreplace(lightest, (total + costs[seq_id], count + 1, replica))
+    return replicas
+
+
+def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
+    """FLOPs of a forward of each whole sequence, head included: Skrull's Eq. 13 with the exact
+    constants of the model (its quadratic term halved, since attention is causal)."""
+    stage = stage_flops(shape, (shape.num_layers,), 0)
+    per_token = stage.linear_per_token + stage.head_per_token
+    work: list[float] = []
+    for seq_len in seq_lens:
+        keys = sum(n * attended_keys(0, seq_len, window) for window, n in stage.window_layers)
+        work.append(per_token * seq_len + stage.attention_per_key * keys)
+    return work
+
+
+def refuse_idle(num_sequences: int, dp_size: int) -> None:
+    """Raise ConfigError where there are fewer sequences than replicas, or no replicas."""
+    if 1 <= dp_size <= num_sequences:
+        return
+    works = f"set dp to at most {num_sequences}, or put more sequences into a step"
+    raise ConfigError(
+        given=f"dp {dp_size} for a global batch of {num_sequences} sequences",
+        required="at least one replica, and at least one sequence for each",
+        source="the size of the data-parallel axis and the sequences of a step",
+        change=works if num_sequences else "put at least one sequence into a step",
+    )

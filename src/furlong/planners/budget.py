@@ -1,0 +1,64 @@
+"""Whether a plan fits into the memory of its devices, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from furlong.cost.memory_walk import Part
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
+from furlong.plan.values import ChunkPlan
+from furlong.units import format_bytes
+
+_STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+_ADVICE: dict[str, str] = {
+    "state": "shard the state (ZeRO), use more devices, or train LoRA adapters",
+    "activations": "use smaller chunks, keep less of them, or more stages and sp ranks",
+    "kv": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
+    "kv_gradients": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
+    "logits": "use smaller chunks",
+    "buffers": "use smaller chunks",
+}
+
+
+class DoesNotFitError(ConfigError):
+    """A plan needs more memory than a rank has."""
+
+    def __init__(
+        self, rank: int, peak: Mapping[Part, int], budget_bytes: int, with_what: str = ""
+    ) -> None:
+        needed = sum(peak.values())
+        self.lacking_bytes = needed - budget_bytes
+        state = sum(peak[part] for part in _STATE)
+        rest = {part: n for part, n in peak.items() if part not in _STATE and n > 0}
+        largest = max(rest, key=rest.__getitem__, default="state")
+        # with the state alone above the budget nothing else helps
+        advice = _ADVICE["state" if state > budget_bytes else largest]
+        parts = ", ".join(
+            f"{part.replace('_', ' ')} {format_bytes(n)}"
+            for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
+            if n > 0
+        )
+        super().__init__(
+            given=f"rank {rank} needs {format_bytes(needed)}"
+            + (f" with {with_what}" if with_what else "")
+            + f": {parts}",
+            required=f"at most {format_bytes(budget_bytes)}, which lacks "
+            f"{format_bytes(self.lacking_bytes)}",
+            source="the memory of a device",
+            change=advice,
+        )
+
+
+def fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None) -> int:
+    """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
+    device has less."""
+    memory = model.memory(budget_bytes)
+    peak = 0
+    for rank in range(len(plan.actions)):
+        curve = memory.curve(plan, rank)
+        needed = sum(curve.peak.values())
+        if needed > memory.budget_bytes(rank):
+            raise DoesNotFitError(rank, curve.peak, memory.budget_bytes(rank))
+        peak = max(peak, needed)
+    return peak

@@ -1,0 +1,78 @@
+"""Skrull's placement of the sequences of one micro-batch (Xu et al., arXiv 2505.19609, Alg. 1).
+
+A sequence is local to one rank of a context-parallel group or sharded over all of them. Short ones
+stay local as long as memory allows; where it does not, the shortest local one of the fullest rank
+is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
+out; as corrected here a placement is found exactly where all tokens fit into all buckets.
+
+Rooms are counted in tokens times the number of ranks, so that a share of a sequence is whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from furlong.plan.values import SHARDED
+
+
+def place_by_load(
+    seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, cp_size: int
+) -> list[int] | None:
+    """The placement of each sequence, an sp rank or SHARDED; None where they do not fit.
+
+    `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/cp_size with each; the
+    split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
+    each sequence, spread evenly.
+    """
+    return _place(seq_lens, work, bucket_tokens, cp_size)
+
+
+def place_in_turn(seq_lens: Sequence[int], *, bucket_tokens: int, cp_size: int) -> list[int] | None:
+    """Skrull's baseline (Alg. 4): a sequence goes to the rank with most room, whatever its work."""
+    return _place(seq_lens, None, bucket_tokens, cp_size)
+
+
+def _place(
+    seq_lens: Sequence[int], work: Sequence[float] | None, bucket_tokens: int, cp_size: int
+) -> list[int] | None:
+    rooms = [bucket_tokens * cp_size] * cp_size
+    loads = [0.0] * cp_size
+    placements = [SHARDED] * len(seq_lens)
+    local: list[deque[int]] = [deque() for _ in range(cp_size)]
+
+    def shard(seq_id: int) -> None:
+        shared = work[seq_id] / cp_size if work else 0.0
+        for rank in range(cp_size):
+            rooms[rank] -= seq_lens[seq_id]
+            loads[rank] += shared
+
+    def roll_back(rank: int) -> bool:
+        if not local[rank]:
+            return False
+        seq_id = local[rank].popleft()
+        placements[seq_id] = SHARDED
+        shard(seq_id)
+        rooms[rank] += seq_lens[seq_id] * cp_size
+        loads[rank] -= work[seq_id] if work else 0.0
+        return True
+
+    for seq_id in sorted(range(len(seq_lens)), key=seq_lens.__getitem__):
+        needed = seq_lens[seq_id] * cp_size
+        while True:
+            rank = loads.index(min(loads)) if work else rooms.index(max(rooms))
+            if rooms[rank] < needed:
+                rank = rooms.index(max(rooms))
+            if rooms[rank] >= needed:
+                placements[seq_id] = rank
+                local[rank].append(seq_id)
+                rooms[rank] -= needed
+                loads[rank] += work[seq_id] if work else 0.0
+                break
+            fullest = rooms.index(min(rooms))
+            if rooms[fullest] >= seq_lens[seq_id]:
+                shard(seq_id)
+                break
+            if not roll_back(fullest):
+                return None
+    return placements

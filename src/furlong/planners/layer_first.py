@@ -1,0 +1,60 @@
+"""The layer-first walk: one stage for all chunks of a group, then the next; back in reverse.
+
+All stages are on one rank (or one sp group), so nothing is sent. Between forward and backward a
+cell keeps its stage input; K,V live for one stage at a time, and are rebuilt when the backward
+comes to it. The last stage turns around on the spot: its K,V are still there.
+
+With one stage this is SeCO's walk, with one layer per stage FPDT's. In between, a stage of h of L
+layers holds L/h hidden states and h layers of K,V with their gradients per token: the peak is
+lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from furlong.plan.values import Action, Backward, Forward, Keep, RebuildKV, Recompute, Reduce
+
+
+def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
+    """Layers per stage: as few stages as hold at most `stage_layers` each, of even height."""
+    if num_layers < 1 or stage_layers < 1:
+        raise ValueError(f"no stages of {stage_layers} of {num_layers} layers")
+    num_stages = -(-num_layers // stage_layers)
+    low, num_higher = divmod(num_layers, num_stages)
+    return (low + 1,) * num_higher + (low,) * (num_stages - num_higher)
+
+
+def walk_layer_first(
+    chunks: Sequence[int],
+    num_stages: int,
+    *,
+    keep: Keep,
+    backward: bool = True,
+    reduces: bool = False,
+) -> list[Action]:
+    """Actions for one group: all pieces of one sequence in order, or one packed chunk.
+
+    `keep`: input and attention drop K,V after their stage (attention also keeps each layer's
+    attention output, so that a recompute runs no attention); kv and all hold those of all stages.
+    `reduces`: this is a rank's last group, and each stage is reduced behind its last Backward.
+    Without backward nothing outlives its last reader, and `keep` does not matter.
+    """
+    if not backward:
+        return [Forward(c, stage, "input") for stage in range(num_stages) for c in chunks]
+    last = num_stages - 1
+    keeps: list[Keep] = [keep] * last + ["kv" if keep == "input" else keep]
+    actions: list[Action] = [
+        Forward(chunk, stage, keeps[stage]) for stage in range(num_stages) for chunk in chunks
+    ]
+    for stage in reversed(range(num_stages)):
+        if stage < last and keep in ("input", "attention"):
+            # the last chunk of a group has no reader
+            actions += [RebuildKV(chunk, stage) for chunk in chunks[:-1]]
+        for chunk in reversed(chunks):
+            if keep != "all":
+                actions.append(Recompute(chunk, stage))
+            actions.append(Backward(chunk, stage))
+        if reduces:
+            actions.append(Reduce(stage))
+    return actions

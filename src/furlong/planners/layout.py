@@ -1,0 +1,119 @@
+"""How devices are divided: data-parallel replicas, sequence-parallel groups, pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from furlong.cost.shape import ModelShape
+from furlong.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """`dp` replicas, each a pipeline of `pp` stages, each stage on a group of `sp` devices."""
+
+    dp: int = 1
+    sp: int = 1
+    pp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.sp * self.pp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} x sp {self.sp} x pp {self.pp}"
+
+
+def layouts(
+    num_devices: int,
+    shape: ModelShape,
+    *,
+    dp: int | None = None,
+    sp: int | None = None,
+    pp: int | None = None,
+    tp_size: int = 1,
+) -> list[Layout]:
+    """All layouts of `num_devices` that the model can take, with the sizes that are given.
+
+    An sp group divides the query heads (Ulysses), a pipeline has no more stages than layers.
+    Raises ConfigError that shows the arithmetic where nothing is left.
+    """
+    groups = num_devices // tp_size
+    found = [
+        Layout(groups // (s * p), s, p)
+        for s in _divisors(groups)
+        if (sp is None or s == sp) and shape.num_heads % s == 0
+        for p in _divisors(groups // s)
+        if (pp is None or p == pp) and p <= shape.num_layers
+    ]
+    found = [layout for layout in found if dp is None or layout.dp == dp]
+    if found and num_devices % tp_size == 0:
+        return found
+    given = {"dp": dp, "sp": sp, "pp": pp} | ({"tp": tp_size} if tp_size > 1 else {})
+    sizes = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
+    product = 1
+    for size in given.values():
+        product *= size or 1
+    raise ConfigError(
+        given=f"parallel: {sizes}, {'=' if None not in given.values() else 'a multiple of'} "
+        f"{product} devices",
+        required=f"sizes that multiply to the {num_devices} devices, an sp that divides the "
+        f"model's {shape.num_heads} heads, a pp of at most its {shape.num_layers} layers",
+        source="the sizes of parallel and the number of devices",
+        change="change the sizes or the number of devices; auto lets a size follow the others",
+    )
+
+
+def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest stage does least, the head counted with the last.
+
+    `mean_keys`: keys that a token of the batch attends on average.
+    """
+    keys = 4.0 * shape.q_size * mean_keys
+    work = [2.0 * shape.layer_active_parameters(i) + keys for i in range(shape.num_layers)]
+    work[-1] += 2.0 * shape.embedding_parameters
+    before = [0.0, *accumulate(work)]
+    slowest, _ = _cut(before, num_stages, lambda so_far, stage: max(so_far, stage))
+    limit = slowest * (1 + 1e-9)
+    # of all cuts with that slowest stage the most even one
+    _, stages = _cut(
+        before, num_stages, lambda so_far, stage: so_far + stage**2 if stage <= limit else inf
+    )
+    return stages
+
+
+def _cut(
+    before: Sequence[float], num_stages: int, add: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut with the least cost, and its layers per stage. `before[n]`: work of the first n
+    layers; `add`: the cost of some stages and one more."""
+    num_layers = len(before) - 1
+    costs = [0.0] + [inf] * num_layers
+    firsts: list[list[int]] = []
+    for stage in range(num_stages):
+        options = [
+            min(
+                ((add(costs[f], before[stop] - before[f]), f) for f in range(stage, stop)),
+                default=(inf, 0),
+            )
+            for stop in range(num_layers + 1)
+        ]
+        costs = [cost for cost, _ in options]
+        firsts.append([first for _, first in options])
+    stop, stages = num_layers, list[int]()
+    for first in reversed(firsts):
+        stages.append(stop - first[stop])
+        stop = first[stop]
+    return costs[-1], tuple(reversed(stages))
+
+
+def mean_attended_keys(seq_lens: Sequence[int]) -> float:
+    """Keys that a token attends on average, without a window."""
+    return sum(n * (n + 1) / 2 for n in seq_lens) / max(1, sum(seq_lens))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

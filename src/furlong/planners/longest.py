@@ -1,0 +1,57 @@
+"""The longest sequence that a candidate could still train: memory only, one sequence alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from furlong.cost.model import CostModel
+from furlong.errors import PlanError, UserError
+from furlong.planners.budget import fit
+from furlong.planners.candidates import Candidate
+
+MAX_CHUNKS = 2048
+"""Of the sequences that are tried: a walk over more takes too long to plan for a figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The answer to how long a sequence may be."""
+
+    num_tokens: int
+    """0 where not even one token fits."""
+    is_bound: bool
+    """Whether a longer one does not fit; else nothing longer was tried."""
+
+
+def longest_sequence(
+    candidate: Candidate, model: CostModel, *, budget_bytes: int | None = None, start: int = 1024
+) -> Longest:
+    """By bisection, to 1 % or a token; `start`: a length to try first.
+
+    The other replicas share the state and hold less; one that a method deals to itself holds a
+    sequence of one token.
+    """
+    dp = candidate.layout.dp
+    others = [1] * (dp - 1) if candidate.deals_itself else []
+    training = replace(model.training, replicas=1 if others else dp)
+    one_of = replace(model, training=training)
+
+    def try_length(num_tokens: int) -> int | None:
+        """Chunks of the plan, or None where there is none that fits."""
+        try:
+            plan = candidate.build([num_tokens, *others], one_of)
+            fit(plan, one_of, budget_bytes)
+        except (UserError, PlanError):
+            return None
+        return len(plan.chunks)
+
+    low, high = 0, max(1, start)
+    while (num_chunks := try_length(high)) is not None:
+        low = high
+        if num_chunks >= MAX_CHUNKS or high >= 2**28:
+            return Longest(low, is_bound=False)
+        high *= 2
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if try_length(middle) is not None else (low, middle)
+    return Longest(low, is_bound=True)

@@ -1,0 +1,297 @@
+"""One search over every planner: candidates pruned by lower bounds, ranked by simulation.
+
+    found = search(Problem(seq_lens=lens, model=CostModel(shape, hardware), num_devices=64))
+    found.best.plan, found.best.step_s, found.others[0].step_s
+
+Best first, with two bounds. What the chunks of the busiest replica take on its slowest stage is a
+bound for every way to schedule them; ladders are tried in the order of it, and left out once it
+reaches the best step. The simulated time of that replica is a second bound: only candidates below
+the best step are planned for the whole batch. `auto` means this search.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.values import Backward, ChunkPlan, Forward, Tier
+from furlong.planners.balance import by_cost, by_order, sequence_work
+from furlong.planners.budget import DoesNotFitError, fit
+from furlong.planners.candidates import Balance, Candidate, Ladder, Room
+from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
+from furlong.planners.methods import Method
+from furlong.planners.replicas import join_replicas
+from furlong.simulate.clock import time_actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A batch, a model on devices, and the sizes that are given."""
+
+    seq_lens: tuple[int, ...]
+    model: CostModel
+    num_devices: int = 1
+    dp: int | None = None
+    """None: searched; so are the next."""
+    sp: int | None = None
+    pp: int | None = None
+    budget_bytes: int | None = None
+    """Of one device; None: what the hardware has."""
+    tiers: tuple[Tier, ...] = ("device",)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A candidate's plan of the whole batch."""
+
+    candidate: Candidate
+    plan: ChunkPlan
+    step_s: float
+    peak_bytes: int
+    """Of the rank that needs most."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, tried on the replica with the most work."""
+
+    candidate: Candidate
+    bound_s: float
+    """No step of it is faster."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a candidate has no plan."""
+
+    candidate: Candidate
+    error: UserError | PlanError
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest plan that fits, and what it was compared with."""
+
+    best: Outcome
+    others: tuple[Outcome, ...]
+    """Also planned whole, by step time."""
+    trials: tuple[Trial, ...]
+    """All that fit on one replica, by their bounds."""
+    refused: tuple[Refusal, ...]
+    num_pruned: int
+    """Candidates that were left out because of their bounds."""
+    seconds: float
+
+
+def search(problem: Problem, methods: Mapping[str, Method]) -> Found:
+    """The fastest plan of `problem` over all candidates of `methods`.
+
+    Raises ConfigError where no candidate fits: by how much the nearest one fails, what to change.
+    """
+    state = _Search(problem)
+    state.run(methods)
+    return state.found()
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._started_s = time.monotonic()
+        self._work = sequence_work(problem.seq_lens, problem.model.shape)
+        self._dealt: dict[tuple[int, Balance], list[list[int]]] = {}
+        self._outcomes: list[Outcome] = []
+        self._trials: list[Trial] = []
+        self._refused: list[Refusal] = []
+        self._num_pruned = 0
+
+    def run(self, methods: Mapping[str, Method]) -> None:
+        ladders = [
+            (max(room_s, self._least_s(ladder, room)), ladder)
+            for room_s, room in self._rooms()
+            for method in methods.values()
+            for ladder in method(room)
+        ]
+        for bound_s, ladder in sorted(ladders, key=lambda pair: pair[0]):
+            if bound_s >= self._best_s:
+                self._num_pruned += len(ladder.rungs)
+                continue
+            self._plan_whole(self._climb_down(ladder))
+
+    def found(self) -> Found:
+        if not self._outcomes:
+            raise self._nothing_fits()
+        best, *others = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
+        return Found(
+            best=best,
+            others=tuple(others),
+            trials=tuple(sorted(self._trials, key=_bound)),
+            refused=tuple(self._refused),
+            num_pruned=self._num_pruned,
+            seconds=time.monotonic() - self._started_s,
+        )
+
+    @property
+    def _best_s(self) -> float:
+        return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
+
+    def _rooms(self) -> Iterator[tuple[float, Room]]:
+        """Every layout with a bound: the work of the busiest replica at the hardware's best."""
+        problem, model = self._problem, self._problem.model
+        training, hardware = model.training, model.hardware
+        mean_keys = mean_attended_keys(problem.seq_lens)
+        cuts: dict[int, tuple[int, ...]] = {}
+        best = max(e.best for e in (hardware.linear, hardware.attention_forward))
+        for layout in layouts(
+            problem.num_devices, model.shape,
+            dp=problem.dp, sp=problem.sp, pp=problem.pp, tp_size=training.tp_size,
+        ):  # fmt: skip
+            if layout.dp > len(problem.seq_lens):
+                continue
+            if layout.pp not in cuts:
+                cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
+            busiest = max(max(self._work), sum(self._work) / layout.dp)
+            passes = 2 if training.lora is not None else 3
+            devices = layout.sp * layout.pp * training.tp_size
+            bound_s = passes * busiest / (devices * hardware.peak_flops_per_s * best)
+            yield (
+                bound_s,
+                Room(
+                    layout,
+                    cuts[layout.pp],
+                    longest_tokens=max(problem.seq_lens),
+                    tiers=problem.tiers,
+                    budget_bytes=problem.budget_bytes,
+                ),
+            )
+
+    def _least_s(self, ladder: Ladder, room: Room) -> float:
+        """A bound of all its rungs: what the busiest replica computes on its slowest stage, with
+        nothing recomputed and nothing waited for but the pipeline's fill and drain."""
+        if ladder.groups is None:
+            return 0.0
+        ids, model = self._busiest(ladder.rungs[0])
+        lens = [self._problem.seq_lens[i] for i in ids]
+        chunks = tuple(chunk for group in ladder.groups(lens, model) for chunk in group)
+        ranks = range(len(room.stages))
+        plan = ChunkPlan(
+            seq_lens=tuple(lens),
+            chunks=chunks,
+            stages=room.stages,
+            actions=tuple(
+                tuple(a for c in range(len(chunks)) for a in (Forward(c, s, "all"), Backward(c, s)))
+                for s in ranks
+            ),
+            sp_size=room.layout.sp,
+        )
+        costs = model.costs(plan)
+        least_s = filled_s = 0.0
+        for rank in ranks:
+            seconds = [costs.compute_s(action, rank) for action in plan.actions[rank]]
+            least_s = max(least_s, filled_s + sum(seconds))
+            filled_s += min(seconds[::2]) + min(seconds[1::2])
+        return least_s
+
+    def _climb_down(self, ladder: Ladder) -> list[Trial]:
+        """The highest rung that fits, tried on the busiest replica."""
+        for candidate in ladder.rungs:
+            ids, model = self._busiest(candidate)
+            try:
+                plan = self._build(candidate, ids, model)
+                self._fit(plan, model)
+            except (UserError, PlanError) as error:
+                self._refuse(candidate, error)
+                continue
+            trial = Trial(candidate, time_actions(plan, model.costs(plan)).duration_s)
+            self._trials.append(trial)
+            return [trial]
+        return []
+
+    def _busiest(self, candidate: Candidate) -> tuple[list[int], CostModel]:
+        """The sequences of the replica with most work, and the cost model of its plan."""
+        replicas = self._deal(candidate)
+        ids = max(replicas, key=lambda ids: sum(self._work[i] for i in ids))
+        return ids, self._replica_model(candidate)
+
+    def _plan_whole(self, trials: Sequence[Trial]) -> None:
+        """Plan the batch for trials in the order of their bounds while these are below the best."""
+        model = self._problem.model
+        for trial in trials:
+            if trial.bound_s >= self._best_s:
+                return
+            candidate = trial.candidate
+            try:
+                replicas = self._deal(candidate)
+                replica_model = self._replica_model(candidate)
+                plans = [self._build(candidate, ids, replica_model) for ids in replicas]
+                plan = plans[0] if len(plans) == 1 else self._join(plans, replicas)
+                peak = self._fit(plan, model)
+            except (UserError, PlanError) as error:
+                self._refuse(candidate, error)
+                continue
+            step_s = time_actions(plan, model.costs(plan)).duration_s
+            self._outcomes.append(Outcome(candidate, plan, step_s, peak))
+
+    def _deal(self, candidate: Candidate) -> list[list[int]]:
+        """The sequences of each replica, or of all together for a method that deals itself."""
+        key = 1 if candidate.deals_itself else candidate.layout.dp, candidate.balance
+        if key not in self._dealt:
+            lens, dp = self._problem.seq_lens, key[0]
+            costs: dict[Balance, Sequence[float]] = {"tokens": lens, "flops": self._work}
+            balanced = dp > 1 and candidate.balance in costs
+            self._dealt[key] = (
+                by_cost(costs[candidate.balance], dp) if balanced else by_order(len(lens), dp)
+            )
+        return self._dealt[key]
+
+    def _replica_model(self, candidate: Candidate) -> CostModel:
+        """The cost model of what the candidate builds: one of so many replicas, or the whole."""
+        model = self._problem.model
+        replicas = 1 if candidate.deals_itself else candidate.layout.dp
+        return replace(model, training=replace(model.training, replicas=replicas))
+
+    def _build(self, candidate: Candidate, ids: Sequence[int], model: CostModel) -> ChunkPlan:
+        return candidate.build([self._problem.seq_lens[i] for i in ids], model)
+
+    def _join(self, plans: Sequence[ChunkPlan], replicas: Sequence[Sequence[int]]) -> ChunkPlan:
+        planned = {
+            seq_id: seq_len
+            for plan, own in zip(plans, replicas, strict=True)
+            for seq_id, seq_len in zip(own, plan.seq_lens, strict=True)  # padded in some
+        }
+        return join_replicas(plans, replicas, [planned[i] for i in range(len(planned))])
+
+    def _fit(self, plan: ChunkPlan, model: CostModel) -> int:
+        return fit(plan, model, self._problem.budget_bytes)
+
+    def _refuse(self, candidate: Candidate, error: UserError | PlanError) -> None:
+        self._refused.append(Refusal(candidate, error))
+
+    def _nothing_fits(self) -> ConfigError:
+        """The refusal that came nearest, in the words of the whole search."""
+        near = [r for r in self._refused if isinstance(r.error, DoesNotFitError)]
+        if not near:
+            if self._refused and isinstance(self._refused[0].error, ConfigError):
+                return self._refused[0].error
+            problem = self._problem
+            return ConfigError(
+                given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
+                required="a layout in which every replica has a sequence",
+                source="the search for a plan",
+                change="use fewer replicas (parallel.dp), or more sequences per step",
+            )
+        nearest = min(near, key=lambda r: r.error.lacking_bytes)
+        error = nearest.error
+        return ConfigError(
+            given=f"of {len(self._refused)} candidates none fits; nearest is {nearest.candidate}, "
+            f"whose {error.given}",
+            required=error.required,
+            source=f"the search over {len(self._refused)} candidates",
+            change=error.change,
+        )
+
+
+def _bound(trial: Trial) -> float:
+    return trial.bound_s

@@ -1,0 +1,83 @@
+"""Several methods on one batch: a table, and the refusals below it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from furlong.report.plan_report import PlanReport
+from furlong.report.tables import align
+from furlong.units import format_bytes, format_count, format_seconds
+
+_SHARES = {
+    "all_to_all": "all-to-all",
+    "collectives": "FSDP",
+    "copies": "copies",
+    "bubble_and_p2p": "idle, P2P",
+}
+"""Columns of what is no computation, by the fields of Breakdown."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method and its best plan, or why it has none."""
+
+    method: str
+    layout: str = ""
+    dials: str = ""
+    report: PlanReport | None = None
+    refusal: str = ""
+
+
+def format_comparison(rows: Sequence[Row]) -> str:
+    """The methods that have a plan, fastest first; then those that have none, with the reason."""
+    planned = _by_time(rows)
+    head = [
+        "method", "dp x sp x pp", "s/step", "vs best", "tokens/s", "bubble", *_SHARES.values(),
+        "peak", "dials",
+    ]  # fmt: skip
+    table = [head]
+    for row, report in planned:
+        shares = [getattr(report.breakdown, name) for name in _SHARES]
+        table.append([
+            row.method, row.layout, format_seconds(report.step_s),
+            f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
+            f"{report.figures.bubble_ratio:.1%}", *(f"{share:.1%}" for share in shares),
+            format_bytes(report.peak_bytes), row.dials,
+        ])  # fmt: skip
+    lines = align(_without_empty(table), left=("method", "dials")) if planned else []
+    for row in rows:
+        if row.report is None:
+            lines.append(f"{row.method}: no plan")
+            lines += textwrap.wrap(row.refusal, 98, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The same as plain values, in the same order."""
+    planned = _by_time(rows)
+    best_s = planned[0][1].step_s if planned else 1.0
+    values: list[dict[str, Any]] = [
+        {"method": row.method, "layout": row.layout, "dials": row.dials}
+        | {"relative": report.step_s / best_s, **report.to_json()}
+        for row, report in planned
+    ]
+    refused = [row for row in rows if row.report is None]
+    return values + [{"method": row.method, "refusal": row.refusal} for row in refused]
+
+
+def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:
+    planned = [(row, row.report) for row in rows if row.report is not None]
+    return sorted(planned, key=lambda pair: pair[1].step_s)
+
+
+def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Without the columns in which every row says nothing or no share."""
+    kept = [
+        column
+        for column in range(len(table[0]))
+        if any(row[column] not in ("", "0.0%", "-0.0%") for row in table[1:])
+    ]
+    return [[row[column] for column in kept] for row in table]

@@ -1,0 +1,64 @@
+"""A step as it was measured: its plan and its timeline in one file of the run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import ConfigError, UserError
+from furlong.plan.text import load_plan, save_plan
+from furlong.plan.values import ChunkPlan
+from furlong.timeline import Timeline
+
+MEASURED = "timeline.json"
+"""Its name in a run folder."""
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """An optimizer step, what it was to do and when it did what."""
+
+    step: int
+    plan: ChunkPlan
+    timeline: Timeline
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `read_measured` reads."""
+        plan = json.loads(save_plan(self.plan))
+        records = self.timeline.to_json()
+        return {"version": _VERSION, "step": self.step, "plan": plan, "records": records}
+
+
+def read_measured(file: Path) -> MeasuredStep:
+    """The step that a run left. Raises ConfigError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.get("version") != _VERSION:
+            raise ValueError(f"not version {_VERSION} of a measured step")
+        if type(values.get("step")) is not int:
+            raise ValueError("no step")
+        plan = load_plan(json.dumps(values.get("plan")))
+        timeline = Timeline.from_json(values.get("records"))
+        if any(record.rank >= len(plan.actions) for record in timeline.records):
+            raise ValueError("a record of a rank that the plan does not have")
+        return MeasuredStep(values["step"], plan, timeline)
+    except FileNotFoundError as error:
+        raise _unreadable(file, "no such file") from error
+    except OSError as error:
+        raise _unreadable(file, error.strerror or str(error)) from error
+    except UserError as error:
+        raise _unreadable(file, error.given) from error
+    except ValueError as error:
+        raise _unreadable(file, str(error)) from error
+
+
+def _unreadable(file: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        given=f"{file}: {reason}",
+        required="the folder of a run that has taken a step; it leaves its timeline there",
+        source="the run folder",
+        change="name another folder, or let the run take a step",
+    )

@@ -1,0 +1,215 @@
+"""What a plan amounts to on a cost model: its time and what that goes into, memory by parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from furlong.cost.memory import PARTS, MemoryCurve, Part
+from furlong.cost.model import CostModel, Hidden, PlanCosts
+from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.report.scene import Panel
+from furlong.simulate.clock import simulate
+from furlong.simulate.figures import StepFigures, measure
+from furlong.timeline import Timeline
+
+_WAITS: tuple[Hidden, ...] = ("streams", "all-to-all", "gathers")
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Shares of all ranks' time; they add up to 1."""
+
+    compute: float
+    """Forwards, backwards and recomputation, without what they wait for inside."""
+    all_to_all: float
+    """Of sharded slices, as far as no attention hides it."""
+    collectives: float
+    """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
+    copies: float
+    """K,V on their way between tiers, as far as no computation hides it."""
+    bubble_and_p2p: float
+    """Idle, or waiting for a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The peak of one rank."""
+
+    parts: dict[Part, int]
+    """On its device, at the action that needs most."""
+    host_bytes: int
+    """K,V and dK,dV in the host's memory or on disk, at their own peak."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan on a cost model."""
+
+    plan: ChunkPlan
+    timeline: Timeline
+    figures: StepFigures
+    breakdown: Breakdown
+    memory: tuple[RankMemory, ...]
+    """Of each rank; of an sp group the process that needs most."""
+    budget_bytes: int
+    """Of a device."""
+    num_tokens: int
+    """Of the batch, padding left out."""
+
+    @property
+    def step_s(self) -> float:
+        return self.figures.duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s if self.step_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.device_bytes for rank in self.memory)
+
+    def panel(self, title: str, note: str = "") -> Panel:
+        """What a picture of it is made of."""
+        limits = (self.budget_bytes,) * len(self.memory)
+        return Panel(self.timeline, self.plan, title, limits, note=note)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        breakdown = {name: getattr(self.breakdown, name) for name in Breakdown.__slots__}
+        return {
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bubble_ratio": self.figures.bubble_ratio,
+            "breakdown": breakdown,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "memory": [
+                {"rank": rank, "device_bytes": own.device_bytes, "host_bytes": own.host_bytes}
+                | {"parts": own.parts}
+                for rank, own in enumerate(self.memory)
+            ],
+            "figures": self.figures.to_json(),
+        }
+
+
+def report_plan(
+    plan: ChunkPlan,
+    model: CostModel,
+    budget_bytes: int | None = None,
+    num_tokens: int | None = None,
+) -> PlanReport:
+    """Simulate a plan that has passed `plan.check` and measure it.
+
+    `budget_bytes`: of a device. `num_tokens`: of the batch; None: as many as the plan has, which
+    may pad.
+    """
+    costs, memory = model.costs(plan), model.memory(budget_bytes)
+    curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
+    timeline = simulate(
+        plan, costs,
+        copies=None if plan.tier == "device" else costs,
+        memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
+        host_memory=_Known([curve.host.tolist() for curve in curves], 0),
+    )  # fmt: skip
+    figures = measure(timeline)
+    return PlanReport(
+        plan=plan,
+        timeline=timeline,
+        figures=figures,
+        breakdown=break_down(plan, model, figures),
+        memory=tuple(_rank_memory(curve) for curve in curves),
+        budget_bytes=memory.device_budget_bytes,
+        num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
+    )
+
+
+def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Breakdown:
+    """What a simulated step's time goes into.
+
+    A wait inside computing actions is what they take less when it is free; the waits are freed one
+    after the other, so that each second is counted once.
+    """
+    shares = figures.shares()
+    total_s = figures.duration_s * len(figures.ranks) or 1.0
+    inside: dict[Hidden, float] = {}
+    before_s = _computing_s(plan, model.costs(plan, free=_WAITS))
+    for number, wait in enumerate(_WAITS, start=1):
+        after_s = _computing_s(plan, model.costs(plan, free=_WAITS[number:]))
+        inside[wait] = (after_s - before_s) / total_s
+        before_s = after_s
+    computing = shares["forward"] + shares["backward"] + shares["recompute"]
+    return Breakdown(
+        compute=computing - sum(inside.values()),
+        all_to_all=inside["all-to-all"],
+        collectives=shares["collectives"] + inside["gathers"],
+        copies=shares["copies"] + inside["streams"],
+        bubble_and_p2p=shares["messages"] + shares["waiting"],
+    )
+
+
+def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
+    """The stages of each rank, in their order."""
+    return [
+        tuple(sorted({action.stage for action in actions if isinstance(action, Forward)}))
+        for actions in plan.actions
+    ]
+
+
+def kept_cells(plan: ChunkPlan) -> dict[str, int]:
+    """How many cells keep what between forward and backward, by the values of Keep."""
+    keeps = Counter(a.keep for acts in plan.actions for a in acts if isinstance(a, Forward))
+    return {keep: keeps[keep] for keep in ("all", "attention", "kv", "input") if keeps[keep]}
+
+
+def num_retained(plan: ChunkPlan) -> int:
+    """The most chunks of one sequence that keep their graphs at a stage."""
+    retained = {
+        (action.chunk, action.stage)
+        for actions in plan.actions
+        for action in actions
+        if isinstance(action, Forward) and action.keep == "all"
+    }
+    return max(
+        (
+            sum((chunk, stage) in retained for chunk in group)
+            for group in plan.groups.values()
+            for stage in range(len(plan.stages))
+        ),
+        default=0,
+    )
+
+
+def _rank_memory(curve: MemoryCurve) -> RankMemory:
+    peak = curve.peak
+    return RankMemory({part: peak[part] for part in PARTS}, int(max(curve.host, default=0)))
+
+
+def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:
+    """Seconds of all cells of all ranks."""
+    cells = (Forward, Recompute, Backward, RebuildKV)
+    return sum(
+        costs.compute_s(action, rank)
+        for rank, actions in enumerate(plan.actions)
+        for action in actions
+        if isinstance(action, cells)
+    )
+
+
+class _Known:
+    """Bytes that have been counted, as the clock asks for them."""
+
+    def __init__(self, in_use: Sequence[Sequence[int]], budget_bytes: int) -> None:
+        self._in_use, self._budget_bytes = in_use, budget_bytes
+
+    def budget_bytes(self, rank: int) -> int:
+        return self._budget_bytes
+
+    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        return self._in_use[rank]

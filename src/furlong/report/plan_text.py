@@ -1,0 +1,175 @@
+"""A plan's report as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from furlong.cost.memory import PARTS
+from furlong.plan.values import ChunkPlan, Forward, Recompute
+from furlong.report.plan_report import (
+    PlanReport,
+    held_stages,
+    kept_cells,
+    num_retained,
+)
+from furlong.report.ranks import choose_ranks, ranks_per_replica
+from furlong.report.tables import align
+from furlong.report.words import BREAKDOWN_WORDS, count_words, share_words
+from furlong.units import format_bytes, format_count, format_seconds
+
+PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
+_MAX_RANKS = 16
+_INDENT = 11
+
+
+def line(name: str, text: str) -> str:
+    """One line of the page: a word, then what it says; further lines are indented."""
+    return name.ljust(_INDENT) + text.replace("\n", "\n" + " " * _INDENT)
+
+
+def format_report(report: PlanReport) -> str:
+    """What the plan does, how long it takes, what memory it needs."""
+    plan, figures = report.plan, report.figures
+    breakdown = "   ·   ".join(
+        f"{word} {getattr(report.breakdown, name):.1%}"
+        for name, word in BREAKDOWN_WORDS.items()
+        if getattr(report.breakdown, name) >= 5e-4
+    )
+    lines = [
+        line("chunks", _chunk_words(plan)),
+        line("kept", _kept_words(plan)),
+        line("recompute", "\n".join(recompute_words(plan))),
+        line("order", order_words(plan)),
+        line("tier", f"K,V and their gradients on the {plan.tier}"),
+        line("layout", layout_words(plan)),
+        line(
+            "step",
+            f"{format_seconds(report.step_s)} predicted, {format_count(report.tokens_per_s)}"
+            f" tokens/s ({format_count(report.tokens_per_s / _num_devices(plan))} per device)",
+        ),
+        line(
+            "bubble",
+            f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no backward\n"
+            + share_words(figures),
+        ),
+        line("time", breakdown),
+        line("memory", memory_words(report)),
+        *("  " + row for row in memory_table(report)),
+    ]
+    return "\n".join(lines)
+
+
+def memory_words(report: PlanReport) -> str:
+    """The rank that needs most, and what is left of its budget."""
+    peaks = [rank.device_bytes for rank in report.memory]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    left = report.budget_bytes - peaks[worst]
+    over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    return (
+        f"peak {format_bytes(peaks[worst])} on rank {worst},"
+        f" budget {format_bytes(report.budget_bytes)} per device: {over}"
+    )
+
+
+def memory_table(report: PlanReport) -> list[str]:
+    """A row per rank: the parts at its peak, their sum, the host's peak."""
+    shown = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+    parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
+    host = ["host"] if any(rank.host_bytes for rank in report.memory) else []
+    names = [PART_WORDS.get(part, part) for part in parts]
+    rows = [["rank", "stages", *names, "device", *host]]
+    stages = held_stages(report.plan)
+    for rank in shown.ranks:
+        own = report.memory[rank]
+        values = [*(own.parts[part] for part in parts), own.device_bytes]
+        values += [own.host_bytes] if host else []
+        held = stages[rank]
+        span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
+        rows.append([str(rank), span, *map(format_bytes, values)])
+    return [*align(rows), *([f"({shown.note})"] if shown.note else [])]
+
+
+def layout_words(plan: ChunkPlan) -> str:
+    """Replicas, groups, stages, and the layers of each stage."""
+    per_replica = ranks_per_replica(plan)
+    dp = len(plan.actions) // per_replica
+    heights = Counter(plan.stages)
+    layers = (
+        ", ".join(map(str, plan.stages))
+        if len(plan.stages) <= 16
+        else ", ".join(f"{count} of {height}" for height, count in sorted(heights.items()))
+    )
+    return (
+        f"dp {dp} x sp {plan.sp_size} x pp {per_replica}"
+        f" = {count_words(_num_devices(plan), 'device')};"
+        f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
+    )
+
+
+def order_words(plan: ChunkPlan) -> str:
+    """How the grid of chunks and stages is walked."""
+    if max(len(stages) for stages in held_stages(plan)) > 1:
+        return "layer-first: each rank finishes a stage for all chunks before the next"
+    if len(plan.stages) > 1:
+        return "1F1B over chunks: forwards ascending, backwards descending within a sequence"
+    return "chunk-first: forwards ascending, backwards descending within a sequence"
+
+
+def recompute_words(plan: ChunkPlan) -> list[str]:
+    """A text per stage: cells that run again whole, layers that are checkpointed; equal stages
+    share one."""
+    whole: Counter[int] = Counter()
+    layers: dict[int, list[int]] = defaultdict(list)
+    cells: Counter[int] = Counter()
+    for actions in plan.actions:
+        for action in actions:
+            if isinstance(action, Recompute):
+                whole[action.stage] += 1
+            elif isinstance(action, Forward):
+                cells[action.stage] += 1
+                layers[action.stage].append(action.recompute_layers)
+    texts: dict[str, list[int]] = {}
+    for stage in range(len(plan.stages)):
+        text = f"{whole[stage]} of {cells[stage]} chunks run again"
+        if any(layers[stage]):
+            low, high = min(layers[stage]), max(layers[stage])
+            mean = sum(layers[stage]) / len(layers[stage])
+            span = f"{low}" if low == high else f"{low} to {high} (mean {mean:.1f})"
+            text += f", {span} of {plan.stages[stage]} layers checkpointed"
+        texts.setdefault(text, []).append(stage)
+    return [f"{_stages_words(stages)}: {text}" for text, stages in texts.items()]
+
+
+def _stages_words(stages: list[int]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if stages == list(range(stages[0], stages[-1] + 1)):
+        return f"stages {stages[0]}-{stages[-1]}"
+    return "stages " + ", ".join(map(str, stages))
+
+
+def _chunk_words(plan: ChunkPlan) -> str:
+    sizes = [chunk.num_tokens for chunk in plan.chunks]
+    kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return (
+        f"{count_words(len(sizes), 'chunk')} ({named}) of {min(sizes):,} to {max(sizes):,} tokens,"
+        f" mean {sum(sizes) / len(sizes):,.0f}"
+    )
+
+
+def _kept_words(plan: ChunkPlan) -> str:
+    words = {
+        "all": "the graph",
+        "attention": "input, K,V and attention",
+        "kv": "input and K,V",
+        "input": "the input",
+    }
+    cells = ", ".join(f"{words[keep]} of {n} cells" for keep, n in kept_cells(plan).items())
+    if plan.groups:
+        cells += f"; num_retained {num_retained(plan)}"
+    return cells
+
+
+def _num_devices(plan: ChunkPlan) -> int:
+    return len(plan.actions) * plan.sp_size

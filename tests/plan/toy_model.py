@@ -1,0 +1,197 @@
+"""A network of one number per chunk and stage, and two ways to its gradient.
+
+A stage maps a chunk's x to  y = a_s x + sum over the earlier chunks j of its sequences of w_cj k_j,
+where k_j = x_j stands for their K,V; the loss is the sum of v_c y_c of the last stage. `gradient`
+follows the definition, chunk by chunk, whatever the order of a plan. `obey` carries out the plan,
+action by action, and keeps what the plan keeps: a plan that the checker passes must run through and
+give the same gradient.
+"""
+
+from collections import Counter, defaultdict, deque
+from functools import cache
+
+from furlong.plan.liveness import kv_frees
+from furlong.plan.values import (
+    Backward,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Send,
+)
+
+
+class StuckError(Exception):
+    """The plan needs what is not there."""
+
+
+def token(chunk):
+    return 1 + (7 * chunk % 5) / 4
+
+
+def label_weight(chunk):
+    return 1 + (3 * chunk % 7) / 8
+
+
+def scale(stage):
+    return 0.75 + (stage % 3) / 4
+
+
+def weight(chunk, earlier):
+    return ((chunk * 31 + earlier * 17) % 11 - 5) / 16
+
+
+def prefixes(plan):
+    """For each chunk, all earlier chunks of the sequences that it continues."""
+    return [
+        sorted({plan.groups[seq_id][i] for seq_id, position in links for i in range(position)})
+        for links in plan.links
+    ]
+
+
+def gradient(plan):
+    """[d loss / d a_s for each stage] with the plan's factors, by the definition."""
+    before = prefixes(plan)
+    after = [[j for j, earlier in enumerate(before) if c in earlier] for c in range(len(before))]
+    factors = {
+        a.chunk: (a.loss_factor, a.relay_factor)
+        for actions in plan.actions
+        for a in actions
+        if isinstance(a, Backward)
+    }
+    last = len(plan.stages) - 1
+
+    @cache
+    def entering(chunk, stage):
+        if not stage:
+            return token(chunk)
+        below = stage - 1
+        seen = sum(weight(chunk, j) * entering(j, below) for j in before[chunk])
+        return scale(below) * entering(chunk, below) + seen
+
+    @cache
+    def of_output(chunk, stage):
+        if stage == last:
+            return factors[chunk][0] * label_weight(chunk)
+        above = stage + 1
+        relayed = sum(weight(j, chunk) * of_output(j, above) for j in after[chunk] if j in factors)
+        return scale(above) * of_output(chunk, above) + factors[chunk][1] * relayed
+
+    return [
+        sum(of_output(chunk, stage) * entering(chunk, stage) for chunk in factors)
+        for stage in range(last + 1)
+    ]
+
+
+def obey(plan):
+    """The same by carrying out the plan. Raises StuckError where something is missing or stays."""
+    mail = defaultdict(deque)
+    ranks = [_Rank(plan, rank, mail) for rank in range(len(plan.actions))]
+    while any(rank.go_on() for rank in ranks):
+        pass
+    for rank in ranks:
+        rank.assert_done()
+    if any(mail.values()):
+        raise StuckError("a message is left over")
+    return [sum(rank.grads[stage] for rank in ranks) for stage in range(len(plan.stages))]
+
+
+class _Rank:
+    def __init__(self, plan, rank, mail):
+        self.plan, self.rank, self.mail = plan, rank, mail
+        self.actions, self.frees = plan.actions[rank], kv_frees(plan, rank)
+        self.at = 0
+        self.before = prefixes(plan)
+        self.kv, self.relayed, self.graphs = {}, defaultdict(float), set()
+        self.inputs, self.outputs, self.output_grads = {}, {}, {}
+        self.trained = {(a.chunk, a.stage) for a in self.actions if isinstance(a, Backward)}
+        rebuilt = [(a.chunk, a.stage) for a in self.actions if isinstance(a, RebuildKV)]
+        self.rebuilds_left = Counter(rebuilt)
+        self.grads = defaultdict(float)
+
+    def go_on(self):
+        """Obey up to the next message that has not come; returns whether anything was done."""
+        start = self.at
+        while self.at < len(self.actions):
+            action = self.actions[self.at]
+            if isinstance(action, Recv) and not self.mail[action.peer, self.rank]:
+                break
+            try:
+                self.obey(action)
+            except KeyError as missing:
+                raise StuckError(f"{missing} at {action}") from missing
+            for cell in self.frees[self.at]:
+                del self.kv[cell]
+            self.at += 1
+        return self.at > start
+
+    def obey(self, action):
+        match action:
+            case Forward(chunk, stage, keep):
+                cell = chunk, stage
+                self.inputs[cell] = self.outputs.pop((chunk, stage - 1)) if stage else token(chunk)
+                self.outputs[cell] = self.run(chunk, stage)
+                if self.plan.continues[chunk]:
+                    self.kv[cell] = self.inputs[cell]
+                if keep == "all":
+                    self.graphs.add(cell)
+                elif keep not in ("input", "kv", "attention"):
+                    raise StuckError(keep)
+                self.drop_input(cell)
+                if stage == len(self.plan.stages) - 1:
+                    del self.outputs[cell]
+            case RebuildKV(chunk, stage):
+                self.run(chunk, stage)
+                self.kv[chunk, stage] = self.inputs[chunk, stage]
+                self.rebuilds_left[chunk, stage] -= 1
+                self.drop_input((chunk, stage))
+            case Recompute(chunk, stage):
+                self.run(chunk, stage)
+                self.graphs.add((chunk, stage))
+            case Backward():
+                self.backward(action)
+            case Send(payload, chunk, stage, peer):
+                values = self.outputs if payload == "activation" else self.output_grads
+                below = stage if payload == "activation" else stage - 1
+                self.mail[self.rank, peer].append(
+                    (payload, chunk, stage, values.pop((chunk, below)))
+                )
+            case Recv(payload, chunk, stage, peer):
+                *message, value = self.mail[peer, self.rank].popleft()
+                if message != [payload, chunk, stage]:
+                    raise StuckError(f"{message} has come, not {action}")
+                if payload == "activation":
+                    self.outputs[chunk, stage] = value
+                else:
+                    self.output_grads[chunk, stage - 1] = value
+
+    def drop_input(self, cell):
+        """Of a cell that neither a Backward nor a RebuildKV needs any more."""
+        if cell not in self.trained and not self.rebuilds_left[cell]:
+            del self.inputs[cell]
+
+    def run(self, chunk, stage):
+        seen = sum(weight(chunk, j) * self.kv[j, stage] for j in self.before[chunk])
+        return scale(stage) * self.inputs[chunk, stage] + seen
+
+    def backward(self, action):
+        chunk, stage = cell = action.chunk, action.stage
+        self.graphs.remove(cell)
+        if stage == len(self.plan.stages) - 1:
+            grad = action.loss_factor * label_weight(chunk)
+        else:
+            grad = self.output_grads.pop(cell)
+        self.grads[stage] += grad * self.inputs.pop(cell)
+        for earlier in self.before[chunk]:
+            _ = self.kv[earlier, stage]
+            self.relayed[earlier, stage] += weight(chunk, earlier) * grad
+        relayed = action.relay_factor * self.relayed.pop(cell, 0.0)
+        if stage:
+            self.output_grads[chunk, stage - 1] = scale(stage) * grad + relayed
+
+    def assert_done(self):
+        if self.at < len(self.actions):
+            raise StuckError(f"rank {self.rank} waits at {self.actions[self.at]}")
+        for name in ("kv", "graphs", "inputs", "outputs", "output_grads"):
+            if getattr(self, name):
+                raise StuckError(f"{name} left over on rank {self.rank}: {getattr(self, name)}")

@@ -1,0 +1,142 @@
+"""Skrull's placement: worked examples, the theorem of when it succeeds, and a plain reference."""
+
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.cost.skrull import flops
+from furlong.plan.values import SHARDED
+from furlong.planners.dacp import place_by_load, place_in_turn
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=14)
+
+
+def work_of(seq_lens):
+    return [flops(seq_len, 8, 2) for seq_len in seq_lens]
+
+
+def place(seq_lens, bucket_tokens, cp_size):
+    work = work_of(seq_lens)
+    return place_by_load(seq_lens, work, bucket_tokens=bucket_tokens, cp_size=cp_size)
+
+
+def rank_tokens(seq_lens, placements, cp_size):
+    return [
+        sum(Fraction(n, cp_size if p == SHARDED else 1) for n, p in placed if p in (rank, SHARDED))
+        for placed in [list(zip(seq_lens, placements, strict=True))]
+        for rank in range(cp_size)
+    ]
+
+
+def reference(seq_lens, bucket_tokens, cp_size, *, by_load=True, as_printed=False):
+    """Algorithms 1 and 3 (or 4) line by line. Returns placements, and how often it rolled back.
+
+    as_printed: RollBack as in the paper's listing, RB[rank] <- RB[rank] - S + S/N for one rank.
+    """
+    order = sorted(range(len(seq_lens)), key=lambda i: seq_lens[i])
+    work = [Fraction(w) for w in work_of(seq_lens)]
+    room, load = [Fraction(bucket_tokens)] * cp_size, [Fraction(0)] * cp_size
+    result, rollbacks, at = [None] * len(seq_lens), 0, 0
+    while at < len(order):
+        i = order[at]
+        share = Fraction(seq_lens[i], cp_size)
+        targets = [load.index(min(load))] if by_load else []
+        for rank in [*targets, room.index(max(room))]:
+            if room[rank] >= seq_lens[i]:
+                result[i] = rank
+                room[rank] -= seq_lens[i]
+                load[rank] += work[i]
+                break
+        else:
+            rank = room.index(min(room))
+            if room[rank] >= share:
+                result[i] = SHARDED
+                room = [r - share for r in room]
+                load = [w + work[i] / cp_size for w in load]
+            else:
+                local = [x for x in order[:at] if result[x] == rank]
+                if not local:
+                    return None, rollbacks
+                rollbacks += 1
+                x = local[0]
+                result[x] = SHARDED
+                if as_printed:
+                    room[rank] += Fraction(seq_lens[x], cp_size) - seq_lens[x]
+                    load[rank] += work[x] / cp_size - work[x]
+                else:
+                    room = [r - Fraction(seq_lens[x], cp_size) for r in room]
+                    load = [w + work[x] / cp_size for w in load]
+                    room[rank] += seq_lens[x]
+                    load[rank] -= work[x]
+                continue
+        at += 1
+    return result, rollbacks
+
+
+def test_worked_example_with_roll_backs():
+    lens = [4, 5, 5, 6, 9]
+    placements = place(lens, 15, 2)
+    assert placements == [SHARDED, SHARDED, 0, 1, SHARDED]
+    assert rank_tokens(lens, placements, 2) == [14, 15]
+    assert reference(lens, 15, 2) == (placements, 2)
+
+
+def test_worked_example_without_roll_back():
+    lens = [2, 3, 4, 5, 6, 12]
+    assert place(lens, 20, 2) == [0, 1, 0, 1, 0, 1]
+    assert reference(lens, 20, 2)[1] == 0
+
+
+@given(lengths, st.integers(1, 60), st.integers(1, 8))
+def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, cp_size):
+    work = work_of(seq_lens)
+    sizes = {"bucket_tokens": bucket_tokens, "cp_size": cp_size}
+    for placements in (place_by_load(seq_lens, work, **sizes), place_in_turn(seq_lens, **sizes)):
+        assert (placements is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
+        if placements is not None:
+            assert max(rank_tokens(seq_lens, placements, cp_size)) <= bucket_tokens
+            assert all(p == SHARDED or 0 <= p < cp_size for p in placements)
+
+
+@settings(max_examples=200)
+@given(lengths, st.integers(1, 60), st.sampled_from((1, 2, 4, 8)))
+def test_agrees_with_the_reference(seq_lens, bucket_tokens, cp_size):
+    # group sizes that are powers of two, so that loads are exact here too
+    assert place(seq_lens, bucket_tokens, cp_size) == reference(seq_lens, bucket_tokens, cp_size)[0]
+    in_turn = place_in_turn(seq_lens, bucket_tokens=bucket_tokens, cp_size=cp_size)
+    assert in_turn == reference(seq_lens, bucket_tokens, cp_size, by_load=False)[0]
+
+
+def test_roll_back_as_printed_never_works():
+    """Wherever it is reached it fails on a batch that fits, or fills a rank beyond its bucket."""
+    draw, reached = random.Random(0), 0
+    for _ in range(1500):
+        seq_lens = [draw.randint(1, 60) for _ in range(draw.randint(2, 14))]
+        cp_size = draw.randint(2, 8)
+        bucket_tokens = -(-(sum(seq_lens) + draw.randint(0, 20)) // cp_size)
+        placements, rollbacks = reference(seq_lens, bucket_tokens, cp_size, as_printed=True)
+        if rollbacks:
+            reached += 1
+            full = placements and max(rank_tokens(seq_lens, placements, cp_size)) > bucket_tokens
+            assert placements is None or full
+    assert reached > 300
+
+
+def test_roll_back_as_printed_fails_on_the_worked_example():
+    assert reference([4, 5, 5, 6, 9], 15, 2, as_printed=True)[0] is None
+
+
+def test_paper_settings_are_not_local_beyond_a_bucket():
+    """26K tokens for a rank: what is longer cannot be local, and 8 ranks hold 208K."""
+    assert place([26 * 1024], 26 * 1024, 8) == [0]
+    assert place([26 * 1024 + 1], 26 * 1024, 8) == [SHARDED]
+    assert place([208 * 1024], 26 * 1024, 8) == [SHARDED]
+    assert place([208 * 1024 + 1], 26 * 1024, 8) is None
+
+
+@pytest.mark.parametrize("lens", [[], [0, 0]])
+def test_nothing_to_place(lens):
+    assert place(lens, 0, 4) == [0] * len(lens)

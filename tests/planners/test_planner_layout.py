@@ -1,0 +1,97 @@
+"""Layouts of devices, cuts of layers into stages, places of slices in an sp group."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from furlong.cost.known_models import model_shape
+from furlong.errors import ConfigError
+from furlong.plan.values import SHARDED
+from furlong.planners.chunkflow import group_chunks
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.options import ChunkOptions
+from furlong.planners.placement import shard, shard_long
+
+SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads
+
+
+def test_layouts_multiply_to_the_devices():
+    found = layouts(8, SHAPE)
+    assert {layout.num_devices for layout in found} == {8}
+    assert len(found) == len(set(found)) == 10  # 2^3 over three axes
+    assert Layout(2, 2, 2) in found
+
+
+def test_given_sizes_are_kept():
+    assert layouts(16, SHAPE, pp=4) == [Layout(4, 1, 4), Layout(2, 2, 4), Layout(1, 4, 4)]
+    assert layouts(16, SHAPE, dp=2, sp=8) == [Layout(2, 8, 1)]
+
+
+def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
+    small = model_shape("Qwen2.5-0.5B")  # 14 heads, 24 layers
+    found = layouts(64, small)
+    assert {layout.sp for layout in found} == {1, 2}
+    assert max(layout.pp for layout in found) == 16
+
+
+def test_sizes_that_do_not_multiply_show_the_arithmetic():
+    with pytest.raises(ConfigError, match=r"dp 2 x sp 2 x pp 3, = 12 devices") as error:
+        layouts(8, SHAPE, dp=2, sp=2, pp=3)
+    assert "multiply to the 8 devices" in str(error.value)
+
+
+def test_equal_layers_make_equal_stages_but_for_the_head():
+    assert cut_layers(SHAPE, 1) == (32,)
+    stages = cut_layers(SHAPE, 4)
+    assert sum(stages) == 32
+    # the head is worth 2.4 layers of so short a context, and nothing beside long attention
+    assert stages[-1] < min(stages[:-1])
+    assert cut_layers(SHAPE, 4, mean_keys=1e7) == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_no_cut_has_a_faster_slowest_stage(num_stages):
+    shape = model_shape("Qwen2.5-0.5B")
+    work = [2.0 * shape.layer_active_parameters(i) for i in range(shape.num_layers)]
+    work[-1] += 2.0 * shape.embedding_parameters
+
+    def slowest(stops):
+        bounds = [0, *stops, len(work)]
+        return max(sum(work[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+
+    best = min(map(slowest, combinations(range(1, len(work)), num_stages - 1)))
+    stages = cut_layers(shape, num_stages)
+    stops = [sum(stages[: i + 1]) for i in range(num_stages - 1)]
+    assert slowest(stops) == pytest.approx(best)
+
+
+def test_mean_attended_keys_is_of_tokens():
+    assert mean_attended_keys((3,)) == 2
+    assert mean_attended_keys((1, 1, 1)) == 1
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.sampled_from([1, 2, 4]))
+def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
+    groups = group_chunks(seq_lens, ChunkOptions(size=128))
+    placed = shard_long(groups, seq_lens, SHAPE, sp_size)
+    for before, after in zip(sum(groups, []), sum(placed, []), strict=True):
+        assert sorted((s.seq_id, s.start, s.stop) for s in before.slices) == sorted(
+            (s.seq_id, s.start, s.stop) for s in after.slices
+        )
+        if sp_size == 1:
+            continue
+        whole = [s for s in after.slices if s.num_tokens == seq_lens[s.seq_id]]
+        assert all(s.placement == SHARDED for s in after.slices if s not in whole)
+        sharded = sum(s.num_tokens for s in whole if s.placement == SHARDED) / sp_size
+        held = [sharded] * sp_size
+        for s in whole:
+            if s.placement != SHARDED:
+                held[s.placement] += s.num_tokens
+        assert max(held, default=0) <= -(-sum(s.num_tokens for s in whole) // sp_size)
+
+
+def test_sharding_everything_is_ulysses():
+    groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
+    assert {s.placement for group in groups for chunk in group for s in chunk.slices} == {SHARDED}

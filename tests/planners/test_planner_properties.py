@@ -1,0 +1,231 @@
+"""Every planner on thousands of random batches: a plan that passes the checker, runs on the clock
+without a deadlock, and gives the gradient of the toy network, whatever its order and its keeps.
+
+A planner joins by one entry of PLANNERS, or of SEARCHING: from a random source to a plan.
+"""
+
+import random
+
+import pytest
+from toy_model import gradient, obey
+
+from furlong.cost.hardware import hardware
+from furlong.cost.known_models import model_shape
+from furlong.cost.memory import PARTS
+from furlong.cost.model import CostModel
+from furlong.plan.check import check
+from furlong.plan.text import load_plan, save_plan
+from furlong.plan.values import Backward, Reduce
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.data_parallel import plan_data_parallel
+from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.groups import packed_groups, padded_groups, sliced_groups
+from furlong.planners.infinipipe import plan_infinipipe
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
+from furlong.planners.sample import Sampling, draw_chunks, sample_backwards
+from furlong.planners.seq1f1b import plan_seq1f1b
+from furlong.planners.skrull import plan_skrull
+from furlong.planners.spaco import plan_seco, plan_spaco
+from furlong.planners.ulysses import plan_ulysses
+from furlong.simulate.clock import time_actions
+from furlong.simulate.unit_costs import UnitCosts
+
+MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"))
+KEEPS = ("input", "kv", "attention", "all")
+RULES = ("bernoulli", "fixed", "fixed printed", "capped", "adaptive")
+
+
+def lengths(rng, longest=40, most=6):
+    """A few sequences, short ones more often."""
+    return [min(longest, 1 + int(rng.expovariate(0.15))) for _ in range(rng.randint(1, most))]
+
+
+def heights(rng, most=4):
+    return tuple(rng.randint(1, 3) for _ in range(rng.randint(1, most)))
+
+
+def options(rng):
+    return ChunkOptions(
+        size=rng.randint(1, 12),
+        num_retained=rng.randint(0, 3),
+        keep=rng.choice(KEEPS),
+        hybrid=rng.random() < 0.5,
+    )
+
+
+def sampling(rng):
+    rule, seed = rng.choice(RULES), rng.randrange(10**6)
+    if rng.random() < 0.5:
+        return Sampling(num_drawn=rng.randint(1, 5), rule=rule, seed=seed)
+    packed = rng.random() < 0.5
+    return Sampling(probability=rng.uniform(0.05, 1), rule=rule, seed=seed, packed=packed)
+
+
+def chunkflow(rng):
+    return plan_chunkflow(
+        lengths(rng), options(rng), num_layers=rng.randint(1, 4), backward=rng.random() < 0.9
+    )
+
+
+def chunkflow_pipeline(rng):
+    return plan_chunkflow_pipeline(
+        lengths(rng),
+        options(rng),
+        stages=heights(rng),
+        recompute=rng.choice(("eager", "lazy")),
+        backward=rng.random() < 0.9,
+    )
+
+
+def seq1f1b(rng):
+    seq_lens = lengths(rng, most=4)
+    work = {"quadratic": rng.random()} if rng.random() < 0.5 else {}
+    groups = sliced_groups(seq_lens, num_slices=rng.randint(1, 5), **work)
+    stages, num_chunks = heights(rng), sum(map(len, groups))
+    layers = [[rng.randint(0, height) for _ in range(num_chunks)] for height in stages]
+    recomputed = layers if rng.random() < 0.5 else None
+    return plan_seq1f1b(seq_lens, groups, stages=stages, recompute_layers=recomputed)
+
+
+def padded_1f1b(rng):
+    padded, groups = padded_groups(lengths(rng))
+    return plan_1f1b(padded, groups, stages=heights(rng))
+
+
+def packed_1f1b(rng):
+    seq_lens = lengths(rng)
+    groups = packed_groups(seq_lens, max(seq_lens) + rng.randint(0, 20))
+    return plan_1f1b(seq_lens, groups, stages=heights(rng), num_retained=rng.randint(0, 1))
+
+
+def seco(rng):
+    return plan_seco(lengths(rng), num_layers=rng.randint(1, 4), chunk_size=rng.randint(1, 12))
+
+
+def spaco(rng):
+    chunk_size, num_layers = rng.randint(1, 12), rng.randint(1, 4)
+    return plan_spaco(lengths(rng), sampling(rng), num_layers=num_layers, chunk_size=chunk_size)
+
+
+def fpdt(rng):
+    num_layers = rng.randint(1, 6)
+    return plan_fpdt(
+        lengths(rng, most=4),
+        num_layers=num_layers,
+        stage_layers=rng.randint(1, num_layers),
+        chunk_size=rng.randint(1, 12),
+        keep=rng.choice(KEEPS),
+        tier=rng.choice(("device", "host", "disk")),
+        sp_size=rng.choice((1, 1, 2, 4)),
+        backward=rng.random() < 0.9,
+    )
+
+
+def data_parallel(rng):
+    seq_lens = [*lengths(rng), 3, 5]
+    return plan_data_parallel(seq_lens, MODEL, dp_size=rng.choice((1, 2)))
+
+
+def ulysses(rng):
+    seq_lens = [*lengths(rng), 3, 5]
+    return plan_ulysses(seq_lens, MODEL, dp_size=rng.choice((1, 2)), sp_size=rng.choice((1, 2)))
+
+
+def skrull(rng):
+    seq_lens = [*lengths(rng), 3, 5]
+    sizes = {"dp_size": rng.choice((1, 2)), "cp_size": rng.choice((1, 2, 4))}
+    return plan_skrull(seq_lens, MODEL, bucket_tokens=rng.randint(40, 80), **sizes)
+
+
+def infinipipe(rng):
+    sizes = {"num_stages": rng.randint(1, 3), "sp_size": rng.choice((1, 2))}
+    return plan_infinipipe(lengths(rng), MODEL, **sizes).plan
+
+
+def sampled(planner):
+    """SpaCO's draws inside the plans of another planner."""
+
+    def plan(rng):
+        whole = planner(rng)
+        if not any(isinstance(a, Backward) for a in whole.actions[0]):
+            return whole
+        return sample_backwards(whole, draw_chunks(whole, sampling(rng)))
+
+    return plan
+
+
+PLANNERS = {
+    "chunkflow": chunkflow,
+    "chunkflow pipeline": chunkflow_pipeline,
+    "seq1f1b": seq1f1b,
+    "padded 1F1B": padded_1f1b,
+    "packed 1F1B": packed_1f1b,
+    "seco": seco,
+    "spaco": spaco,
+    "fpdt": fpdt,
+    "sampled chunkflow": sampled(chunkflow),
+    "sampled pipeline": sampled(chunkflow_pipeline),
+    "sampled seq1f1b": sampled(seq1f1b),
+    "sampled fpdt": sampled(fpdt),
+}
+SEARCHING = {
+    "data parallel": data_parallel,
+    "ulysses": ulysses,
+    "skrull": skrull,
+    "infinipipe": infinipipe,
+    "sampled skrull": sampled(skrull),
+    "sampled infinipipe": sampled(infinipipe),
+}
+"""They try many plans for one: fewer cases."""
+ALL = PLANNERS | SEARCHING
+
+
+def hold(plan):
+    """What every plan of every planner must do."""
+    check(plan)
+    duration_s = time_actions(plan, UnitCosts(plan)).duration_s
+    forwards = sum(plan.seq_lens) * len(plan.stages)
+    assert duration_s * len(plan.actions) >= forwards * (1 - 1e-9)
+    assert obey(plan) == (
+        pytest.approx(gradient(plan), rel=1e-9, abs=1e-9)
+        if any(isinstance(a, Backward) for a in plan.actions[0])
+        else [0.0] * len(plan.stages)
+    )
+
+
+def hold_on_hardware(plan):
+    """The cost model takes the plan, and nothing but the training's state is left at its end."""
+    assert time_actions(plan, MODEL.costs(plan)).duration_s > 0
+    for rank, actions in enumerate(plan.actions):
+        curve = MODEL.memory().curve(plan, rank)
+        assert (curve.device >= 0).all() and (curve.host >= 0).all()
+        if isinstance(actions[-1], Reduce):
+            assert curve.host[-1] == 0
+            buffers = () if plan.tier == "device" else ("kv", "kv_gradients")
+            for part in set(PARTS) - {"weights", "gradients", "optimizer", *buffers}:
+                assert curve.device[-1, PARTS.index(part)] == 0, part
+
+
+def run_cases(name, seeds):
+    for seed in seeds:
+        plan = ALL[name](random.Random(f"{name} {seed}"))
+        try:
+            hold(plan)
+            if seed % 10 == 0:
+                assert load_plan(save_plan(plan)) == plan
+                hold_on_hardware(plan)
+        except Exception as error:
+            error.add_note(f"planner {name!r}, seed {seed}, lengths {plan.seq_lens}")
+            raise
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_random_batches(name):
+    run_cases(name, range(10 if name in SEARCHING else 250))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_many_random_batches(name):
+    run_cases(name, range(250, 400 if name in SEARCHING else 4000))

@@ -1,0 +1,182 @@
+"""SeCO's and SpaCO's plans: their order, their costs in units, and sampling inside other plans."""
+
+import statistics
+from itertools import pairwise
+
+import pytest
+from toy_model import gradient, obey
+
+from furlong.plan.check import check
+from furlong.plan.liveness import kv_frees
+from furlong.plan.text import format_action, load_plan, save_plan
+from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.planners.sample import Factors, Sampling, draw_chunks, sample_backwards
+from furlong.planners.spaco import plan_seco, plan_spaco
+from furlong.simulate.clock import time_actions
+from furlong.simulate.unit_costs import UnitCosts
+
+
+def step(plan):
+    return time_actions(plan, UnitCosts(plan)).duration_s
+
+
+def texts(plan, rank=0):
+    return [format_action(action) for action in plan.actions[rank]]
+
+
+def test_seco_forwards_all_then_recomputes_and_goes_back_from_the_last():
+    plan = plan_seco([9], num_layers=2, chunk_size=4)
+    assert texts(plan) == [
+        *("F0.0 kv", "F1.0 kv", "F2.0 kv"),
+        *("R2.0", "B2.0", "R1.0", "B1.0", "R0.0", "B0.0", "reduce 0"),
+    ]
+    assert [plan.kind(c) for c in range(3)] == ["split"] * 3
+
+
+def test_seco_costs_a_third_more_than_a_plain_step():
+    for seq_len in (16_384, 16_000, 100):
+        plain = plan_chunkflow([seq_len], ChunkOptions(size=seq_len), num_layers=2)
+        seco = plan_seco([seq_len], num_layers=2, chunk_size=128)
+        assert step(seco) / step(plain) == pytest.approx(4 / 3)
+
+
+def inference(seq_len, chunk_size=128):
+    options = ChunkOptions(size=chunk_size)
+    return step(plan_chunkflow([seq_len], options, num_layers=2, backward=False))
+
+
+@pytest.mark.parametrize(("t", "of_seco"), [(8, 0.297), (16, 0.344), (32, 0.4375)])
+def test_spaco_costs_one_plus_three_t_over_k_forwards(t, of_seco):
+    plan = plan_spaco([16_384], Sampling(num_drawn=t, rule="fixed"), num_layers=2, chunk_size=128)
+    assert step(plan) / inference(16_384) == pytest.approx(1 + 3 * t / 128)
+    seco = plan_seco([16_384], num_layers=2, chunk_size=128)
+    assert step(plan) / step(seco) == pytest.approx((128 + 3 * t) / (4 * 128))
+    assert step(plan) / step(seco) == pytest.approx(of_seco, abs=1e-3)
+
+
+def test_spaco_costs_that_on_average_where_the_number_is_random():
+    ratios = [
+        step(plan_spaco([4096], Sampling(num_drawn=8, seed=s), num_layers=2, chunk_size=128))
+        / inference(4096)
+        for s in range(200)
+    ]
+    assert statistics.fmean(ratios) == pytest.approx(1 + 3 * 8 / 32, abs=0.05)
+
+
+def test_draws_follow_the_seed_and_the_sequence_alone():
+    def plan(seed, seq_lens=(900, 640)):
+        sampling = Sampling(num_drawn=3, seed=seed)
+        return plan_spaco(seq_lens, sampling, num_layers=2, chunk_size=16)
+
+    assert plan(1) == plan(1)
+    assert plan(1).actions != plan(2).actions
+    alone = draw_chunks(plan_seco([900], num_layers=2, chunk_size=16), Sampling(num_drawn=3))
+    both = draw_chunks(plan_seco([900, 640], num_layers=2, chunk_size=16), Sampling(num_drawn=3))
+    assert {c: f for c, f in both.items() if c < 57} == alone  # 57 chunks of sequence 0 come first
+
+
+def trained(plan):
+    return [a for actions in plan.actions for a in actions if isinstance(a, Backward)]
+
+
+def test_packed_chunks_are_trained_unless_they_are_drawn_too():
+    seq_lens = [40, *[8] * 40]
+    plan = plan_spaco(seq_lens, Sampling(probability=0.25), num_layers=1, chunk_size=8)
+    packed = {c for c in range(len(plan.chunks)) if plan.kind(c) == "packed"}
+    assert {a.chunk for a in trained(plan)} >= packed and len(packed) == 40
+    assert {(a.loss_factor, a.relay_factor) for a in trained(plan) if a.chunk in packed} == {(1, 1)}
+
+    counts = []
+    for seed in range(50):
+        sampling = Sampling(probability=0.25, packed=True, seed=seed)
+        plan = plan_spaco(seq_lens, sampling, num_layers=1, chunk_size=8)
+        drawn = [a for a in trained(plan) if a.chunk in packed]
+        assert {(a.loss_factor, a.relay_factor) for a in drawn} == {(4, 1)}
+        counts.append(len(drawn))
+    assert statistics.fmean(counts) == pytest.approx(10, abs=1)
+
+
+def test_kv_that_no_drawn_chunk_reads_die_with_the_forwards():
+    sampled = sample_backwards(plan_seco([5], num_layers=1, chunk_size=1), {2: Factors(2, 2)})
+    assert texts(sampled) == [
+        *("F0.0 kv", "F1.0 kv", "F2.0 kv", "F3.0 kv", "F4.0 kv", "R2.0", "B2.0 a2 c2", "reduce 0")
+    ]
+    died = {cell[0]: at for at, cells in enumerate(kv_frees(sampled, 0)) for cell in cells}
+    assert died == {3: 4, 0: 6, 1: 6, 2: 6}
+
+
+def test_where_nothing_is_drawn_the_smallest_chunk_carries_a_gradient_of_zeros():
+    plan = sample_backwards(plan_seco([9, 2], num_layers=1, chunk_size=4), {})
+    assert [format_action(a) for a in trained(plan)] == ["B2.0 a0 c0"]
+    assert plan.sampled and obey(plan) == gradient(plan) == [0]
+    assert load_plan(save_plan(plan)) == plan
+
+
+def test_every_data_parallel_rank_and_every_stage_has_something_to_reduce():
+    chunks = [Chunk((Slice(i, 0, 4),)) for i in range(4)]
+    actions = tuple(
+        tuple(a for c in own for a in (Forward(c, 0, "all"), Backward(c, 0)))
+        for own in ((0, 1), (2, 3))
+    )
+    plan = ChunkPlan((4,) * 4, tuple(chunks), (1,), actions)
+    check(plan)
+    sampled = sample_backwards(plan, {1: Factors(4, 1)})
+    assert [(a.chunk, a.loss_factor) for a in trained(sampled)] == [(1, 4), (2, 0)]
+    pipeline = plan_chunkflow_pipeline([9, 3], ChunkOptions(size=2), stages=(1, 1, 1))
+    assert [len(trained(sample_backwards(pipeline, {}))), len(pipeline.stages)] == [3, 3]
+
+
+WHOLE = {
+    "chunkflow": plan_chunkflow([23, 9, 2, 2], ChunkOptions(size=3), num_layers=2),
+    "keeps inputs": plan_chunkflow(
+        [23, 9, 2, 2], ChunkOptions(size=3, keep="input", num_retained=2), num_layers=2
+    ),
+    "pipeline": plan_chunkflow_pipeline([23, 9, 2], ChunkOptions(size=3), stages=(1, 1, 1)),
+    "pipeline of inputs": plan_chunkflow_pipeline(
+        [23, 9, 2], ChunkOptions(size=3, keep="input"), stages=(2, 1), recompute="lazy"
+    ),
+    "layer-first": plan_fpdt([23, 9, 2], num_layers=4, stage_layers=2, chunk_size=3),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("rule", ["bernoulli", "fixed", "adaptive"])
+def test_sampling_inside_any_plan(name, rule):
+    whole = WHOLE[name]
+    for seed in range(20):
+        drawn = draw_chunks(whole, Sampling(probability=0.3, rule=rule, seed=seed))
+        plan = sample_backwards(whole, drawn)
+        assert obey(plan) == pytest.approx(gradient(plan), rel=1e-12)
+        assert step(plan) <= step(whole)
+        computed = [a.chunk for a in plan.actions[0] if isinstance(a, (Recompute, Backward))]
+        assert set(computed) <= set(drawn) | {a.chunk for a in trained(plan) if not a.loss_factor}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_draw_of_everything_gives_the_whole_gradient(name):
+    whole = WHOLE[name]
+    plan = sample_backwards(whole, {chunk: Factors() for chunk in range(len(whole.chunks))})
+    assert plan.actions == whole.actions
+    assert obey(plan) == pytest.approx(gradient(whole), rel=1e-12)
+
+
+def test_bernoulli_is_unbiased_through_the_whole_plan():
+    # every draw of one sequence of five chunks, its gradient weighted by its probability
+    whole, q = plan_fpdt([10], num_layers=3, chunk_size=2), 0.4
+    mean = [0.0, 0.0, 0.0]
+    for bits in range(2**5):
+        drawn = [c for c in range(5) if bits >> c & 1]
+        plan = sample_backwards(whole, dict.fromkeys(drawn, Factors(1 / q, 1 / q)))
+        probability = q ** len(drawn) * (1 - q) ** (5 - len(drawn))
+        mean = [m + probability * g for m, g in zip(mean, obey(plan), strict=True)]
+    assert mean == pytest.approx(gradient(whole), rel=1e-12)
+
+
+def test_backwards_of_a_spaco_plan_descend():
+    plan = plan_spaco([400], Sampling(num_drawn=12), num_layers=1, chunk_size=8)
+    chunks = [a.chunk for a in trained(plan)]
+    assert all(a > b for a, b in pairwise(chunks)) and plan.sampled
