@@ -30,7 +30,7 @@ from furlong.plan.check import check
 from furlong.plan.values import ChunkPlan
 from furlong.planners.balance import sequence_work
 from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods import combined
+from furlong.planners.methods import SEARCHED
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.planners.search import Problem, search
@@ -84,16 +84,19 @@ def _infinipipe() -> None:
     lens = sample_lengths("github", 512, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
     made = plan_infinipipe(lens, model, num_stages=4, sp_size=8, mip_gap=0.02)
+    gap = made.overhead_s / made.overhead_bound_s - 1 if made.overhead_bound_s else 0.0
     console.print(
-        f"InfiniPipe: {len(made.plan.chunks)} chunks, recomputed layers {made.objective:g}, "
-        f"bound {made.bound:g}, gap {made.gap:.1%}"
+        f"InfiniPipe: {made.num_slices} slices, {len(made.plan.chunks)} chunks, "
+        f"{len(made.pipelines)} pipelines, {made.recomputed_layers} layers recomputed "
+        f"(bound {made.recomputed_layers_bound:g}), overhead {made.overhead_s:.3g} s "
+        f"(bound {made.overhead_bound_s:.3g} s, gap {gap:.1%})"
     )
 
 
 def _search() -> None:
     lens = sample_lengths("github", 1024, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
     model = CostModel(model_shape("Llama-3-8B"), hardware("H100"), Training(zero_stage=3))
-    found = search(Problem(seq_lens=lens, model=model, num_devices=1024), {"furlong": combined})
+    found = search(Problem(seq_lens=lens, model=model, num_devices=1024), SEARCHED)
     console.print(
         f"search: {found.best.candidate}, {found.best.step_s:.3g} s per step; "
         f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"

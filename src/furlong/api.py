@@ -15,6 +15,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
 from furlong.ops.backend import Backend
 from furlong.ops.choose import choose_backend
+from furlong.plan.values import ChunkPlan
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
@@ -37,6 +38,8 @@ class StepResult:
     token_losses: tuple[Tensor, ...] = ()
     """Of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU. Entry t
     is the loss of token t + 1 given those up to t; 0 where that has no label."""
+    plan: ChunkPlan | None = None
+    """What the timeline is of."""
 
 
 class Engine:
@@ -100,7 +103,7 @@ class Engine:
             )  # fmt: skip
             loss_sum, timeline = executor.run()
         losses = tuple(executor.token_losses)
-        return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses)
+        return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
 
 
 def forward_backward(

@@ -71,7 +71,7 @@ def test_refuses_plans_that_were_edited(saved, old, new, given, capsys):
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ([], "PLAN.json"),
+        ([], "no --lengths"),
         (["no such.json"], "No such file"),
         (["plan.json", "--picture", "a.gif"], "--picture a.gif"),
         (["plan.json", "--trace", "a.png"], "--trace a.png"),

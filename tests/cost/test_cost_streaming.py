@@ -4,7 +4,6 @@ import pytest
 
 from furlong.cost import streaming
 from furlong.cost.streaming import (
-    double_buffered_s,
     fpdt_forward_slowdown,
     num_kv_loads,
     predicted_stalls,
@@ -45,15 +44,6 @@ def test_slowdown_of_a_forward_over_eight_chunks(ratio, slowdown):
 def test_twice_the_threshold_never_waits():
     for num_chunks in range(1, 20):
         assert fpdt_forward_slowdown(num_chunks, 0.5) == 1.0
-
-
-def test_two_buffers():
-    assert double_buffered_s([], []) == 0
-    assert double_buffered_s([1, 1, 1], [0, 0, 0]) == 3
-    assert double_buffered_s([2, 2, 2], [1, 1, 1]) == 7  # the first load, then compute
-    assert double_buffered_s([1, 1, 1], [2, 2, 2]) == 7  # loads, then the last block
-    # block 2 may only load once block 0 has computed and freed its buffer
-    assert double_buffered_s([5, 1, 1], [1, 1, 3]) == 10
 
 
 def test_loads_of_a_forward():

@@ -14,7 +14,7 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import DataError
 from furlong.plan.text import load_plan, parse_chunk, save_plan
-from furlong.plan.values import SHARDED, Forward
+from furlong.plan.values import SHARDED, Chunk, Forward
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.checkpointing import Checkpointing, full_checkpointing, peak_bytes
 from furlong.planners.elastic import Setting, in_a_row
@@ -22,7 +22,8 @@ from furlong.planners.infinipipe import plan_infinipipe, slice_numbers
 from furlong.planners.mesh import Work, cut_and_pack
 from furlong.planners.seq1f1b import plan_seq1f1b
 from furlong.planners.stage_loads import BatchLoads
-from furlong.simulate.clock import time_actions
+from furlong.simulate.clock import simulate, time_actions
+from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
 
 K = 1024
@@ -91,11 +92,8 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     groups = cut_and_pack(lens, num_slices, Work(1e-3, 1))[first:stop]
     own = sorted({piece.seq_id for group in groups for chunk in group for piece in chunk.slices})
     part = [
-        [
-            replace(c, slices=tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices))
-            for c in g
-        ]
-        for g in groups
+        [Chunk(tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices)) for c in group]
+        for group in groups
     ]
     plan = plan_seq1f1b([lens[i] for i in own], part, stages=stages)
     problem = loads.problem(first, stop, 0.0)
@@ -112,9 +110,7 @@ def budgets(lens, stages, num_slices, model=MODEL):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    lengths, st.sampled_from([(6,), (3, 3), (2, 3, 1)]), st.floats(0, 1.1), st.sampled_from([1, 2])
-)
+@given(lengths, stage_heights, st.floats(0, 1.1), st.sampled_from([1, 2]))
 def test_random_batches_and_budgets(lens, stages, share, sp_size):
     low, high = budgets(lens, stages, 3)
     budget = int(low + share * (high - low))
@@ -227,11 +223,12 @@ def test_slice_numbers_grow():
     assert list(slice_numbers(20)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20]
 
 
-@pytest.mark.parametrize("name", ["GPT-7B", "GPT-13B"])
-def test_a_batch_of_the_paper(name):
+def test_a_batch_of_the_paper():
     lens = sample_lengths("github", 512, 0, max_seq_len=192 * K, too_long="truncate")
-    model = CostModel(model_shape(name), hardware("A800"), Training(zero_stage=3))
+    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
     found = plan_infinipipe(lens, model, num_stages=4, sp_size=8, time_limit_s=20)
-    assert found.gap <= 0.02
-    # InfiniPipe keeps its bubble below a fifth (5.3)
-    assert len(found.pipelines) <= 2
+    assert found.recomputed_layers > 0 and found.gap <= 0.02
+    # "usually at most two pipelines", and bubbles below 20 % (5.3)
+    assert len(found.pipelines) == 2
+    figures = measure(simulate(found.plan, model.costs(found.plan)))
+    assert figures.idle_ratio < 0.2

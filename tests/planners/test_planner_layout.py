@@ -1,6 +1,6 @@
 """Layouts of devices, cuts of layers into stages, places of slices in an sp group."""
 
-from itertools import combinations
+from itertools import chain, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -59,7 +59,7 @@ def test_no_cut_has_a_faster_slowest_stage(num_stages):
 
     def slowest(stops):
         bounds = [0, *stops, len(work)]
-        return max(sum(work[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return max(sum(work[a:b]) for a, b in pairwise(bounds))
 
     best = min(map(slowest, combinations(range(1, len(work)), num_stages - 1)))
     stages = cut_layers(shape, num_stages)
@@ -76,7 +76,7 @@ def test_mean_attended_keys_is_of_tokens():
 def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
     groups = group_chunks(seq_lens, ChunkOptions(size=128))
     placed = shard_long(groups, seq_lens, SHAPE, sp_size)
-    for before, after in zip(sum(groups, []), sum(placed, []), strict=True):
+    for before, after in zip(chain(*groups), chain(*placed), strict=True):
         assert sorted((s.seq_id, s.start, s.stop) for s in before.slices) == sorted(
             (s.seq_id, s.start, s.stop) for s in after.slices
         )

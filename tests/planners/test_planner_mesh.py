@@ -175,9 +175,10 @@ def packings(preset, context, num_slices):
 @pytest.mark.parametrize(("context", "num_slices"), [(32 * K, 2), (48 * K, 4), (64 * K, 4)])
 def test_table_2_balances_tokens(preset, context, num_slices):
     # the paper: relative deviations of time and tokens 5.9 %, 35.2 % by time alone, 6.2 %, 5.5 %
-    # by both; its setting is not stated
+    # by both, in a setting that it does not state. Here that of tokens falls as it says, that of
+    # time does not stay (25 to 33 % as printed): chunks of short sequences are full of tokens
+    # before their time is up. A threshold that may not grow freely takes some of that back.
     by_time, printed, ours = packings(preset, context, num_slices)
-    print(preset, context // K, num_slices, by_time, printed, ours)
-    assert by_time[0] < 0.15 and by_time[1] > 0.2
-    assert printed[1] < 0.5 * by_time[1] or printed[1] < 0.13
-    assert ours[0] < printed[0]
+    assert by_time[0] < 0.11 and by_time[1] > 0.23
+    assert printed[1] < 0.6 * by_time[1] and ours[1] < 0.6 * by_time[1]
+    assert by_time[0] < ours[0] < printed[0] < 0.35

@@ -14,6 +14,8 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.candidates import Room
+from furlong.planners.data_parallel import deal_sequences
+from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import PUBLISHED, chunkflow, combined
 from furlong.planners.replicas import join_replicas
 from furlong.planners.search import Problem, search
@@ -61,8 +63,6 @@ def test_pruning_loses_nothing(method, lens):
 
 
 def rooms(batch):
-    from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
-
     keys = mean_attended_keys(batch.seq_lens)
     return [
         Room(layout, cut_layers(MODEL.shape, layout.pp, keys), max(batch.seq_lens))
@@ -72,14 +72,11 @@ def rooms(batch):
 
 
 def whole_plan(batch, candidate):
-    from furlong.planners.balance import by_cost, by_order, sequence_work
-
     dp, lens = candidate.layout.dp, batch.seq_lens
-    work = sequence_work(lens, MODEL.shape)
-    dealt = (
-        by_cost(work, dp) if dp > 1 and candidate.balance == "flops" else by_order(len(lens), dp)
-    )
+    dealt = deal_sequences(lens, MODEL, dp, candidate.balance) if dp > 1 else [range(len(lens))]
     model = replace(MODEL, training=replace(MODEL.training, replicas=dp))
+    if candidate.deals_itself:
+        return candidate.build(lens, MODEL)
     plans = [candidate.build([lens[i] for i in ids], model) for ids in dealt]
     return plans[0] if dp == 1 else join_replicas(plans, dealt, lens)
 

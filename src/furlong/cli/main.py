@@ -21,7 +21,7 @@ Trains LLMs on sequences longer than the hardware should allow, with exact gradi
 
 verbs:
   train RUN.yaml [--section.key=value ...]   train a model and export it; --resume goes on
-  plan PLAN.json [--picture FILE]            print, check, simulate and draw a saved plan
+  plan RUN.yaml|PLAN.json|RUN_FOLDER         choose the fastest plan that fits; show a plan
   lengths RUN.yaml|DATA... [--tokenizer T]   how long the sequences are: a table, a picture
   export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
   verify [RUN.yaml]                          prove gradients, isolation and resume in small

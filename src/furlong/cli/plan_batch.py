@@ -88,13 +88,14 @@ def draw(
     every = np.repeat([n for n, _ in kept], [times for _, times in kept])
     left_out = lengths.num_sequences - len(every)
     longer = f", {left_out:,} longer ones left out" if left_out else ""
-    if count is None and len(every) <= _DEFAULT_SEQUENCES:
-        return Batch(tuple(every.tolist()), f"all of {source}{longer}")
-    count = count or _DEFAULT_SEQUENCES
+    everything = count is None and len(every) <= _DEFAULT_SEQUENCES
+    count = len(every) if everything else count or _DEFAULT_SEQUENCES
     generator = np.random.default_rng(seed)
     rounds = [generator.permutation(every) for _ in range(-(-count // len(every)))]
     again = f", {len(rounds)} times over" if len(rounds) > 1 else ""
     words = f"drawn from the {len(every):,} of {source}{longer}{again} with seed {seed}"
+    if everything:
+        words = f"all of {source}{longer}, in the order of seed {seed}"
     return Batch(tuple(np.concatenate(rounds)[:count].tolist()), words)
 
 

@@ -64,10 +64,14 @@ def _longest_words(longest: Longest) -> str:
 
 def _rivals(found: Found) -> list[tuple[float, bool, Candidate]]:
     """(seconds, whether they are of the whole batch, candidate), fastest first, the best left out;
-    other seconds are of the busiest replica: the step takes at least so long."""
+    other seconds are of the busiest of several replicas: the step takes at least so long."""
     planned = [(o.step_s, True, o.candidate) for o in found.others]
     seen = {id(candidate) for _, _, candidate in planned} | {id(found.best.candidate)}
-    tried = [(t.bound_s, False, t.candidate) for t in found.trials if id(t.candidate) not in seen]
+    tried = [
+        (t.bound_s, t.candidate.layout.dp == 1 or t.candidate.deals_itself, t.candidate)
+        for t in found.trials
+        if id(t.candidate) not in seen
+    ]
     return sorted([*planned, *tried], key=lambda rival: rival[0])
 
 
@@ -78,7 +82,7 @@ def _next_words(found: Found) -> str:
     ties = len(rivals) - len(slower)
     words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
     if not slower:
-        return f"{words}no other candidate fits"
+        return f"{words}none of the others fits, or their bounds are above its time"
     seconds, is_whole, candidate = slower[0]
     least = "" if is_whole else "at least "
     return (
@@ -88,8 +92,9 @@ def _next_words(found: Found) -> str:
 
 def _search_words(found: Found) -> str:
     return (
-        f"{len(found.trials)} candidates fit on one replica,"
-        f" {len(found.others) + 1} of them were planned whole, {len(found.refused)} were refused"
+        f"{count_words(len(found.trials), 'candidate')} fit on one replica,"
+        f" {len(found.others) + 1} planned whole; {len(found.refused)} did not fit,"
+        f" {found.num_pruned} were left out by their bounds"
         f" ({format_seconds(found.seconds)})"
     )
 
@@ -111,6 +116,7 @@ def _to_json(
             "num_tried": len(found.trials),
             "num_planned": len(found.others) + 1,
             "num_refused": len(found.refused),
+            "num_pruned": found.num_pruned,
             "seconds": found.seconds,
         },
     }

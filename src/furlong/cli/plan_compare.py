@@ -14,7 +14,7 @@ from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.plan_report import report_plan
 from furlong.report.words import count_words
 
-_SLOWEST = 3
+_SLOWEST = 2
 """Of the panels of a picture, by the fastest one's time: more would squeeze all others."""
 
 
@@ -45,7 +45,9 @@ def run(chosen: argparse.Namespace) -> None:
         chosen_from = "" if candidate.method == name else f"{candidate.method}: "
         rows.append(Row(name, layout, chosen_from + dials, report))
         if not chosen_from and report.step_s <= _SLOWEST * fastest_s:
-            panels.append(report.panel(name, f"{candidate.layout}, {dials}"))
+            panels.append(
+                report.panel(name, ", ".join([str(candidate.layout), *candidate.words()]))
+            )
     if chosen.json:
         print(json.dumps({**subject.to_json(), "methods": comparison_json(rows)}, indent=1))
     else:

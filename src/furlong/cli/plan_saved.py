@@ -80,7 +80,8 @@ def draw(panel: Panel, chosen: argparse.Namespace) -> None:
         if path is not None:
             save([shown], path)
             if not chosen.json:
-                print(f"wrote {path}" + ("" if shown is panel else f"; {shown.note}"))
+                note = shown.note.removeprefix(panel.note).removeprefix("; ")
+                print(f"wrote {path}" + (f"; {note}" if note else ""))
 
 
 def with_few_ranks(panel: Panel, most: int = 15) -> Panel:

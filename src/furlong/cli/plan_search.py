@@ -47,7 +47,7 @@ def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
     dials = dict(subject.dials)
-    offered = 0
+    num_rooms = num_offered = 0
 
     def agrees(candidate: Candidate) -> bool:
         own = {"tier": "device", **candidate.dials}
@@ -57,12 +57,13 @@ def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool
 
     def fixed(method: Method) -> Method:
         def ladders(room: Room) -> Iterator[Ladder]:
-            nonlocal offered
+            nonlocal num_rooms, num_offered
+            num_rooms += 1
             own = {field.name: getattr(room, field.name) for field in fields(room)}
             within = _FixedRoom(**own, given=tuple(dials.items()))
             for ladder in method(within):
                 rungs = [candidate for candidate in ladder.rungs if agrees(candidate)]
-                offered += len(rungs)
+                num_offered += len(rungs)
                 if rungs:
                     yield replace(ladder, rungs=rungs)
 
@@ -71,7 +72,7 @@ def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool
     try:
         return search(subject.problem, {name: fixed(method) for name, method in methods.items()})
     except ConfigError:
-        if offered or len(subject.problem.seq_lens) < (subject.problem.dp or 1):
+        if num_offered or not num_rooms:
             raise
         raise _nothing_offered(subject, methods) from None
 

@@ -70,7 +70,7 @@ class StageRates:
             return of_head
         if kind == "backward":
             frozen = self.training.lora is not None
-            linear = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
+            linear: float = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
             return self._slowest(linear, self._attending(kind, layers), height, backward=True)
         linear = {
             "forward": flops.linear_per_token + lora,

@@ -1,31 +1,10 @@
 """Blocks that stream in while the block before computes: FPDT's double buffer.
 
-Two buffers: while block j computes, block j + 1 is on its way, and block j + 2 waits until block j
-has freed its buffer. (FPDT, section on double buffering; thresholds derived from its loop order.)
+Two buffers: while block j computes, block j + 1 is on its way. (FPDT, section on double buffering;
+thresholds derived from its loop order. What a plan's streamed K,V take is in `cost.rates`.)
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def double_buffered_s(compute_s: Sequence[float], load_s: Sequence[float]) -> float:
-    """Seconds until the last block has computed; block j needs load j (0: it is there already).
-
-    A load starts when the copy engine is free and when the block two before it has computed, for
-    there are two buffers. The first load starts at once.
-    """
-    computed: list[float] = []
-    loaded = 0.0
-    for j, (compute, load) in enumerate(zip(compute_s, load_s, strict=True)):
-        buffer_free = computed[j - 2] if j >= 2 else 0.0
-        if load > 0:
-            loaded = max(loaded, buffer_free) + load
-            ready = loaded
-        else:
-            ready = 0.0
-        computed.append(max(computed[-1] if computed else 0.0, ready) + compute)
-    return computed[-1] if computed else 0.0
 
 
 def smallest_hidden_chunk_tokens(

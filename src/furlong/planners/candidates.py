@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan, Keep, Tier
 from furlong.planners.chunkflow import group_chunks
+from furlong.planners.data_parallel import Balance
 from furlong.planners.fpdt import plan_fpdt
 from furlong.planners.groups import Groups
 from furlong.planners.layout import Layout
@@ -21,9 +21,6 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_1f1b
 from furlong.planners.placement import shard, shard_long
 from furlong.planners.seq1f1b import plan_seq1f1b
-
-Balance = Literal["order", "tokens", "flops"]
-"""How sequences are dealt to replicas: in turn, by equal tokens, or by equal work."""
 
 Build = Callable[[Sequence[int], CostModel], ChunkPlan]
 MakeGroups = Callable[[Sequence[int], CostModel], Groups]
@@ -39,7 +36,7 @@ class Candidate:
     """What sets it apart from the method's other candidates."""
     build: Build
     """The plan of one replica from its lengths; raises UserError where there is none."""
-    balance: Balance = "order"
+    balance: Balance = "none"
     deals_itself: bool = False
     """Whether `build` takes the whole batch and plans all replicas."""
 
@@ -87,7 +84,8 @@ class Ladder:
 
     rungs: Sequence[Candidate]
     groups: MakeGroups | None = None
-    """The chunks that all of them compute, for a bound; None: not known before they are built."""
+    """The chunks that all of them compute, for a bound; None: not known before they are built, but
+    no way to cut is faster than all sequences in one chunk."""
 
 
 def chunked(
@@ -99,7 +97,7 @@ def chunked(
     keep: Keep = "kv",
     hybrid: bool = False,
     tier: Tier = "device",
-    balance: Balance = "order",
+    balance: Balance = "none",
     local: bool = False,
 ) -> Ladder:
     """State-aware 1F1B over equal chunks, a rung for each number of retained chunks."""
@@ -120,7 +118,7 @@ def chunked(
             sp_size=sp_size,
         )
 
-    extra = {"tier": tier} if tier != "device" else {}
+    extra: dict[str, object] = {"tier": tier} if tier != "device" else {}
     if local:
         extra["short sequences"] = "local"
     rungs = []
@@ -139,7 +137,7 @@ def layer_first(
     stage_layers: int,
     keep: Keep,
     tier: Tier,
-    balance: Balance = "order",
+    balance: Balance = "none",
 ) -> Ladder:
     def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
         return plan_fpdt(

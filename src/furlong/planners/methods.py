@@ -10,7 +10,6 @@ from typing import Any
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan, Keep
 from furlong.planners.candidates import (
-    Balance,
     Candidate,
     Ladder,
     Room,
@@ -20,7 +19,7 @@ from furlong.planners.candidates import (
     whole_sequences,
 )
 from furlong.planners.chunkflow import group_chunks
-from furlong.planners.data_parallel import plan_data_parallel
+from furlong.planners.data_parallel import Balance, plan_data_parallel
 from furlong.planners.groups import Groups, packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
@@ -31,6 +30,8 @@ Method = Callable[[Room], Iterator[Ladder]]
 
 _KEPT: tuple[Keep, ...] = ("attention", "kv")
 _SLICES = (2, 4, 8)
+_INFINIPIPE_S = 1.0
+"""For the plan of one replica; its own search goes on with what it has then."""
 
 
 def chunkflow(room: Room) -> Iterator[Ladder]:
@@ -182,6 +183,12 @@ PUBLISHED: dict[str, Method] = {
     "Seq1F1B packed": seq1f1b_packed,
 }
 
+SEARCHED: dict[str, Method] = {
+    "furlong": combined,
+    **{name: PUBLISHED[name] for name in ("InfiniPipe", "Skrull", "Ulysses", "1F1B packed")},
+}
+"""What `auto` searches: the other methods' plans are, up to hybrid chunks, among the combined."""
+
 ABLATIONS: dict[str, Method] = {
     "InfiniPipe, equal tokens": infinipipe_equal_tokens,
     "InfiniPipe, no checkpointing": infinipipe_no_recompute,
@@ -197,7 +204,7 @@ def _infinipipe(method: str, room: Room, **changes: Any) -> Iterator[Ladder]:
     def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
         return plan_infinipipe(
             lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=room.stages,
-            budget_bytes=room.budget_bytes, **changes,
+            budget_bytes=room.budget_bytes, time_limit_s=_INFINIPIPE_S, **changes,
         ).plan  # fmt: skip
 
     yield Ladder([Candidate(method, layout, {}, build)])

@@ -8,8 +8,8 @@
             train(batch, plan)
 
 InfiniPipe (3.3.4) hides its solver like this behind the step before. Planners are pure functions of
-values that pickle, so any of them will do. A script that uses this needs the usual
-`if __name__ == "__main__":`, since workers import it.
+values that pickle, so any of them will do; one that runs in a worker solves its integer programs
+there. Workers import the script that uses this, so it needs the usual `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.values import Backward, ChunkPlan, Forward, Tier
-from furlong.planners.balance import by_cost, by_order, sequence_work
+from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice, Tier
+from furlong.planners.balance import sequence_work
+from furlong.planners.bounds import stage_bounds_s
 from furlong.planners.budget import DoesNotFitError, fit
-from furlong.planners.candidates import Balance, Candidate, Ladder, Room
+from furlong.planners.candidates import Candidate, Ladder, Room
+from furlong.planners.data_parallel import Balance, deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import Method
 from furlong.planners.replicas import join_replicas
@@ -170,29 +172,15 @@ class _Search:
     def _least_s(self, ladder: Ladder, room: Room) -> float:
         """A bound of all its rungs: what the busiest replica computes on its slowest stage, with
         nothing recomputed and nothing waited for but the pipeline's fill and drain."""
-        if ladder.groups is None:
-            return 0.0
         ids, model = self._busiest(ladder.rungs[0])
         lens = [self._problem.seq_lens[i] for i in ids]
-        chunks = tuple(chunk for group in ladder.groups(lens, model) for chunk in group)
-        ranks = range(len(room.stages))
-        plan = ChunkPlan(
-            seq_lens=tuple(lens),
-            chunks=chunks,
-            stages=room.stages,
-            actions=tuple(
-                tuple(a for c in range(len(chunks)) for a in (Forward(c, s, "all"), Backward(c, s)))
-                for s in ranks
-            ),
-            sp_size=room.layout.sp,
-        )
-        costs = model.costs(plan)
-        least_s = filled_s = 0.0
-        for rank in ranks:
-            seconds = [costs.compute_s(action, rank) for action in plan.actions[rank]]
-            least_s = max(least_s, filled_s + sum(seconds))
-            filled_s += min(seconds[::2]) + min(seconds[1::2])
-        return least_s
+        if ladder.groups is not None:
+            chunks = [c for group in ladder.groups(lens, model) for c in group]
+            return max(stage_bounds_s(chunks, lens, room.stages, room.layout.sp, model))
+        if ladder.rungs[0].deals_itself:
+            return 0.0
+        whole = Chunk(tuple(Slice(i, 0, n, SHARDED) for i, n in enumerate(lens)))
+        return max(stage_bounds_s([whole], lens, room.stages, room.layout.sp, model, fills=False))
 
     def _climb_down(self, ladder: Ladder) -> list[Trial]:
         """The highest rung that fits, tried on the busiest replica."""
@@ -236,14 +224,11 @@ class _Search:
 
     def _deal(self, candidate: Candidate) -> list[list[int]]:
         """The sequences of each replica, or of all together for a method that deals itself."""
-        key = 1 if candidate.deals_itself else candidate.layout.dp, candidate.balance
+        dp = 1 if candidate.deals_itself else candidate.layout.dp
+        key = dp, "none" if dp == 1 else candidate.balance
         if key not in self._dealt:
-            lens, dp = self._problem.seq_lens, key[0]
-            costs: dict[Balance, Sequence[float]] = {"tokens": lens, "flops": self._work}
-            balanced = dp > 1 and candidate.balance in costs
-            self._dealt[key] = (
-                by_cost(costs[candidate.balance], dp) if balanced else by_order(len(lens), dp)
-            )
+            problem = self._problem
+            self._dealt[key] = deal_sequences(problem.seq_lens, problem.model, *key)
         return self._dealt[key]
 
     def _replica_model(self, candidate: Candidate) -> CostModel:
@@ -271,25 +256,29 @@ class _Search:
 
     def _nothing_fits(self) -> ConfigError:
         """The refusal that came nearest, in the words of the whole search."""
-        near = [r for r in self._refused if isinstance(r.error, DoesNotFitError)]
-        if not near:
-            if self._refused and isinstance(self._refused[0].error, ConfigError):
-                return self._refused[0].error
-            problem = self._problem
+        errors = [(r.candidate, r.error) for r in self._refused]
+        near = [(c, error) for c, error in errors if isinstance(error, DoesNotFitError)]
+        if near:
+            candidate, error = min(near, key=lambda pair: pair[1].lacking_bytes)
             return ConfigError(
-                given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
-                required="a layout in which every replica has a sequence",
-                source="the search for a plan",
-                change="use fewer replicas (parallel.dp), or more sequences per step",
+                given=f"of {len(errors)} candidates none fits; nearest is {candidate}, whose "
+                f"{error.given}",
+                required=error.required,
+                source=f"the search over {len(errors)} candidates",
+                change=error.change,
             )
-        nearest = min(near, key=lambda r: r.error.lacking_bytes)
-        error = nearest.error
+        for _, other in errors:
+            if isinstance(other, UserError):
+                return ConfigError(
+                    given=other.given, required=other.required, source=other.source,
+                    change=other.change,
+                )  # fmt: skip
+        problem = self._problem
         return ConfigError(
-            given=f"of {len(self._refused)} candidates none fits; nearest is {nearest.candidate}, "
-            f"whose {error.given}",
-            required=error.required,
-            source=f"the search over {len(self._refused)} candidates",
-            change=error.change,
+            given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
+            required="a layout in which every replica has a sequence, and a method for it",
+            source="the search for a plan",
+            change="use fewer replicas (parallel.dp), or more sequences per step",
         )
 
 

@@ -68,6 +68,7 @@ def memory_words(report: PlanReport) -> str:
     return (
         f"peak {format_bytes(peaks[worst])} on rank {worst},"
         f" budget {format_bytes(report.budget_bytes)} per device: {over}"
+        + (f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else "")
     )
 
 
@@ -130,7 +131,7 @@ def recompute_words(plan: ChunkPlan) -> list[str]:
                 layers[action.stage].append(action.recompute_layers)
     texts: dict[str, list[int]] = {}
     for stage in range(len(plan.stages)):
-        text = f"{whole[stage]} of {cells[stage]} chunks run again"
+        text = f"{whole[stage]} of {count_words(cells[stage], 'chunk')} run again"
         if any(layers[stage]):
             low, high = min(layers[stage]), max(layers[stage])
             mean = sum(layers[stage]) / len(layers[stage])
@@ -152,10 +153,9 @@ def _chunk_words(plan: ChunkPlan) -> str:
     sizes = [chunk.num_tokens for chunk in plan.chunks]
     kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    return (
-        f"{count_words(len(sizes), 'chunk')} ({named}) of {min(sizes):,} to {max(sizes):,} tokens,"
-        f" mean {sum(sizes) / len(sizes):,.0f}"
-    )
+    span = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{sizes[0]:,}"
+    mean = f", mean {sum(sizes) / len(sizes):,.0f}" if min(sizes) < max(sizes) else ""
+    return f"{count_words(len(sizes), 'chunk')} ({named}) of {span} tokens{mean}"
 
 
 def _kept_words(plan: ChunkPlan) -> str:
@@ -165,7 +165,9 @@ def _kept_words(plan: ChunkPlan) -> str:
         "kv": "input and K,V",
         "input": "the input",
     }
-    cells = ", ".join(f"{words[keep]} of {n} cells" for keep, n in kept_cells(plan).items())
+    cells = ", ".join(
+        f"{words[keep]} of {count_words(n, 'cell')}" for keep, n in kept_cells(plan).items()
+    )
     if plan.groups:
         cells += f"; num_retained {num_retained(plan)}"
     return cells

@@ -19,26 +19,31 @@ class ShownRanks:
 
 
 def choose_ranks(plan: ChunkPlan, timeline: Timeline, most: int = 16) -> ShownRanks:
-    """All ranks, or at most `most` of the replica whose last cell ends last, spread over its
-    stages."""
+    """All ranks, or at most `most`: whole replicas, those whose cells end last; of one replica
+    that is too long itself, ranks spread over its stages."""
     num_ranks = len(plan.actions)
     if num_ranks <= most:
         return ShownRanks(tuple(range(num_ranks)))
     per_replica = ranks_per_replica(plan)
-    ends = [0.0] * num_ranks
+    num_replicas = num_ranks // per_replica
+    ends = [0.0] * num_replicas
     for record in timeline.records:
         if record.lane == "compute":
-            ends[record.rank] = max(ends[record.rank], record.stop_s)
-    slowest = max(range(num_ranks), key=ends.__getitem__) // per_replica
-    own = range(slowest * per_replica, min((slowest + 1) * per_replica, num_ranks))
-    if len(own) == num_ranks:
-        return ShownRanks(_spread(own, most), f"{most} of its {num_ranks} ranks are shown")
-    shown = _spread(own, most)
-    count = f"{len(shown)} of {num_ranks} ranks"
-    replica = f"replica {slowest} of {num_ranks // per_replica}, the slowest"
-    if len(own) > len(shown):
-        return ShownRanks(shown, f"shown: {count}, of {replica}")
-    return ShownRanks(shown, f"shown: {count}, those of {replica}")
+            replica = record.rank // per_replica
+            ends[replica] = max(ends[replica], record.stop_s)
+    slowest = sorted(range(num_replicas), key=lambda replica: -ends[replica])
+    chosen = slowest[: max(1, most // per_replica)]
+    shown = tuple(
+        rank
+        for replica in sorted(chosen)
+        for rank in _spread(range(replica * per_replica, (replica + 1) * per_replica), most)
+    )
+    words = f"shown: {len(shown)} of {num_ranks} ranks"
+    if num_replicas > 1:
+        alone = f"replica {chosen[0]}, which of {num_replicas} ends last"
+        several = f"the {len(chosen)} replicas of {num_replicas} that end last"
+        words += f", of {alone if len(chosen) == 1 else several}"
+    return ShownRanks(shown, words)
 
 
 def ranks_per_replica(plan: ChunkPlan) -> int:

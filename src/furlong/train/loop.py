@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from furlong.train.mfu import MfuMeter
 from furlong.train.step import StepFigures, train_step, trained_parameters
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
+    from furlong.api import Engine, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Cadence:
     save: Callable[[Progress], object] | None = None
     """Runs also after the last step, and when the loop is asked to stop."""
     save_every_steps: int = 0
+    measured: Callable[[int, StepResult], None] | None = None
+    """Gets the number and the result of the first step, of those that are saved and of the last."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
     """Asked after every step."""
 
@@ -126,6 +129,7 @@ def run_steps(
             max_grad_norm=max_grad_norm,
             data_s=time.perf_counter() - started_s,
             meter=meter,
+            measured=_measured(progress.step + 1, num_steps, cadence),
         )
         progress = progress.after(batch, figures, num_skipped)
         losses.append(figures.loss)
@@ -137,6 +141,11 @@ def run_steps(
     if stopped and cadence.save and saved_step < progress.step:
         cadence.save(progress)
     return LoopFigures(progress, tuple(losses), after, stopped)
+
+
+def _measured(step: int, num_steps: int, cadence: Cadence) -> Callable[[StepResult], None] | None:
+    is_due = step == 1 or _is_due(step, num_steps, cadence.save_every_steps)
+    return partial(cadence.measured, step) if cadence.measured and is_due else None
 
 
 def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[Batch, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from furlong.config.schema import RunConfig, TrainConfig
 from furlong.data.loader import Batch, LoaderState, in_order
 from furlong.data.tokenize import Sequence
 from furlong.planners.options import ChunkOptions
+from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.train.checkpoint import list_checkpoints, write_json
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
@@ -31,7 +33,7 @@ from furlong.train.trackers import open_trackers
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
+    from furlong.api import Engine, StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def run_resumable(
             eval_every_steps=settings.eval_every_steps,
             save=_saver(state, run.path / CHECKPOINTS, log) if settings.save_every_steps else None,
             save_every_steps=settings.save_every_steps,
+            measured=partial(_write_measured, run.path),
             should_stop=lambda: stop.asked,
         )
         figures = run_steps(
@@ -158,6 +161,12 @@ def _saver(state: RunState, folder: Path, log: MetricsLog) -> Callable[[Progress
         log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 
     return save
+
+
+def _write_measured(folder: Path, step: int, result: StepResult) -> None:
+    assert result.plan is not None  # the engine plans every step
+    measured = MeasuredStep(step, result.plan, result.timeline)
+    write_json(folder / MEASURED, measured.to_json())
 
 
 def _evaluator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from furlong.runtime.memory import peak_memory_bytes, reset_peak_memory
 from furlong.train.mfu import MfuMeter
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
+    from furlong.api import Engine, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,11 @@ def train_step(
     max_grad_norm: float | None,
     data_s: float = 0.0,
     meter: MfuMeter | None = None,
+    measured: Callable[[StepResult], None] | None = None,
 ) -> StepFigures:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
+    `measured` gets the engine's result when the step is done and its time is taken.
     Raises DivergenceError, with the weights as they were, when loss or gradient are not finite.
     """
     device = parameters[0].device
@@ -76,6 +79,8 @@ def train_step(
     scheduler.step()
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
+    if measured is not None:
+        measured(result)
     seq_lens = [sequence.seq_len for sequence in batch.sequences]
     return StepFigures(
         loss=result.loss,

@@ -1,0 +1,253 @@
+"""`furlong plan` on lengths: what it chooses, prints and writes; bad input, item by item."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from furlong.cli.main import main
+from furlong.cost.known_models import MODELS
+from furlong.plan.check import check
+from furlong.plan.text import load_plan
+
+MIXED = [9000, 3000, 700, 300, 120, 90]
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lens.json"
+    path.write_text(json.dumps({"version": 1, "lengths": MIXED}))
+    return path
+
+
+def plan(lengths, *flags, model="Qwen2.5-0.5B", hardware="RTX4090"):
+    return main(
+        ["plan", "--lengths", str(lengths), "--model", model, "--hardware", hardware, *flags]
+    )
+
+
+def refused(capsys, *parts):
+    """Asserts one message of four parts on stderr that holds `parts`."""
+    message = capsys.readouterr().err
+    labels = re.findall("^(given|required|from|change): ", message, re.MULTILINE)
+    assert labels == ["given", "required", "from", "change"], message
+    for part in parts:
+        assert part in message
+    return message
+
+
+def test_prints_what_was_chosen_and_why(lengths, capsys):
+    assert plan(lengths, "--devices", "2") == 0
+    printed = capsys.readouterr().out
+    heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
+    assert heads == [
+        "batch", "model", "devices", "plan", "chunks", "kept", "recompute", "order", "tier",
+        "layout", "step", "bubble", "time", "memory", "longest", "next best", "search",
+    ]  # fmt: skip
+    assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
+    assert "2 x RTX4090" in printed
+    assert "tokens/s" in printed
+    assert "weights" in printed and "optimizer" in printed and "dK,dV" in printed
+    assert "in one sequence alone would still fit" in printed
+
+
+def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
+    flags = ["--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
+    assert plan(lengths, *flags) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["batch"]["num_tokens"] == sum(MIXED)
+    assert values["tokens_per_s"] == pytest.approx(sum(MIXED) / values["step_s"])
+    assert sum(values["breakdown"].values()) == pytest.approx(1)
+    layout = values["layout"]
+    assert layout["dp"] * layout["sp"] * layout["pp"] == 2
+    assert values["next_best"]["step_s"] > values["step_s"]
+    assert values["longest_sequence_tokens"] >= max(MIXED)
+    assert max(rank["device_bytes"] for rank in values["memory"]) == values["peak_bytes"]
+    saved = load_plan((tmp_path / "plan.json").read_text())
+    check(saved)
+    assert sorted(saved.seq_lens) == sorted(MIXED)
+
+
+def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
+    file = str(tmp_path / "plan.json")
+    assert plan(lengths, "--devices", "2", "--json", "--out", file) == 0
+    first = json.loads(capsys.readouterr().out)
+    model = ["--model", "Qwen2.5-0.5B", "--hardware", "RTX4090"]
+    assert main(["plan", file, *model, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_s"] == pytest.approx(first["step_s"])
+    assert again["memory"] == first["memory"]
+    assert main(["plan", file, "--model", "Qwen2.5-7B", "--hardware", "RTX4090"]) == 2
+    refused(capsys, "a model of 28 layers", "one of 24 layers")
+
+
+def test_dials_that_are_given_are_kept(lengths, capsys):
+    flags = ["--chunks.size", "3000", "--chunks.num_retained", "2", "--chunks.keep", "kv"]
+    assert plan(lengths, *flags, "--parallel.pp", "2", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["layout"]["pp"] == 2
+    assert values["dials"].items() >= {"size": 3000, "num_retained": 2, "keep": "kv"}.items()
+
+
+def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
+    weights = {}
+    for flags in ("--zero=0", "--zero=3", "--lora-rank=8"):
+        fixed = ["--devices", "2", "--parallel.dp", "2", "--memory.device", "20GB"]
+        assert plan(lengths, *fixed, "--chunks.size", "1024", flags, "--json") == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["budget_bytes"] == 20 * 10**9
+        weights[flags] = values["memory"][0]["parts"]["weights"]
+    assert weights["--zero=3"] == pytest.approx(weights["--zero=0"] / 2, rel=1e-3)
+    assert weights["--lora-rank=8"] < weights["--zero=0"] / 2
+
+
+def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
+    drawn = []
+    for seed in ("0", "0", "1"):
+        assert plan(lengths, "--sequences", "3", "--seed", seed, "--json") == 0
+        drawn.append(json.loads(capsys.readouterr().out)["batch"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0]["num_sequences"] == 3
+    assert "drawn from the 6" in drawn[0]["source"]
+    assert plan(lengths, "--max-seq-len", "1000", "--json") == 0
+    batch = json.loads(capsys.readouterr().out)["batch"]
+    assert batch["num_sequences"] == 4
+    assert "2 longer ones left out" in batch["source"]
+
+
+def test_presets_and_config_files_need_no_data(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    flags = ["--sequences", "8", "--max-seq-len", "4096", "--json"]
+    assert plan("wikipedia", *flags, model=str(tmp_path)) == 0
+    batch = json.loads(capsys.readouterr().out)["batch"]
+    assert batch["num_sequences"] == 8
+    assert batch["source"] == (
+        "drawn from the preset wikipedia of at most 4,096 tokens with seed 0"
+    )
+
+
+def test_writes_pictures_and_traces(lengths, tmp_path, capsys):
+    flags = ["--devices", "2", "--picture", str(tmp_path / "a.svg")]
+    assert plan(lengths, *flags, "--trace", str(tmp_path / "a.json")) == 0
+    assert f"wrote {tmp_path / 'a.svg'}" in capsys.readouterr().out
+    assert "limit 2" in (tmp_path / "a.svg").read_text()
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+
+
+def test_compares_every_method(lengths, tmp_path, capsys):
+    from furlong.cli.plan_search import METHODS
+
+    flags = ["--compare", "--devices", "2", "--parallel.pp", "2"]
+    assert plan(lengths, *flags, "--picture", str(tmp_path / "c.svg")) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert {m for m in METHODS if any(line.startswith(m) for line in lines)} == set(METHODS)
+    assert "SeCO: no plan\n  SeCO on 2 devices with pp 2" in printed
+    picture = (tmp_path / "c.svg").read_text()
+    assert picture.count("limit of device memory") >= 2
+    assert plan(lengths, *flags, "--json") == 0
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    assert {method["method"] for method in methods} == set(METHODS)
+    by_name = {method["method"]: method for method in methods}
+    assert by_name["furlong"]["relative"] == pytest.approx(1)
+    assert all(method.get("relative", 1) >= 1 for method in methods)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--lengths", "wikipdia"], ["'wikipdia'", "did you mean wikipedia?"]),
+        (["--hardware", "H10"], ["'H10'", "did you mean H100"]),
+        (["--model", "Qwen2.5-8B"], ["'Qwen2.5-8B'", "did you mean Qwen2.5-"]),
+        (["--model", "no/such.json"], ["No such file"]),
+        (["--method", "chunkflw"], ["'chunkflw'", "did you mean ChunkFlow?"]),
+        (["--parallel.pp", "0"], ["'0' is no whole number of at least 1"]),
+        (["--memory.device", "lots"], ["'lots' is no amount of memory"]),
+        (["--zero", "4"], ["--zero"]),
+        (["--chunks.siz", "4"], ["did you mean --chunks.size?"]),
+        (["--out", "plan.yaml"], ["--out plan.yaml", ".json"]),
+        (["--compare", "--out", "plan.json"], ["--compare with --out"]),
+        (["--max-seq-len", "50"], ["max_seq_len 50", "at least 90 tokens"]),
+    ],
+)
+def test_a_flag_that_cannot_be_obeyed_is_told(lengths, flags, parts, capsys):
+    assert plan(lengths, *flags) == 2
+    refused(capsys, *parts)
+
+
+@pytest.mark.parametrize("listed", ["0", "-3", "1.5", '"12"', "true", "[4, 0]", "[4, 5, 6]"])
+def test_lengths_are_positive_whole_numbers(tmp_path, listed, capsys):
+    file = tmp_path / "lens.json"
+    file.write_text(f'{{"version": 1, "lengths": [100, {listed}]}}')
+    assert plan(file) == 2
+    refused(capsys, f"{file}: ", "among its lengths", "furlong lengths DATA")
+
+
+def test_no_lengths_model_or_hardware(capsys):
+    assert main(["plan", "--model", "Qwen2.5-0.5B"]) == 2
+    refused(capsys, "no --lengths", "--lengths, --model and --hardware")
+
+
+def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
+    assert plan(lengths, "--memory.device", "1GB") == 2
+    refused(capsys, "rank 0 needs", "optimizer", "at most 954 MiB", "ZeRO", "LoRA")
+
+
+def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
+    assert plan(lengths, "--devices", "8", "--parallel.pp", "3", "--parallel.sp", "2") == 2
+    refused(capsys, "dp auto x sp 2 x pp 3, a multiple of 6 devices", "the 8 devices")
+    sizes = ["--parallel.dp", "2", "--parallel.pp", "2", "--parallel.sp", "1"]
+    assert plan(lengths, "--devices", "8", *sizes) == 2
+    refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "the 8 devices")
+
+
+def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_path, capsys):
+    file = tmp_path / "lens.json"
+    file.write_text('{"version": 1, "lengths": [4000000]}')
+    assert plan(file, "--chunks.tier", "device", "--memory.device", "12GB") == 2
+    refused(capsys, "rank 0 needs", "kv", "which lacks", "K,V on the host")
+
+
+def test_a_combination_that_no_method_offers_is_told(lengths, capsys):
+    assert plan(lengths, "--method", "SeCO", "--parallel.pp", "2", "--devices", "2") == 2
+    refused(capsys, "SeCO on 2 devices with pp 2", "fewer sizes and dials")
+
+
+def test_flags_of_the_search_do_not_go_with_a_saved_plan(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "plan.json"), "--compare"]) == 2
+    refused(capsys, "with a flag of the search (compare)")
+
+
+RUN = """\
+model: {{name: {model}, dtype: float32}}
+data: {{train: [{data}], max_seq_len: {limit}, too_long: error}}
+train: {{sequences_per_step: 4, seed: 3}}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    (tmp_path / "data.txt").write_text("text")
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(model=tmp_path / "model", data=tmp_path / "data.txt", limit=16384))
+    return file
+
+
+def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths, capsys):
+    counted = run_file.with_name("run.lengths.json")
+    counted.write_text(lengths.read_text())
+    assert main(["plan", str(run_file), "--hardware", "RTX4090", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["batch"]["num_sequences"] == 4
+    assert values["batch"]["source"] == f"drawn from the 6 of {counted} with seed 3"
+    assert values["num_devices"] == 1
+    assert values["model"] == str(Path(run_file).parent / "model")
+
+
+def test_a_run_whose_data_would_be_refused_is_refused(run_file, lengths, capsys):
+    run_file.write_text(run_file.read_text().replace("16384", "8192"))
+    assert main(["plan", str(run_file), "--lengths", str(lengths)]) == 2
+    refused(capsys, "a sequence of 9,000 tokens", "data.max_seq_len = 8,192", "too_long")

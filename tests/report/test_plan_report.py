@@ -1,0 +1,175 @@
+"""What a plan amounts to: the breakdown of its time, its memory, the ranks that are shown."""
+
+import json
+
+import pytest
+
+from furlong.cost.hardware import hardware
+from furlong.cost.known_models import model_shape
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.planners.candidates import Candidate
+from furlong.planners.chunkflow import group_chunks
+from furlong.planners.layout import Layout
+from furlong.planners.longest import longest_sequence
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_1f1b
+from furlong.planners.placement import shard
+from furlong.planners.replicas import join_replicas
+from furlong.report.comparison import Row, comparison_json, format_comparison
+from furlong.report.plan_report import Breakdown, num_retained, report_plan
+from furlong.report.plan_text import format_report
+from furlong.report.ranks import choose_ranks, ranks_per_replica
+from furlong.report.scene import make_scene
+
+SHAPE = model_shape("Qwen2.5-0.5B")
+LENS = (5000, 900, 300, 2500)
+
+
+def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", tier="device", retained=1):
+    groups = shard(group_chunks(lens, ChunkOptions(size=size, hybrid=False)), sp)
+    stages = (24 // pp,) * pp
+    return plan_1f1b(
+        lens, groups, stages=stages, num_retained=retained, keep=keep, tier=tier, sp_size=sp
+    )
+
+
+def model(**training):
+    return CostModel(SHAPE, hardware("RTX4090"), Training(**training))
+
+
+def shares(breakdown):
+    return {name: getattr(breakdown, name) for name in Breakdown.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("dials", "training", "waits"),
+    [
+        ({}, {}, {"bubble_and_p2p"}),
+        ({"sp": 2}, {"zero_stage": 1}, {"bubble_and_p2p", "all_to_all", "collectives"}),
+        ({"sp": 2}, {"zero_stage": 3}, {"bubble_and_p2p", "all_to_all", "collectives"}),
+        ({"tier": "host", "size": 16}, {}, {"bubble_and_p2p", "copies"}),
+    ],
+)
+def test_the_breakdown_names_every_wait_and_adds_up(dials, training, waits):
+    report = report_plan(build(**dials), model(**training))
+    found = shares(report.breakdown)
+    assert sum(found.values()) == pytest.approx(1)
+    assert {name for name, share in found.items() if share > 1e-9} == waits | {"compute"}
+    assert min(found.values()) > -1e-9
+
+
+def test_zero_3_waits_for_weights_inside_its_passes():
+    plan = build(sp=2, size=256)
+    sharded, whole = (report_plan(plan, model(zero_stage=stage)) for stage in (3, 1))
+    assert sharded.breakdown.collectives > whole.breakdown.collectives + 0.1
+    saved = sharded.breakdown.compute * sharded.step_s
+    assert saved == pytest.approx(whole.breakdown.compute * whole.step_s, rel=1e-6)
+
+
+def test_what_is_free_takes_no_time():
+    plan, costs = build(sp=2), model()
+    action = plan.actions[0][0]
+    dear = costs.costs(plan).compute_s(action, 0)
+    assert costs.costs(plan, free=("all-to-all",)).compute_s(action, 0) < dear
+    assert costs.costs(plan, free=("streams", "gathers")).compute_s(action, 0) == dear
+
+
+def test_memory_is_that_of_the_cost_model():
+    plan, costs = build(), model()
+    report = report_plan(plan, costs)
+    for rank, own in enumerate(report.memory):
+        assert own.device_bytes == max(costs.memory().bytes_after(plan, rank))
+        assert own.parts == costs.memory().curve(plan, rank).peak
+    assert report.peak_bytes == max(report.figures.peak_device_bytes)
+    on_host = report_plan(build(tier="host"), costs)
+    assert on_host.memory[0].host_bytes == on_host.figures.peak_host_bytes[0] > 0
+
+
+def test_padding_is_no_throughput():
+    report = report_plan(build(), model(), num_tokens=1000)
+    assert report.tokens_per_s == pytest.approx(1000 / report.step_s)
+
+
+def test_the_page_and_the_json_tell_the_same():
+    report = report_plan(build(), model())
+    page = format_report(report)
+    assert "dp 1 x sp 1 x pp 2 = 2 devices; 2 stages, layers per stage: 12, 12" in page
+    assert "num_retained 1" in page
+    assert "stages 0-1: 6 of 10 chunks run again" in page
+    values = json.loads(json.dumps(report.to_json()))
+    assert values["step_s"] == report.step_s
+    assert values["memory"][1]["parts"]["weights"] == report.memory[1].parts["weights"]
+    assert sum(values["breakdown"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("retained", [0, 1, 3])
+def test_num_retained_is_read_off_the_plan(retained):
+    assert num_retained(build(pp=1, retained=retained)) == retained
+
+
+def replicas(num_replicas, pp=2):
+    lens = [(600 + 100 * replica,) for replica in range(num_replicas)]
+    plans = [build(own, pp=pp) for own in lens]
+    ids = [[replica] for replica in range(num_replicas)]
+    return join_replicas(plans, ids, [own[0] for own in lens])
+
+
+def test_few_ranks_are_all_shown_and_many_are_those_of_the_slowest_replica():
+    plan = replicas(4)
+    report = report_plan(plan, model())
+    assert ranks_per_replica(plan) == 2
+    assert choose_ranks(plan, report.timeline, 8).note == ""
+    shown = choose_ranks(plan, report.timeline, 5)
+    assert shown.ranks == (4, 5, 6, 7)
+    assert shown.note == "shown: 4 of 8 ranks, of the 2 replicas of 4 that end last"
+    shown = choose_ranks(plan, report.timeline, 3)
+    assert shown.ranks == (6, 7)
+    assert shown.note == "shown: 2 of 8 ranks, of replica 3, which of 4 ends last"
+    panel = report.panel("a title")
+    scene = make_scene(type(panel)(panel.timeline, plan, "a title", ranks=shown.ranks, note="some"))
+    assert [rank.name for rank in scene.ranks] == ["rank 6\nstage 0", "rank 7\nstage 1"]
+    assert scene.note == "some"
+    assert list(scene.owners) == [3], "only the shown ranks' sequences are in the legend"
+    assert scene.duration == report.step_s
+
+
+def test_of_a_long_pipeline_the_first_and_the_last_stage_are_shown():
+    plan = build(pp=12)
+    shown = choose_ranks(plan, report_plan(plan, model()).timeline, 4)
+    assert shown.ranks == (0, 4, 7, 11)
+    assert shown.note == "shown: 4 of 12 ranks"
+
+
+def test_a_comparison_is_sorted_and_keeps_refusals():
+    fast, slow = report_plan(build(), model()), report_plan(build(size=256), model())
+    rows = [
+        Row("slow", "1 x 1 x 2", "size 256", slow),
+        Row("none", refusal="rank 0 lacks 3 GiB"),
+        Row("fast", "1 x 1 x 2", "size 1024", fast),
+    ]
+    lines = format_comparison(rows).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["fast", "slow"]
+    assert "1.00x" in lines[1]
+    assert lines[3:] == ["none: no plan", "  rank 0 lacks 3 GiB"]
+    assert len({len(line.split("size")[0]) for line in lines[1:3]}) == 1
+    values = comparison_json(rows)
+    assert [value["method"] for value in values] == ["fast", "slow", "none"]
+    assert values[1]["relative"] == pytest.approx(slow.step_s / fast.step_s)
+    assert values[2] == {"method": "none", "refusal": "rank 0 lacks 3 GiB"}
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    costs = model()
+    candidate = Candidate(
+        "one", Layout(pp=2), {}, lambda lens, _: build(lens, size=4096, retained=0)
+    )
+    budget = 20 * 2**30
+    longest = longest_sequence(candidate, costs, budget_bytes=budget)
+    assert longest.is_bound
+
+    def peak(num_tokens):
+        return report_plan(build((num_tokens,), size=4096, retained=0), costs).peak_bytes
+
+    assert peak(longest.num_tokens) <= budget < peak(longest.num_tokens * 102 // 100)
+    assert longest_sequence(candidate, costs, budget_bytes=2**20).num_tokens == 0
