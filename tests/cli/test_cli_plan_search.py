@@ -12,6 +12,8 @@ from furlong.plan.check import check
 from furlong.plan.text import load_plan
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
+QUICK = ["--method", "ChunkFlow"]
+"""Where it does not matter what is chosen: few candidates."""
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
 
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
-    flags = ["--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
+    flags = [*QUICK, "--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
     assert plan(lengths, *flags) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_tokens"] == sum(MIXED)
@@ -71,7 +73,7 @@ def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
-    assert plan(lengths, "--devices", "2", "--json", "--out", file) == 0
+    assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0
     first = json.loads(capsys.readouterr().out)
     model = ["--model", "Qwen2.5-0.5B", "--hardware", "RTX4090"]
     assert main(["plan", file, *model, "--json"]) == 0
@@ -93,7 +95,7 @@ def test_dials_that_are_given_are_kept(lengths, capsys):
 def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
     weights = {}
     for flags in ("--zero=0", "--zero=3", "--lora-rank=8"):
-        fixed = ["--devices", "2", "--parallel.dp", "2", "--memory.device", "20GB"]
+        fixed = [*QUICK, "--devices", "2", "--parallel.dp", "2", "--memory.device", "20GB"]
         assert plan(lengths, *fixed, "--chunks.size", "1024", flags, "--json") == 0
         values = json.loads(capsys.readouterr().out)
         assert values["budget_bytes"] == 20 * 10**9
@@ -105,12 +107,12 @@ def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
 def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
     drawn = []
     for seed in ("0", "0", "1"):
-        assert plan(lengths, "--sequences", "3", "--seed", seed, "--json") == 0
+        assert plan(lengths, *QUICK, "--sequences", "3", "--seed", seed, "--json") == 0
         drawn.append(json.loads(capsys.readouterr().out)["batch"])
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0]["num_sequences"] == 3
     assert "drawn from the 6" in drawn[0]["source"]
-    assert plan(lengths, "--max-seq-len", "1000", "--json") == 0
+    assert plan(lengths, *QUICK, "--max-seq-len", "1000", "--json") == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
     assert batch["num_sequences"] == 4
     assert "2 longer ones left out" in batch["source"]
@@ -128,7 +130,7 @@ def test_presets_and_config_files_need_no_data(tmp_path, capsys):
 
 
 def test_writes_pictures_and_traces(lengths, tmp_path, capsys):
-    flags = ["--devices", "2", "--picture", str(tmp_path / "a.svg")]
+    flags = [*QUICK, "--devices", "2", "--picture", str(tmp_path / "a.svg")]
     assert plan(lengths, *flags, "--trace", str(tmp_path / "a.json")) == 0
     assert f"wrote {tmp_path / 'a.svg'}" in capsys.readouterr().out
     assert "limit 2" in (tmp_path / "a.svg").read_text()
@@ -205,7 +207,7 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
 def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_path, capsys):
     file = tmp_path / "lens.json"
     file.write_text('{"version": 1, "lengths": [4000000]}')
-    assert plan(file, "--chunks.tier", "device", "--memory.device", "12GB") == 2
+    assert plan(file, *QUICK, "--memory.device", "12GB") == 2
     refused(capsys, "rank 0 needs", "kv", "which lacks", "K,V on the host")
 
 

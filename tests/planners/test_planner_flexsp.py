@@ -80,10 +80,19 @@ def test_long_sequences_get_large_groups():
 def test_every_division_is_tried():
     """Binary partitions: 2, 4, 10, 36, 202 of 2, 4, 8, 16, 32 devices."""
     for num_devices, count in ((2, 2), (4, 4), (8, 10), (16, 36), (32, 202)):
-        table = flexsp._partitions(num_devices)
+        table = flexsp._partitions(num_devices, num_devices)
         assert len(table) == len({tuple(row) for row in table}) == count
         assert {sum(2**e for e in row if e >= 0) for row in table} == {num_devices}
-    assert len(flexsp._partitions(256)) == 1828
+    assert len(flexsp._partitions(256, 256)) == 1828
+
+
+def test_groups_divide_the_heads():
+    """40 heads: no group of more than 8."""
+    table = flexsp._partitions(32, flexsp._largest_power_of_two(40))
+    assert table.max() == 3
+    model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
+    found = estimate_flexsp([60 * K, *[2 * K] * 20], model, num_devices=32)
+    assert max(g.sp_size for groups in found.micro_batches for g in groups) <= 8
 
 
 def test_refuses_what_no_group_holds():

@@ -8,6 +8,11 @@ from pathlib import Path
 from furlong.cli.plan_flags import RUN_FILES, parse_flags
 from furlong.errors import ConfigError
 
+_OF_THE_SEARCH = (
+    "lengths", "sequences", "seed", "max_seq_len", "devices", "dp", "sp", "pp", "size",
+    "num_retained", "keep", "tier", "method", "compare",
+)  # fmt: skip
+
 
 def run(arguments: Sequence[str]) -> int:
     chosen = parse_flags(arguments)
@@ -23,8 +28,8 @@ def run(arguments: Sequence[str]) -> int:
             plan_choose.run(chosen)
         return 0
     path = Path(subject)
-    for name in ("lengths", "sequences", "method", "compare", "dp", "sp", "pp", "size"):
-        if getattr(chosen, name):
+    for name in _OF_THE_SEARCH:
+        if getattr(chosen, name) not in (None, False):
             raise ConfigError(
                 given=f"{subject} with a flag of the search ({name})",
                 required="a saved plan or a run folder alone: nothing is searched",

@@ -85,9 +85,9 @@ def _next_words(found: Found) -> str:
         return f"{words}none of the others fits, or their bounds are above its time"
     seconds, is_whole, candidate = slower[0]
     least = "" if is_whole else "at least "
-    return (
-        f"{words}{candidate}: {least}{format_seconds(seconds)}, {seconds / best_s - 1:.1%} slower"
-    )
+    slower_by = seconds / best_s - 1
+    share = f"{slower_by:.1%}" if slower_by >= 1e-3 else "less than 0.1%"
+    return f"{words}{candidate}: {least}{format_seconds(seconds)}, {share} slower"
 
 
 def _search_words(found: Found) -> str:

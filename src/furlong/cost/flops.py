@@ -92,6 +92,11 @@ class StageFlops:
             self.tail_per_token * num_tokens, self.attention_per_key * keys[self.last_window]
         )
 
+    def sequence(self, seq_len: int) -> Flops:
+        """Forward of one whole sequence, head included."""
+        keys = {window: float(attended_keys(0, seq_len, window)) for window, _ in self.window_layers}
+        return self.forward(seq_len, keys) + Flops(self.head_per_token * seq_len)
+
     def backward(
         self, num_tokens: float, keys: dict[int | None, float], frozen: bool = False
     ) -> Flops:
@@ -120,11 +125,7 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:
     """Forward of one whole sequence through the whole model, head included."""
-    stage = stage_flops(shape, (shape.num_layers,), 0)
-    keys: dict[int | None, float] = {
-        window: attended_keys(0, seq_len, window) for window in set(shape.windows)
-    }
-    return stage.forward(seq_len, keys) + Flops(stage.head_per_token * seq_len)
+    return stage_flops(shape, (shape.num_layers,), 0).sequence(seq_len)
 
 
 def step_flops(shape: ModelShape, seq_len: int) -> Flops:

@@ -137,8 +137,9 @@ def _reduces_are_last(grid: Grid) -> None:
         return
     for key in sorted(last.keys() - reduces.keys()):
         raise grid.refuse(rule, f"no Reduce of stage {key[0]} follows", last[key])
+    reducing = {rank for _, rank in reduces}
     for rank in range(len(grid.plan.actions)):
-        if rank not in {rank for _, rank in reduces}:
+        if rank not in reducing:
             why = f"rank {rank} has none; without work it takes a token without a label"
             raise grid.refuse(rule, why, min(reduces.values()))
 

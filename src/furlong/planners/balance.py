@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-from furlong.cost.flops import attended_keys, stage_flops
+from furlong.cost.flops import stage_flops
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 
@@ -51,13 +51,8 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
     """FLOPs of a forward of each whole sequence, head included: Skrull's Eq. 13 with the exact
     constants of the model (its quadratic term halved, since attention is causal)."""
-    stage = stage_flops(shape, (shape.num_layers,), 0)
-    per_token = stage.linear_per_token + stage.head_per_token
-    work: list[float] = []
-    for seq_len in seq_lens:
-        keys = sum(n * attended_keys(0, seq_len, window) for window, n in stage.window_layers)
-        work.append(per_token * seq_len + stage.attention_per_key * keys)
-    return work
+    whole = stage_flops(shape, (shape.num_layers,), 0)
+    return [whole.sequence(seq_len).total for seq_len in seq_lens]
 
 
 def refuse_idle(num_sequences: int, dp_size: int) -> None:

@@ -17,6 +17,8 @@ from furlong.planners.data_parallel import Balance
 from furlong.planners.fpdt import plan_fpdt
 from furlong.planners.groups import Groups
 from furlong.planners.layout import Layout
+from furlong.planners.mesh import cut_and_pack
+from furlong.planners.mesh_fit import fit_work
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_1f1b
 from furlong.planners.placement import shard, shard_long
@@ -99,12 +101,22 @@ def chunked(
     tier: Tier = "device",
     balance: Balance = "none",
     local: bool = False,
+    equal_time: bool = False,
 ) -> Ladder:
-    """State-aware 1F1B over equal chunks, a rung for each number of retained chunks."""
+    """State-aware 1F1B over chunks of equal tokens, or with `equal_time` of equal time; a rung for
+    each number of retained chunks."""
     options, sp_size = ChunkOptions(size=size, hybrid=hybrid), room.layout.sp
 
+    def cut(lens: Sequence[int], model: CostModel) -> Groups:
+        if not equal_time:
+            return group_chunks(lens, options)
+        longest = max(lens)
+        count = -(-longest // size)
+        work = fit_work(model, longest, count, stages=room.stages, sp_size=sp_size, tier=tier)
+        return cut_and_pack(lens, count, work)
+
     def groups(lens: Sequence[int], model: CostModel) -> Groups:
-        chunks = group_chunks(lens, options)
+        chunks = cut(lens, model)
         return shard_long(chunks, lens, model.shape, sp_size) if local else shard(chunks, sp_size)
 
     def build(lens: Sequence[int], model: CostModel, num_retained: int) -> ChunkPlan:
@@ -119,6 +131,8 @@ def chunked(
         )
 
     extra: dict[str, object] = {"tier": tier} if tier != "device" else {}
+    if equal_time:
+        extra["chunks of"] = "equal time"
     if local:
         extra["short sequences"] = "local"
     rungs = []

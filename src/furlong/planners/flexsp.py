@@ -5,8 +5,8 @@ micro-batch: long sequences on large groups, short ones on small groups that sta
 under ZeRO-3 over all devices. Its groups of one micro-batch run side by side and all wait for the
 slowest. A plan has one sp_size, so this cannot be a ChunkPlan: here are its groups and the seconds
 that the cost model gives them. It solves an integer program per micro-batch; here every way to
-divide the devices into powers of two is tried, and the longest sequence goes first to the group
-that would be done with it earliest.
+divide the devices into powers of two that divide the heads is tried, and the longest sequence goes
+first to the group that would be done with it earliest.
 """
 
 from __future__ import annotations
@@ -92,13 +92,14 @@ def estimate_flexsp(
     num_layers = model.shape.num_layers
     budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
     tried = recompute_choices(num_layers) if recompute_layers is None else [recompute_layers]
-    partitions = _partitions(num_devices)
+    largest = min(num_devices, _largest_power_of_two(model.shape.num_heads))
+    partitions = _partitions(num_devices, largest)
     best: FlexSpEstimate | None = None
     for layers in tried:
         tokens = fitting_tokens(
             model, budget, dp_size=num_devices, sp_size=1, recompute_layers=layers
         )
-        if tokens * num_devices < max(seq_lens):
+        if tokens * largest < max(seq_lens):
             continue
         rates = _rates(seq_lens, model, num_devices, tokens, layers)
         for micro_batches in _divisions(seq_lens, rates, partitions, num_devices):
@@ -107,7 +108,12 @@ def estimate_flexsp(
                 best = estimate
     if best is None:
         raise does_not_fit(
-            seq_lens, model, budget, dp_size=1, sp_size=num_devices, recompute_layers=tried[-1]
+            seq_lens,
+            model,
+            budget,
+            dp_size=num_devices // largest,
+            sp_size=largest,
+            recompute_layers=tried[-1],
         )
     return best
 
@@ -185,9 +191,14 @@ def _divide(
     return [(int(rates.sizes[kind[best, at]]), own) for at, own in sorted(groups.items())]
 
 
-def _partitions(num_devices: int) -> NDArray[np.int64]:
-    """(A, B) every way to divide the devices into powers of two, the largest group first, as
-    exponents above the smallest size; -1: no group."""
+def _largest_power_of_two(number: int) -> int:
+    """That divides `number`."""
+    return number & -number
+
+
+def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:
+    """(A, B) every way to divide the devices into powers of two up to `largest`, the largest group
+    first, as exponents above the smallest size; -1: no group."""
     smallest = _smallest(num_devices)
 
     def divide(rest: int, exponent: int) -> Iterator[tuple[int, ...]]:
@@ -199,7 +210,7 @@ def _partitions(num_devices: int) -> NDArray[np.int64]:
                 yield (own, *others)
 
     units = num_devices // smallest
-    found = list(divide(units, units.bit_length() - 1))
+    found = list(divide(units, min(units, max(1, largest // smallest)).bit_length() - 1))
     table = np.full((len(found), units), -1)
     for row, exponents in enumerate(found):
         table[row, : len(exponents)] = exponents

@@ -13,7 +13,6 @@ gather sharded parameters less often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, log2
 
 from furlong.cost.model import CostModel
@@ -22,11 +21,12 @@ from furlong.cost.streaming import (
     smallest_hidden_relay_chunk_tokens,
 )
 from furlong.plan.check import check
-from furlong.plan.values import SHARDED, Action, Chunk, ChunkPlan, Keep, Tier
+from furlong.plan.values import Action, ChunkPlan, Keep, Tier
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.layer_first import stage_heights, walk_layer_first
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import number_chunks
+from furlong.planners.placement import shard
 
 
 def plan_fpdt(
@@ -46,7 +46,7 @@ def plan_fpdt(
     sharded. Short sequences are packed; a packed chunk is walked like any other group.
     """
     options = ChunkOptions(size=chunk_size, hybrid=False)
-    groups = group_chunks(seq_lens, options)
+    groups = shard(group_chunks(seq_lens, options), sp_size)
     stages = stage_heights(num_layers, stage_layers)
     numbered = number_chunks(groups)
     actions: list[Action] = []
@@ -57,7 +57,7 @@ def plan_fpdt(
         )
     plan = ChunkPlan(
         seq_lens=tuple(seq_lens),
-        chunks=tuple(_placed(chunk, sp_size) for group in groups for chunk in group),
+        chunks=tuple(chunk for group in groups for chunk in group),
         stages=stages,
         actions=(tuple(actions),),
         tier=tier,
@@ -91,9 +91,3 @@ def choose_fpdt_chunk(model: CostModel, sp_size: int = 1) -> int:
         kv_share=kv_share,
     )
     return 1 << max(0, ceil(log2(max(2 * forward, backward))))
-
-
-def _placed(chunk: Chunk, sp_size: int) -> Chunk:
-    if sp_size == 1:
-        return chunk
-    return Chunk(tuple(replace(piece, placement=SHARDED) for piece in chunk.slices))

@@ -21,7 +21,7 @@ from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
-from furlong.plan.values import SHARDED, Tier
+from furlong.plan.values import Tier
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.checkpointing import Mode
 from furlong.planners.elastic import ElasticPlan, Map, NoRoom, Setting, plan_elastic
@@ -29,6 +29,7 @@ from furlong.planners.groups import Groups, refuse_unusable
 from furlong.planners.layout import cut_layers, mean_attended_keys
 from furlong.planners.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.mesh_fit import fit_work
+from furlong.planners.placement import shard
 
 Balance = Literal["time", "tokens"]
 
@@ -124,8 +125,7 @@ def _chunks(setting: Setting, balance: Balance, num_slices: int) -> Groups:
             sp_size=setting.sp_size,
             tier=setting.tier,
         )
-    placement = SHARDED if setting.sp_size > 1 else 0
-    return cut_and_pack(setting.seq_lens, num_slices, work, placement=placement)
+    return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
 
 
 def slice_numbers(most: int) -> Iterator[int]:

@@ -68,21 +68,20 @@ def cut_and_pack(
     num_slices: int,
     work: Work,
     *,
-    placement: int = 0,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[Chunk]]:
     """Groups of chunks, those of most chunks first, then those of most tokens.
 
     A group is the pieces of one sequence longer than the mesh's first slice, the last of them with
     short sequences behind it where they fit, or one chunk of short sequences. The longest sequence
-    becomes `num_slices` chunks (fewer if it has fewer tokens). All slices get `placement`.
+    becomes `num_slices` chunks (fewer if it has fewer tokens).
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
     mesh = [s.num_tokens for s in split_equal_work(0, longest, num_slices, **_keywords(work))]
     most_tokens = max(mesh)
     pieces = {
-        seq_id: cut(seq_id, seq_len, mesh, placement)
+        seq_id: cut(seq_id, seq_len, mesh)
         for seq_id, seq_len in enumerate(seq_lens)
         if seq_len > most_tokens
     }
@@ -96,7 +95,7 @@ def cut_and_pack(
         max_growth=max_growth,
     )
     packed = [
-        tuple(Slice(seq_id, 0, seq_lens[seq_id], placement) for seq_id in seq_ids)
+        tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids)
         for seq_ids in buckets
     ]
     groups = [
@@ -107,16 +106,16 @@ def cut_and_pack(
     return sorted(groups, key=lambda own: (-len(own), -sum(chunk.num_tokens for chunk in own)))
 
 
-def cut(seq_id: int, seq_len: int, mesh: Sequence[int], placement: int = 0) -> list[Slice]:
+def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
     """Slices of the mesh's sizes while tokens remain behind them, and the tail."""
     pieces: list[Slice] = []
     start = 0
     for size in mesh:
         if start + size >= seq_len:
             break
-        pieces.append(Slice(seq_id, start, start + size, placement))
+        pieces.append(Slice(seq_id, start, start + size))
         start += size
-    return [*pieces, Slice(seq_id, start, seq_len, placement)]
+    return [*pieces, Slice(seq_id, start, seq_len)]
 
 
 def pack_balanced(

@@ -29,6 +29,8 @@ from furlong.planners.ulysses import plan_ulysses
 Method = Callable[[Room], Iterator[Ladder]]
 
 _KEPT: tuple[Keep, ...] = ("attention", "kv")
+_CUTS = ((False, False), (True, False), (False, True), (True, True))
+"""Whether short sequences stay on one sp rank, and whether chunks take equal time."""
 _SLICES = (2, 4, 8)
 _INFINIPIPE_S = 1.0
 """For the plan of one replica; its own search goes on with what it has then."""
@@ -148,17 +150,18 @@ def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
 
 
 def combined(room: Room) -> Iterator[Ladder]:
-    """What no paper combines: chunks that mix tails and short sequences, short sequences that stay
-    on one sp rank, attention that is remembered, any tier and stage height, replicas balanced by
-    work."""
+    """What no paper combines: state-aware 1F1B over chunks of equal time or equal tokens that mix
+    tails and short sequences, short sequences that stay on one sp rank, attention that is
+    remembered, any tier and stage height, replicas balanced by work."""
     for tier, keep, size in product(room.tiers, _KEPT, room.sizes()):
         # where all chunks are retained it does not matter what the others keep
         retained = room.retained(size)[_KEPT.index(keep) :]
-        for local in (False, True)[: room.layout.sp]:
-            yield chunked(
-                "furlong", room, size, retained,
-                keep=keep, hybrid=True, tier=tier, balance="flops", local=local,
-            )  # fmt: skip
+        for local, equal_time in _CUTS:
+            if (room.layout.sp > 1 or not local) and (size < room.longest_tokens or not equal_time):
+                yield chunked(
+                    "furlong", room, size, retained, keep=keep, hybrid=True, tier=tier,
+                    balance="flops", local=local, equal_time=equal_time,
+                )  # fmt: skip
     yield from _skrull("furlong", room, adaptive=True)
     if room.layout.pp == 1:
         heights = range(sum(room.stages).bit_length() - 1)

@@ -90,9 +90,7 @@ def chunk_seconds(
     costs = model.costs(replace(plan, actions=plan.actions * dp_size))
     *cells, _ = plan.actions[0]
     seconds = [costs.compute_s(action, 0) for action in cells]
-    return [
-        forward_s + backward_s for forward_s, backward_s in zip(*[iter(seconds)] * 2, strict=True)
-    ]
+    return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def peak_bytes(

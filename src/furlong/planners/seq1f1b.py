@@ -1,6 +1,6 @@
 """Token-level 1F1B: one forward, one backward, over the slices of sequences (Seq1F1B).
 
-The order of Seq1F1B (Sun et al.) and of one pipeline of InfiniPipe (2.5 of its schedule): forwards
+The order of Seq1F1B (Sun et al.) and of one pipeline of InfiniPipe (its 3.3.3): forwards
 in the order of the groups; backwards last in, first out within a group, first in, first out across
 groups. Stage s of P runs P - 1 - s + N - 1 forwards ahead, N chunks being the longest group, then
 one forward and one backward in turn. Every chunk keeps its graph; a stage holds those of at most

@@ -203,7 +203,8 @@ def _draw_memory(axes: Axes, rank: RankScene, highest: float, scene: Scene) -> N
         axes.fill_between(
             times, rank.limit_bytes, over, step="post", color=LIMIT, alpha=0.55, linewidth=0
         )
-        axes.axhline(rank.limit_bytes, color=LIMIT, linewidth=1.0, linestyle=(0, (5, 3)))
+        limit = [rank.limit_bytes] * 2
+        axes.plot([0, scene.duration], limit, color=LIMIT, linewidth=1.0, linestyle=(0, (5, 3)))
         words.append((f"limit {format_bytes(rank.limit_bytes)}", LIMIT))
     for number, (text, colour) in enumerate(words):
         axes.annotate(

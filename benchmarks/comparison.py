@@ -1,0 +1,186 @@
+"""Every method and our search on every preset of lengths: simulated seconds of a step.
+
+    python benchmarks/comparison.py                 # docs/comparison.md, exits 1 on a miss
+
+Each method has its own best layout of the same devices. Promise: on at least three presets the
+search is at least 5 % faster than the best single published method that has a plan, with a plan
+that none of them can write. FlexSP stands apart: its groups of different sizes are no plan of ours,
+and what is shown of it is an estimate in which they cost nothing to form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import console
+
+from furlong.cost.hardware import hardware
+from furlong.cost.known_models import model_shape
+from furlong.cost.lengths import sample_lengths
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.errors import ConfigError
+from furlong.planners.flexsp import estimate_flexsp
+from furlong.planners.methods import PUBLISHED, combined
+from furlong.planners.search import Found, Problem, search
+
+_GAIN = 0.05
+_NUM_PRESETS = 3
+_DOCUMENT = Path(__file__).parent.parent / "docs" / "comparison.md"
+_OURS = "furlong"
+
+
+@dataclass(frozen=True)
+class Setting:
+    preset: str
+    model: str
+    hardware: str
+    num_devices: int
+    num_sequences: int
+    context_tokens: int
+    """Longer sequences are cut off at it."""
+
+    def problem(self) -> Problem:
+        lens = sample_lengths(
+            self.preset, self.num_sequences,
+            max_seq_len=self.context_tokens, too_long="truncate",
+        )  # fmt: skip
+        training = Training(zero_stage=3)
+        model = CostModel(model_shape(self.model), hardware(self.hardware), training)
+        return Problem(seq_lens=lens, model=model, num_devices=self.num_devices,
+                       tiers=("device", "host"))  # fmt: skip
+
+
+_K = 1024
+SETTINGS = (
+    Setting("lmsys-chunkflow", "Qwen2.5-7B", "A100-80", 32, 256, 256 * _K),
+    Setting("lmsys-skrull", "Qwen2.5-0.5B", "H100", 32, 256, 208 * _K),
+    Setting("chunkflow-evaluation", "Qwen2.5-14B", "A100-80", 32, 256, 256 * _K),
+    Setting("wikipedia", "Qwen2.5-7B", "H100", 32, 256, 128 * _K),
+    Setting("chatqa2", "Qwen2.5-7B", "H100", 32, 128, 128 * _K),
+    Setting("llama3-long-sft", "Llama-3-8B", "H100", 32, 512, 128 * _K),
+    Setting("github", "GPT-13B", "A800", 32, 128, 192 * _K),
+    Setting("commoncrawl", "GPT-13B", "A800", 32, 128, 192 * _K),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One preset: seconds of a step by method; None where no plan fits."""
+
+    setting: Setting
+    step_s: dict[str, float | None]
+    flexsp_s: float
+    winner: Found
+
+    @property
+    def best_published(self) -> tuple[str, float]:
+        found = {n: s for n, s in self.step_s.items() if s is not None and n != _OURS}
+        return min(found.items(), key=lambda pair: pair[1])
+
+    @property
+    def ours_s(self) -> float:
+        return self.winner.best.step_s
+
+    @property
+    def gain(self) -> float:
+        """Of the search over the best published plan, as a share of the latter's time."""
+        return 1 - self.ours_s / self.best_published[1]
+
+
+def compare(setting: Setting) -> Result:
+    problem = setting.problem()
+    step_s: dict[str, float | None] = {}
+    found: list[Found] = []
+    for name, method in {**PUBLISHED, _OURS: combined}.items():
+        try:
+            found.append(search(problem, {name: method}))
+            step_s[name] = found[-1].best.step_s
+        except ConfigError:
+            step_s[name] = None
+    flexsp = estimate_flexsp(problem.seq_lens, problem.model, num_devices=problem.num_devices)
+    winner = min(found, key=lambda one: one.best.step_s)
+    step_s[_OURS] = winner.best.step_s  # the search is over the plans of all methods
+    return Result(setting, step_s, flexsp.step_s, winner)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=[s.preset for s in SETTINGS], default=None)
+    only = parser.parse_args().only
+    results = []
+    for setting in SETTINGS:
+        if only in (None, setting.preset):
+            results.append(compare(setting))
+            console.print(line(results[-1]))
+    better = [r for r in results if r.gain >= _GAIN and r.winner.best.candidate.method == _OURS]
+    verdict = (
+        f"On {len(better)} of {len(results)} presets the search is at least {_GAIN:.0%} faster "
+        "than the best published plan, with one that no single method can write "
+        f"(promised: {_NUM_PRESETS})."
+    )
+    console.print(verdict)
+    if only is None:
+        _DOCUMENT.write_text(document(results, verdict), encoding="utf-8")
+        console.print(f"written: {_DOCUMENT.relative_to(_DOCUMENT.parent.parent)}")
+    return int(only is None and len(better) < _NUM_PRESETS)
+
+
+def line(result: Result) -> str:
+    name, seconds = result.best_published
+    return (
+        f"{result.setting.preset}: {result.ours_s:.3g} s, best published {name} {seconds:.3g} s, "
+        f"gain {result.gain:.1%}; FlexSP's estimate {result.flexsp_s:.3g} s; "
+        f"{result.winner.best.candidate}"
+    )
+
+
+_HEAD = """\
+# The same batch under every method
+
+Written by `python benchmarks/comparison.py`. All seconds are simulated, none is measured.
+
+Every method takes the fastest of its own plans on the same devices: any layout of data, sequence
+and pipeline parallelism that it knows, the dials that its paper varies, ZeRO-3. All share one cost
+model and one cut of the layers into stages. The search is over all of these plans and over their
+combinations. FlexSP's column is an estimate: its groups of different sizes cannot be written as a
+plan, cost nothing to form anew in every micro-batch, and never wait for more than the slowest.
+
+"""
+
+
+def document(results: list[Result], verdict: str) -> str:
+    names = [name for name in results[0].step_s if name != _OURS]
+    lines = [
+        "| preset | setting | " + " | ".join([*names, _OURS]) + " | gain | FlexSP (estimate) |",
+        "| --- | --- |" + " ---: |" * (len(names) + 3),
+    ]
+    for result in results:
+        s = result.setting
+        best = result.best_published[0]
+        cells = [_cell(result.step_s[name], name == best) for name in names]
+        setting = (
+            f"{s.model}, {s.num_devices} {s.hardware}, {s.num_sequences} sequences up to "
+            f"{s.context_tokens // _K}K"
+        )
+        figures = [*cells, f"{result.ours_s:.3g}", f"{result.gain:.1%}", f"{result.flexsp_s:.3g}"]
+        lines.append(f"| {s.preset} | {setting} | {' | '.join(figures)} |")
+    lines += ["", "Seconds per step; the best published plan in bold; a dash: none fits.", ""]
+    lines += ["What the search chose:", ""]
+    lines += [f"- {r.setting.preset}: {r.winner.best.candidate}" for r in results]
+    beaten = sum(r.ours_s <= (1 - _GAIN) * r.flexsp_s for r in results)
+    ahead = f"It is as much ahead of FlexSP's estimate on {beaten} of {len(results)}."
+    return _HEAD + "\n".join([*lines, "", verdict + " " + ahead, ""])
+
+
+def _cell(seconds: float | None, is_best: bool) -> str:
+    if seconds is None:
+        return "-"
+    return f"**{seconds:.3g}**" if is_best else f"{seconds:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
