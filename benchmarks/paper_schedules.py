@@ -1,4 +1,4 @@
-"""The papers' worked examples of pipelines: ChunkFlow's figures, InfiniPipe's example."""
+"""ChunkFlow's worked examples: the schedules of its Figures 2, 6 and 7, and its stored K,V."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.groups import whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import RecomputeStart, plan_1f1b, plan_chunkflow_pipeline
-from furlong.simulate.clock import simulate
+from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -50,9 +50,9 @@ FA[6-8] BA[8-12] FD1[12-14] FD2[18-20] BD2[20-24] RD1[24-26] BD1[26-30] FC[30-32
 def chunkflow_bubbles() -> Table:
     """Eq. 1 on the figures: only first forwards and backwards count as busy."""
     rows = [
-        Row(case="Fig. 2: lengths 1, 1, 2, 4", ours=bubble(figure_2()), **printed("57.14")),
+        Row(case="Fig. 2: lengths 1, 1, 2, 4", ours=bubble(whole_sequences(LENS)), **printed("57.14")),
         Row(
-            case="four equal lengths", paper=42.8, ours=bubble(in_order((2, 2, 2, 2))),
+            case="four equal lengths", paper=42.8, ours=bubble(whole_sequences((2, 2, 2, 2))),
             tolerance=0.1 / 42.8, promise="0.1 points; 42.857 is cut off in the print",
         ),
         Row(
@@ -75,7 +75,7 @@ def chunkflow_bubbles() -> Table:
 def chunkflow_makespans() -> Table:
     """The same schedules cell by cell, and what a better order makes of the same chunks."""
     drawn = {
-        "Fig. 2": (figure_2(), "0123", FIGURE_2),
+        "Fig. 2": (whole_sequences(LENS), "0123", FIGURE_2),
         "Fig. 6b, K = 2": (figure_6(2, "lazy"), ("A", "D1", "D2", "C"), FIGURE_6B),
         "Fig. 6a, K = 1": (figure_6(1, "lazy"), ("A", "D1", "D2", "C"), FIGURE_6A),
     }
@@ -92,8 +92,8 @@ def chunkflow_makespans() -> Table:
             Row(case=f"{name}: cells with these times", paper=count, ours=found, tolerance=0)
         )
     for name, plan, paper in (
-        ("Fig. 2, makespan", figure_2(), 56),
-        ("equal lengths, makespan", in_order((2, 2, 2, 2)), 42),
+        ("Fig. 2, makespan", whole_sequences(LENS), 56),
+        ("equal lengths, makespan", whole_sequences((2, 2, 2, 2)), 42),
         ("Fig. 6b, makespan", figure_6(2, "lazy"), 46),
         ("Fig. 6a, makespan", figure_6(1, "lazy"), 52),
         ("Fig. 7, makespan", chunkflow(4, 1), 60),
@@ -144,11 +144,8 @@ def chunkflow_stored_kv() -> Table:
     )  # fmt: skip
 
 
-def figure_2() -> ChunkPlan:
-    return plan_1f1b(LENS, whole_groups(LENS), stages=FOUR)
-
-
-def in_order(lens: Sequence[int]) -> ChunkPlan:
+def whole_sequences(lens: Sequence[int]) -> ChunkPlan:
+    """1F1B of uncut sequences, longest first: Figure 2 for LENS."""
     return plan_1f1b(lens, whole_groups(lens), stages=FOUR)
 
 
@@ -165,7 +162,7 @@ def chunkflow(size: int, num_retained: int) -> ChunkPlan:
 
 
 def makespan(plan: ChunkPlan) -> float:
-    return simulate(plan, UnitCosts(plan)).duration_s
+    return time_actions(plan, UnitCosts(plan)).duration_s
 
 
 def bubble(plan: ChunkPlan) -> float:

@@ -165,7 +165,6 @@ def measure(engine: str, run: Path) -> None:
 
     from furlong.config.sources import load_run
     from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
-    from furlong.train.run import decide_options
 
     disable_progress_bar()
     torch.set_num_threads(1)
@@ -175,9 +174,10 @@ def measure(engine: str, run: Path) -> None:
     cpu = torch.device("cpu")
     if engine == "furlong":
         from furlong.api import Engine
+        from furlong.planners.options import ChunkOptions
 
         chunkwise = Engine(model, max_seq_len=config.data.max_seq_len)
-        options = decide_options(config)
+        options = ChunkOptions(**json.loads((run / "options.json").read_text(encoding="utf-8")))
 
         def run_pass(batch: list[dict[str, Any]]) -> None:
             chunkwise.forward_backward(batch, options)

@@ -88,7 +88,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--parallel.sp=2"], "parallel.sp = '2'", "not in this release", "flag", "remove"),
         (["--chunks.tier=host"], "'host'", "auto or device: the rest is not", "flag", "remove"),
         (["--memory.device=24XB"], "'24XB'", "write one like 512MiB", "flag", "memory.device"),
-        (["--memory.device=24GiB"], "'24GiB'", "not in this release", "flag", "remove"),
+        (["--memory.host=24GiB"], "'24GiB'", "not in this release", "flag", "remove"),
         (["--train.epochs=1", "--train.steps=2"], "both", "not both", "train.epochs", "remove"),
         (["--train.steps=null"], "none", "one of train.steps", "train.epochs", "one of them"),
         (["--model.init=random", "--model.lora.rank=2"], "random", "pretrained", "lora", "set"),

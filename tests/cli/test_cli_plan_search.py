@@ -208,7 +208,7 @@ def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_pat
     file = tmp_path / "lens.json"
     file.write_text('{"version": 1, "lengths": [4000000]}')
     assert plan(file, *QUICK, "--memory.device", "12GB") == 2
-    refused(capsys, "rank 0 needs", "kv", "which lacks", "K,V on the host")
+    refused(capsys, "rank 0 needs", "K,V", "which lacks", "K,V on the host")
 
 
 def test_a_combination_that_no_method_offers_is_told(lengths, capsys):

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from furlong.cost.cells import stage_bytes
 from furlong.cost.known_models import model_shape
-from furlong.cost.memory import PARTS, HostMemory, PlanMemory
+from furlong.cost.memory import HostMemory, PlanMemory
+from furlong.cost.memory_walk import PARTS
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError

@@ -14,12 +14,13 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import DataError
 from furlong.plan.text import load_plan, parse_chunk, save_plan
-from furlong.plan.values import SHARDED, Chunk, Forward
+from furlong.plan.values import Chunk, Forward
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.checkpointing import Checkpointing, full_checkpointing, peak_bytes
 from furlong.planners.elastic import Setting, in_a_row
 from furlong.planners.infinipipe import plan_infinipipe, slice_numbers
 from furlong.planners.mesh import Work, cut_and_pack
+from furlong.planners.placement import shard
 from furlong.planners.seq1f1b import plan_seq1f1b
 from furlong.planners.stage_loads import BatchLoads
 from furlong.simulate.clock import simulate, time_actions
@@ -47,8 +48,7 @@ MODEL = small_model()
 
 
 def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tier="device"):
-    placement = SHARDED if sp_size > 1 else 0
-    groups = cut_and_pack(lens, num_slices, Work(1e-3, 1), placement=placement)
+    groups = shard(cut_and_pack(lens, num_slices, Work(1e-3, 1)), sp_size)
     counts = [len(group) for group in groups]
     plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tier=tier)
     return groups, counts, BatchLoads.of(plan, counts, model.memory())

@@ -11,9 +11,9 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED
 from furlong.planners.mesh import EQUAL_TOKENS, Work, cut, cut_and_pack, pack_balanced
 from furlong.planners.mesh_fit import cell_seconds, fit_work
+from furlong.planners.placement import shard
 from furlong.planners.seq1f1b import plan_seq1f1b
 
 K = 1024
@@ -85,7 +85,7 @@ works = st.sampled_from([EQUAL_TOKENS, Work(1, 0), Work(1, 16), Work(1e-9, 1e-6)
 @settings(max_examples=200, deadline=None)
 @given(lengths, st.integers(1, 12), works)
 def test_every_token_once_one_tail_per_chunk_and_no_chunk_above_the_mesh(lens, num_slices, work):
-    groups = cut_and_pack(lens, num_slices, work, placement=SHARDED)
+    groups = shard(cut_and_pack(lens, num_slices, work), 2)
     chunks = [chunk for group in groups for chunk in group]
     most_tokens = max(max(sizes(chunk.slices)) for chunk in chunks)
     assert all(chunk.num_tokens <= most_tokens for chunk in chunks)
@@ -112,7 +112,7 @@ MODEL = CostModel(model_shape("GPT-13B"), hardware("A800"))
 def test_the_fit_follows_the_cost_model():
     stages = (10,) * 4
     work = fit_work(MODEL, 96 * K, 6, stages=stages, sp_size=8)
-    groups = cut_and_pack([96 * K], 6, work, placement=SHARDED)
+    groups = shard(cut_and_pack([96 * K], 6, work), 8)
     plan = plan_seq1f1b([96 * K], groups, stages=stages, sp_size=8)
     seconds = sum(cell_seconds(MODEL, plan))[0]
     assert pstdev(seconds) / mean(seconds) < 0.03

@@ -17,8 +17,8 @@ from furlong.planners.pipeline import plan_1f1b
 from furlong.planners.placement import shard
 from furlong.planners.replicas import join_replicas
 from furlong.report.comparison import Row, comparison_json, format_comparison
-from furlong.report.plan_report import Breakdown, num_retained, report_plan
-from furlong.report.plan_text import format_report
+from furlong.report.plan_report import Breakdown, report_plan
+from furlong.report.plan_text import format_report, num_retained
 from furlong.report.ranks import choose_ranks, ranks_per_replica
 from furlong.report.scene import make_scene
 

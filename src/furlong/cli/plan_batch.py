@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from furlong.errors import ConfigError
-from furlong.plan.lengths import Lengths, read_lengths
+from furlong.plan.lengths import Lengths, draw_lengths, read_lengths
 from furlong.report.words import count_words
 from furlong.units import format_count
 
@@ -29,6 +29,9 @@ class Batch:
     seq_lens: tuple[int, ...]
     source: str
     """Where they come from, in words."""
+    lengths: Lengths | None = None
+    """What they are drawn from, and the seed of the draw; None for a preset."""
+    seed: int = 0
 
     def __str__(self) -> str:
         count = count_words(len(self.seq_lens), "sequence")
@@ -75,8 +78,6 @@ def draw(
     lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
 ) -> Batch:
     """`count` sequences in a random order, each once unless there are fewer."""
-    import numpy as np
-
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
         raise ConfigError(
@@ -85,18 +86,17 @@ def draw(
             source="the batch to plan",
             change="raise max_seq_len",
         )
-    every = np.repeat([n for n, _ in kept], [times for _, times in kept])
-    left_out = lengths.num_sequences - len(every)
+    some = Lengths(tuple(kept))
+    left_out = lengths.num_sequences - some.num_sequences
     longer = f", {left_out:,} longer ones left out" if left_out else ""
-    everything = count is None and len(every) <= _DEFAULT_SEQUENCES
-    count = len(every) if everything else count or _DEFAULT_SEQUENCES
-    generator = np.random.default_rng(seed)
-    rounds = [generator.permutation(every) for _ in range(-(-count // len(every)))]
-    again = f", {len(rounds)} times over" if len(rounds) > 1 else ""
-    words = f"drawn from the {len(every):,} of {source}{longer}{again} with seed {seed}"
+    everything = count is None and some.num_sequences <= _DEFAULT_SEQUENCES
+    count = some.num_sequences if everything else count or _DEFAULT_SEQUENCES
+    num_rounds = -(-count // some.num_sequences)
+    again = f", {num_rounds} times over" if num_rounds > 1 else ""
+    words = f"drawn from the {some.num_sequences:,} of {source}{longer}{again} with seed {seed}"
     if everything:
         words = f"all of {source}{longer}, in the order of seed {seed}"
-    return Batch(tuple(np.concatenate(rounds)[:count].tolist()), words)
+    return Batch(draw_lengths(some, count, seed), words, some, seed)
 
 
 def _counted(file: Path, config: RunConfig) -> Path:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from furlong.cli.plan_saved import draw
+from furlong.cli.plan_files import draw, write
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
-from furlong.errors import ConfigError
 from furlong.plan.text import save_plan
 from furlong.planners.candidates import Candidate
 from furlong.planners.longest import Longest, longest_sequence
+from furlong.planners.methods import SEARCHED
 from furlong.planners.search import Found
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line
@@ -26,7 +25,7 @@ _SAME = 1 + 1e-6
 
 def run(chosen: argparse.Namespace) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
-    methods = methods_named(chosen.method)
+    methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
     subject = subject_of(chosen)
     problem = subject.problem
     found = search_with(subject, methods, strict=True)
@@ -46,7 +45,7 @@ def run(chosen: argparse.Namespace) -> None:
         print(line("next best", _next_words(found)))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
-        _write(chosen.out, save_plan(best.plan))
+        write(save_plan(best.plan), chosen.out)
         if not chosen.json:
             print(f"wrote {chosen.out}")
     candidate = best.candidate
@@ -126,15 +125,3 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     sizes = {"dp": layout.dp, "sp": layout.sp, "pp": layout.pp}
     return {"method": candidate.method, "layout": sizes, "dials": dict(candidate.dials)}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            given=f"{path}: {error.strerror}",
-            required="a file that can be written",
-            source="--out",
-            change="choose another place",
-        ) from error

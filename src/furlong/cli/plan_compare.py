@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from furlong.cli.plan_saved import save, with_few_ranks
+from furlong.cli.plan_files import save, with_few_ranks
 from furlong.cli.plan_search import OURS, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
 from furlong.errors import ConfigError, PlanError, UserError

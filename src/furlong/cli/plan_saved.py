@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
+from furlong.cli.plan_files import draw
 from furlong.cli.plan_subject import model_shape_of, training_of
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.text import format_plan, load_plan
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
-from furlong.report.ranks import choose_ranks
 from furlong.report.scene import Panel
 from furlong.report.tables import format_figures
-from furlong.report.timeline import save_timelines
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -71,39 +69,6 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
         print(format_figures(figures))
     title = f"{folder.resolve().name}, step {measured.step}, measured"
     draw(Panel(measured.timeline, measured.plan, title), chosen)
-
-
-def draw(panel: Panel, chosen: argparse.Namespace) -> None:
-    """Write the picture and the trace that are asked for: the picture of some ranks where there
-    are many, the trace of all."""
-    for path, shown in ((chosen.picture, with_few_ranks(panel)), (chosen.trace, panel)):
-        if path is not None:
-            save([shown], path)
-            if not chosen.json:
-                note = shown.note.removeprefix(panel.note).removeprefix("; ")
-                print(f"wrote {path}" + (f"; {note}" if note else ""))
-
-
-def with_few_ranks(panel: Panel, most: int = 15) -> Panel:
-    """The panel with at most so many rows."""
-    shown = choose_ranks(panel.plan, panel.timeline, most)
-    if not shown.note:
-        return panel
-    note = "; ".join(filter(None, (panel.note, shown.note)))
-    return replace(panel, ranks=shown.ranks, note=note)
-
-
-def save(panels: list[Panel], path: Path) -> None:
-    """`save_timelines`; raises ConfigError where the file cannot be written."""
-    try:
-        save_timelines(panels, path)
-    except OSError as error:
-        raise ConfigError(
-            given=f"{path}: {error.strerror}",
-            required="a file that can be written",
-            source="the command line",
-            change="choose another place",
-        ) from error
 
 
 def _show_predicted(plan: ChunkPlan, file: str, chosen: argparse.Namespace) -> None:

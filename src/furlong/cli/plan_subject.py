@@ -20,14 +20,13 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.values import Tier
+from furlong.planners.auto import training_of as training_of_run
 from furlong.planners.search import Problem
 from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +126,10 @@ def training_of(
     """What is trained and in which dtypes; `config`: the run's, if there is one."""
     dtype = chosen.dtype or (config.model.dtype if config else "bfloat16")
     zero: ZeroStage = chosen.zero if chosen.zero is not None else 1 if num_devices > 1 else 0
-    training = replace(Training.in_dtype(dtype), zero_stage=zero)
+    training = training_of_run(config.model) if config else Training()
     if chosen.lora_rank is not None:
-        return replace(training, lora=Lora(chosen.lora_rank, attention=True, mlp=True))
-    if config is None or config.model.lora is None:
-        return training
-    lora = config.model.lora
-    if lora.target_modules == "all-linear":
-        return replace(training, lora=Lora(lora.rank, attention=True, mlp=True))
-    named = set(lora.target_modules)
-    attention, mlp = bool(named & _ATTENTION), bool(named - _ATTENTION)
-    return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
+        training = replace(training, lora=Lora(chosen.lora_rank, attention=True, mlp=True))
+    return replace(Training.in_dtype(dtype), zero_stage=zero, lora=training.lora)
 
 
 def _of_run(chosen: argparse.Namespace) -> Subject:

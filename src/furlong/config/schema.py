@@ -113,8 +113,9 @@ class MemoryConfig(BaseModel):
 
     model_config = _SECTION
 
-    device: Annotated[Amount, _only("auto")] = "auto"
-    """Budget of the device."""
+    device: Amount = "auto"
+    """Budget of the device, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
+    free at the start. Dials of chunks that are auto follow it."""
     host: Annotated[Amount, _only("auto")] = "auto"
     """Budget of the host."""
     disk: Annotated[Amount, _only(0)] = 0

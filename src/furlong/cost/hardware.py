@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from furlong.cost.links import Link, Links
 from furlong.cost.names import look_up
 
 THIS_CPU = "cpu"
+_CORE_FLOPS_PER_S = 5e10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,15 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
     )
 
 
-def this_cpu(cores: int | None = None) -> HardwareSpec:
+def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec:
     """This machine: memory from the system, the rate from one short float32 matrix product.
 
     Takes about a tenth of a second. `furlong calibrate` replaces the efficiencies by measured ones.
+    With `measured` False the rate is a fixed one per core, for decisions that no noise may turn.
     """
-    peak = _measured_flops_per_s()
     memory = psutil.virtual_memory().total
     cores = cores or os.cpu_count() or 1
+    peak = _measured_flops_per_s() if measured else cores * _CORE_FLOPS_PER_S
     copy = 1e10
     return HardwareSpec(
         name=THIS_CPU,
@@ -118,13 +121,40 @@ def this_cpu(cores: int | None = None) -> HardwareSpec:
             disk=Link(1e-4, 5e8),
         ),
         sources={
-            "peak_flops_per_s": "measured now: numpy's float32 matrix product, best of five",
+            "peak_flops_per_s": "measured now: numpy's float32 matrix product, best of five"
+            if measured
+            else "assumed: 50 GFLOP/s per core",
             "memory_bytes": "the system",
             "reserved_bytes": "assumed: an eighth for everything else that runs",
             "linear, attention_forward, attention_backward, layer_launch_s": "assumed; calibrate",
             "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
         },
     )
+
+
+def free_ram_budget_bytes() -> int:
+    """Three quarters of the RAM that is free now, rounded down to four binary digits so that a
+    little more or less of it changes nothing. A control group's limit counts as RAM."""
+    free = min(psutil.virtual_memory().available, _free_in_control_group())
+    return rounded_budget(free * 3 // 4)
+
+
+def rounded_budget(num_bytes: int) -> int:
+    """`num_bytes` rounded down to four binary digits."""
+    step = 1 << max(0, num_bytes.bit_length() - 4)
+    return num_bytes // step * step
+
+
+def _free_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes below the limit that a container sets (cgroup v2), files in the cache not counted as
+    used; without a limit more than any machine has."""
+    try:
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
+    except (OSError, ValueError, KeyError):
+        return 2**62
 
 
 def _measured_flops_per_s(size: int = 768) -> float:

@@ -15,17 +15,13 @@ import numpy as np
 from furlong.cost.activations import Activations
 from furlong.cost.memory_walk import (
     MAX_TILE_LOGITS,
-    PARTS,
     MemoryCurve,
     MemoryRules,
-    Part,
     walk,
 )
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.values import SHARDED, ChunkPlan
-
-__all__ = ["PARTS", "HostMemory", "MemoryCurve", "Part", "PlanMemory"]
 
 
 @dataclass(frozen=True)

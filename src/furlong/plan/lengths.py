@@ -94,6 +94,17 @@ def count_lengths(seq_lens: Iterable[int]) -> Lengths:
     return Lengths(tuple(sorted(counted.items())))
 
 
+def draw_lengths(lengths: Lengths, count: int, seed: int) -> tuple[int, ...]:
+    """`count` sequences in a random order, each once before any comes again; the first ones of a
+    longer draw."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    every = np.repeat([n for n, _ in lengths.counts], [times for _, times in lengths.counts])
+    rounds = [generator.permutation(every) for _ in range(-(-count // len(every)))]
+    return tuple(np.concatenate(rounds)[:count].tolist())
+
+
 def write_lengths(file: Path, lengths: Lengths) -> None:
     """Writes the file whole or not at all. Raises ConfigError."""
     text = json.dumps({"version": VERSION, "lengths": [list(pair) for pair in lengths.counts]})

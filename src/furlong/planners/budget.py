@@ -8,6 +8,7 @@ from furlong.cost.memory_walk import Part
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan
+from furlong.report.words import PART_WORDS
 from furlong.units import format_bytes
 
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -35,7 +36,7 @@ class DoesNotFitError(ConfigError):
         # with the state alone above the budget nothing else helps
         advice = _ADVICE["state" if state > budget_bytes else largest]
         parts = ", ".join(
-            f"{part.replace('_', ' ')} {format_bytes(n)}"
+            f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
             for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
             if n > 0
         )

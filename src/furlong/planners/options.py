@@ -1,7 +1,12 @@
-"""The dials of a plan, and the fixed rule behind `auto`."""
+"""The dials of a plan, and the rule that sets them where there is nothing to search with.
+
+`auto` in a run file is the search of `planners.auto`. The rule here stands in for it where no data
+set is at hand, and for models whose work cannot be counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -52,11 +57,11 @@ class ChunkOptions:
                 )
 
 
-def choose_options(max_seq_len: int, decided: dict[str, Any] | None = None) -> ChunkOptions:
-    """Options for a run whose longest sequence has `max_seq_len` tokens.
+def fixed_options(max_seq_len: int, dials: Mapping[str, Any] | None = None) -> ChunkOptions:
+    """Options for sequences of at most `max_seq_len` tokens, without a search.
 
-    Every dial that `decided` leaves out is set by a fixed rule: the size is the largest power of
-    two that exceeds neither 4,096 nor `max_seq_len`; the others are ChunkOptions' defaults.
+    Every dial that `dials` leaves out is set by a rule: the size is the largest power of two that
+    exceeds neither 4,096 nor `max_seq_len`; the others are ChunkOptions' defaults.
     """
     chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
-    return ChunkOptions(**(chosen | (decided or {})))
+    return ChunkOptions(**(chosen | dict(dials or {})))

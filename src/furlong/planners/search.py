@@ -43,6 +43,8 @@ class Problem:
     budget_bytes: int | None = None
     """Of one device; None: what the hardware has."""
     tiers: tuple[Tier, ...] = ("device",)
+    slack: float = 0.0
+    """Plans that take up to this share longer than the best are planned whole as well."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ class _Search:
             for ladder in method(room)
         ]
         for bound_s, ladder in sorted(ladders, key=lambda pair: pair[0]):
-            if bound_s >= self._best_s:
+            if bound_s >= self._limit_s:
                 self._num_pruned += len(ladder.rungs)
                 continue
-            self._plan_whole(self._climb_down(ladder))
+            self._climb_down(ladder)
 
     def found(self) -> Found:
         if not self._outcomes:
@@ -129,7 +131,7 @@ class _Search:
         return Found(
             best=best,
             others=tuple(others),
-            trials=tuple(sorted(self._trials, key=_bound)),
+            trials=tuple(sorted(self._trials, key=lambda trial: trial.bound_s)),
             refused=tuple(self._refused),
             num_pruned=self._num_pruned,
             seconds=time.monotonic() - self._started_s,
@@ -138,6 +140,11 @@ class _Search:
     @property
     def _best_s(self) -> float:
         return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
+
+    @property
+    def _limit_s(self) -> float:
+        """What takes so long need not be planned whole."""
+        return self._best_s * (1 + self._problem.slack)
 
     def _rooms(self) -> Iterator[tuple[float, Room]]:
         """Every layout with a bound: the work of the busiest replica at the hardware's best."""
@@ -182,45 +189,43 @@ class _Search:
         whole = Chunk(tuple(Slice(i, 0, n, SHARDED) for i, n in enumerate(lens)))
         return max(stage_bounds_s([whole], lens, room.stages, room.layout.sp, model, fills=False))
 
-    def _climb_down(self, ladder: Ladder) -> list[Trial]:
-        """The highest rung that fits, tried on the busiest replica."""
+    def _climb_down(self, ladder: Ladder) -> None:
+        """To the highest rung that fits on all replicas, or is known to be no better; with slack on
+        to the first one beyond it."""
         for candidate in ladder.rungs:
-            ids, model = self._busiest(candidate)
             try:
-                plan = self._build(candidate, ids, model)
-                self._fit(plan, model)
+                trial = self._try(candidate)
+                if trial.bound_s < self._limit_s:
+                    self._outcomes.append(self._plan_whole(candidate))
+                if not self._problem.slack or trial.bound_s >= self._limit_s:
+                    return
             except (UserError, PlanError) as error:
-                self._refuse(candidate, error)
-                continue
-            trial = Trial(candidate, time_actions(plan, model.costs(plan)).duration_s)
-            self._trials.append(trial)
-            return [trial]
-        return []
+                self._refused.append(Refusal(candidate, error))
+
+    def _try(self, candidate: Candidate) -> Trial:
+        """Raises UserError where the busiest replica has no plan that fits."""
+        ids, model = self._busiest(candidate)
+        plan = self._build(candidate, ids, model)
+        self._fit(plan, model)
+        trial = Trial(candidate, time_actions(plan, model.costs(plan)).duration_s)
+        self._trials.append(trial)
+        return trial
+
+    def _plan_whole(self, candidate: Candidate) -> Outcome:
+        """The plan of the batch. Raises UserError where another replica has none that fits."""
+        replicas, model = self._deal(candidate), self._problem.model
+        replica_model = self._replica_model(candidate)
+        plans = [self._build(candidate, ids, replica_model) for ids in replicas]
+        plan = plans[0] if len(plans) == 1 else self._join(plans, replicas)
+        peak = self._fit(plan, model)
+        step_s = time_actions(plan, model.costs(plan)).duration_s
+        return Outcome(candidate, plan, step_s, peak)
 
     def _busiest(self, candidate: Candidate) -> tuple[list[int], CostModel]:
         """The sequences of the replica with most work, and the cost model of its plan."""
         replicas = self._deal(candidate)
         ids = max(replicas, key=lambda ids: sum(self._work[i] for i in ids))
         return ids, self._replica_model(candidate)
-
-    def _plan_whole(self, trials: Sequence[Trial]) -> None:
-        """Plan the batch for trials in the order of their bounds while these are below the best."""
-        model = self._problem.model
-        for trial in trials:
-            if trial.bound_s >= self._best_s:
-                return
-            candidate = trial.candidate
-            try:
-                replicas = self._deal(candidate)
-                replica_model = self._replica_model(candidate)
-                plans = [self._build(candidate, ids, replica_model) for ids in replicas]
-                plan = plans[0] if len(plans) == 1 else self._join(plans, replicas)
-                peak = self._fit(plan, model)
-            except (UserError, PlanError) as error:
-                self._refuse(candidate, error)
-                continue
-            step_s = time_actions(plan, model.costs(plan)).duration_s
-            self._outcomes.append(Outcome(candidate, plan, step_s, peak))
 
     def _deal(self, candidate: Candidate) -> list[list[int]]:
         """The sequences of each replica, or of all together for a method that deals itself."""
@@ -251,9 +256,6 @@ class _Search:
     def _fit(self, plan: ChunkPlan, model: CostModel) -> int:
         return fit(plan, model, self._problem.budget_bytes)
 
-    def _refuse(self, candidate: Candidate, error: UserError | PlanError) -> None:
-        self._refused.append(Refusal(candidate, error))
-
     def _nothing_fits(self) -> ConfigError:
         """The refusal that came nearest, in the words of the whole search."""
         errors = [(r.candidate, r.error) for r in self._refused]
@@ -280,7 +282,3 @@ class _Search:
             source="the search for a plan",
             change="use fewer replicas (parallel.dp), or more sequences per step",
         )
-
-
-def _bound(trial: Trial) -> float:
-    return trial.bound_s

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.cost.memory import PARTS, MemoryCurve, Part
+from furlong.cost.memory_walk import PARTS, MemoryCurve, Part
 from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.scene import Panel
@@ -151,38 +150,6 @@ def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Break
         collectives=shares["collectives"] + inside["gathers"],
         copies=shares["copies"] + inside["streams"],
         bubble_and_p2p=shares["messages"] + shares["waiting"],
-    )
-
-
-def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
-    """The stages of each rank, in their order."""
-    return [
-        tuple(sorted({action.stage for action in actions if isinstance(action, Forward)}))
-        for actions in plan.actions
-    ]
-
-
-def kept_cells(plan: ChunkPlan) -> dict[str, int]:
-    """How many cells keep what between forward and backward, by the values of Keep."""
-    keeps = Counter(a.keep for acts in plan.actions for a in acts if isinstance(a, Forward))
-    return {keep: keeps[keep] for keep in ("all", "attention", "kv", "input") if keeps[keep]}
-
-
-def num_retained(plan: ChunkPlan) -> int:
-    """The most chunks of one sequence that keep their graphs at a stage."""
-    retained = {
-        (action.chunk, action.stage)
-        for actions in plan.actions
-        for action in actions
-        if isinstance(action, Forward) and action.keep == "all"
-    }
-    return max(
-        (
-            sum((chunk, stage) in retained for chunk in group)
-            for group in plan.groups.values()
-            for stage in range(len(plan.stages))
-        ),
-        default=0,
     )
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from furlong.cost.memory import PARTS
+from furlong.cost.memory_walk import PARTS
 from furlong.plan.values import ChunkPlan, Forward, Recompute
-from furlong.report.plan_report import (
-    PlanReport,
-    held_stages,
-    kept_cells,
-    num_retained,
-)
-from furlong.report.ranks import choose_ranks, ranks_per_replica
+from furlong.report.plan_report import PlanReport
+from furlong.report.ranks import choose_ranks, held_stages, ranks_per_replica
 from furlong.report.tables import align
-from furlong.report.words import BREAKDOWN_WORDS, count_words, share_words
+from furlong.report.words import BREAKDOWN_WORDS, PART_WORDS, count_words, share_words
 from furlong.units import format_bytes, format_count, format_seconds
 
-PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 _MAX_RANKS = 16
 _INDENT = 11
 
@@ -166,11 +160,35 @@ def _kept_words(plan: ChunkPlan) -> str:
         "input": "the input",
     }
     cells = ", ".join(
-        f"{words[keep]} of {count_words(n, 'cell')}" for keep, n in kept_cells(plan).items()
+        f"{words[keep]} of {count_words(n, 'cell')}" for keep, n in _kept_cells(plan).items()
     )
     if plan.groups:
         cells += f"; num_retained {num_retained(plan)}"
     return cells
+
+
+def _kept_cells(plan: ChunkPlan) -> dict[str, int]:
+    """How many cells keep what between forward and backward, by the values of Keep."""
+    keeps = Counter(a.keep for acts in plan.actions for a in acts if isinstance(a, Forward))
+    return {keep: keeps[keep] for keep in ("all", "attention", "kv", "input") if keeps[keep]}
+
+
+def num_retained(plan: ChunkPlan) -> int:
+    """The most chunks of one sequence that keep their graphs at a stage."""
+    retained = {
+        (action.chunk, action.stage)
+        for actions in plan.actions
+        for action in actions
+        if isinstance(action, Forward) and action.keep == "all"
+    }
+    return max(
+        (
+            sum((chunk, stage) in retained for chunk in group)
+            for group in plan.groups.values()
+            for stage in range(len(plan.stages))
+        ),
+        default=0,
+    )
 
 
 def _num_devices(plan: ChunkPlan) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from furlong.plan.values import ChunkPlan
-from furlong.report.plan_report import held_stages
+from furlong.plan.values import ChunkPlan, Forward
 from furlong.timeline import Timeline
 
 
@@ -51,6 +50,14 @@ def ranks_per_replica(plan: ChunkPlan) -> int:
     stages = held_stages(plan)
     again = (rank for rank in range(1, len(stages)) if stages[rank] == stages[0])
     return next(again, len(stages))
+
+
+def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
+    """The stages of each rank, in their order."""
+    return [
+        tuple(sorted({action.stage for action in actions if isinstance(action, Forward)}))
+        for actions in plan.actions
+    ]
 
 
 def _spread(ranks: range, most: int) -> tuple[int, ...]:

@@ -27,6 +27,10 @@ BREAKDOWN_WORDS = {
 """By the fields of a plan report's Breakdown."""
 
 
+PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
+"""The parts of memory that are not called what they are in code."""
+
+
 def format_time(value: float, unit: str) -> str:
     """A time of a timeline in its unit."""
     return format_seconds(value) if unit == "s" else f"{value:,.4g} {unit}"

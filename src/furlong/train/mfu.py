@@ -12,21 +12,7 @@ from furlong.cost.flops import sequence_flops
 from furlong.cost.known_hardware import KNOWN
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
-
-# The driver's whole names: cards of one family and another form have other peaks.
-_KNOWN_NAMES = {
-    "NVIDIA A100-PCIE-40GB": "A100-40",
-    "NVIDIA A100-SXM4-40GB": "A100-40",
-    "NVIDIA A100 80GB PCIe": "A100-80",
-    "NVIDIA A100-SXM4-80GB": "A100-80",
-    "NVIDIA A800-SXM4-80GB": "A800",
-    "NVIDIA B200": "B200",
-    "NVIDIA GeForce RTX 3090": "RTX3090",
-    "NVIDIA GeForce RTX 4090": "RTX4090",
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H200": "H200",
-}
-
+from furlong.train.device import EXACT_NAMES
 
 @dataclass(frozen=True, slots=True)
 class MfuMeter:
@@ -55,11 +41,11 @@ def build_meter(
     The peaks that are known are those of bfloat16 on the devices of `known_hardware`; the shapes
     are those of the families whose counts are tested.
     """
-    if device_name not in _KNOWN_NAMES or dtype != torch.bfloat16:
+    if device_name not in EXACT_NAMES or dtype != torch.bfloat16:
         return None
     try:
         shape = ModelShape.from_config(config.to_dict())
     except ConfigError:
         return None
-    peak = KNOWN[_KNOWN_NAMES[device_name]].peak_flops_per_s
+    peak = KNOWN[EXACT_NAMES[device_name]].peak_flops_per_s
     return MfuMeter(shape, peak, has_frozen_base) if shape.exact else None

@@ -23,8 +23,10 @@ from furlong.data.tokenize import load_tokenizer
 from furlong.errors import CheckpointError
 from furlong.models.build import build_model, export_model
 from furlong.models.check import check_model
-from furlong.planners.options import ChunkOptions, choose_options
+from furlong.planners.auto import Decision
+from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import one_process, write_json
+from furlong.train.decide import decide_options
 from furlong.train.loop import LoopFigures
 from furlong.train.resumable import RunData, run_resumable
 from furlong.train.run_folder import (
@@ -80,20 +82,23 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
 
 def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport | None:
     folder = run.path
-    options = run.options or decide_options(config)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # What fails without weights and data fails first.
     check_model(config.model.name, rope=_rope(config), max_seq_len=config.data.max_seq_len)
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
+    decision = None
+    if run.options is None:
+        decision = decide_options(config, data["train"], device, rope=_rope(config))
+    options = run.options or decision.options
     torch.manual_seed(config.train.seed)
     model = build_run_model(config).to(device)
     for split in data.values():
         split.check_vocabulary(model.get_input_embeddings().num_embeddings)
     engine = Engine(model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype)
     num_steps = _count_steps(config.train, sum(data["train"].mixture.draws))
-    _announce(config, model, options, device, num_steps)
+    _announce(config, model, options, decision, device, num_steps)
     settings = config.train
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     every = settings.save_every_steps
@@ -166,13 +171,6 @@ def _rope(config: RunConfig) -> dict[str, Any] | None:
     return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
 
 
-def decide_options(config: RunConfig) -> ChunkOptions:
-    """The dials of the plan: what the user fixed, and the rule's choice for each `auto`."""
-    dials = {name: getattr(config.chunks, name) for name in _DIALS}
-    decided = {name: value for name, value in dials.items() if value != "auto"}
-    return choose_options(config.data.max_seq_len, decided)
-
-
 def load_splits(settings: DataConfig, tokenizer: Any) -> dict[str, DataSet]:
     """The data sets `train` and, if there is one, `eval`; prints what was found."""
     data = {}
@@ -220,7 +218,12 @@ def _count_steps(settings: TrainConfig, draws_per_epoch: int) -> int:
 
 
 def _announce(
-    config: RunConfig, model: Any, options: ChunkOptions, device: torch.device, num_steps: int
+    config: RunConfig,
+    model: Any,
+    options: ChunkOptions,
+    decision: Decision | None,
+    device: torch.device,
+    num_steps: int,
 ) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -233,3 +236,5 @@ def _announce(
         automatic = getattr(config.chunks, name) == "auto"
         dials.append(f"{name} {getattr(options, name)}{' (auto)' if automatic else ''}")
     print(f"chunks: {', '.join(dials)}")
+    if decision is not None:
+        print(f"auto: {decision.words}")

@@ -10,7 +10,8 @@ from typing import Any
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.build import check_folder, read_config
-from furlong.train.run import decide_options
+from furlong.planners.auto import given_dials
+from furlong.planners.options import fixed_options
 from furlong.units import format_seconds
 from furlong.verify.checks import (
     Finding,
@@ -33,7 +34,8 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump()
-    options = replace(decide_options(run), size=CHUNK_SIZE)
+    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE}
+    options = fixed_options(run.data.max_seq_len, dials)
     subject = build_subject(shrunk, options, lora)
     bound = bound_of(subject)
     print(_describe(subject, run.model.name))
