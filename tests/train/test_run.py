@@ -49,6 +49,7 @@ def arguments(tmp_path: Path) -> list[str]:
         f"--data.eval={tmp_path / 'held-out.jsonl'}",
         "--data.max_seq_len=256",
         "--chunks.size=32",
+        "--chunks.num_retained=1",
         "--train.epochs=3",
         "--train.sequences_per_step=3",
         "--train.lr=1e-2",
@@ -70,7 +71,7 @@ def test_a_run_leaves_a_model_and_its_figures(
     assert report["num_steps"] == 9
     assert report["eval_loss_after"] < report["eval_loss_before"]
     options = read_json(run / "options.json")
-    assert (options["size"], options["num_retained"], options["keep"]) == (32, 1, "attention")
+    assert (options["size"], options["num_retained"], options["keep"]) == (32, 1, "all")
     assert load_run(run / "config.json").train.lr == 1e-2
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +81,8 @@ def test_a_run_leaves_a_model_and_its_figures(
     assert all(r["tokens_per_s"] > 0 and r["peak_memory_bytes"] > 0 for r in steps)
     assert all(r["forward_s"] > 0 and r["backward_s"] > 0 for r in steps)
     printed = capsys.readouterr().out
-    assert "chunks: size 32, num_retained 1 (auto), keep attention (auto)" in printed
+    assert "chunks: size 32, num_retained 1, keep all (auto)" in printed
+    assert "auto: size 32, num_retained 1, keep all: the fastest that fits" in printed
     assert printed.count("\nstep ") == 9
 
     model = AutoModelForCausalLM.from_pretrained(report["export_folder"])

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from furlong.cli.plan_files import draw, write
+from furlong.cli.plan_run import decision_of, with_run_budget
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.plan.text import save_plan
@@ -26,9 +27,12 @@ _SAME = 1 + 1e-6
 def run(chosen: argparse.Namespace) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
     methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
-    subject = subject_of(chosen)
+    subject = with_run_budget(subject_of(chosen))
     problem = subject.problem
-    found = search_with(subject, methods, strict=True)
+    decision = decision_of(subject, chosen)
+    found = decision.found if decision is not None else None
+    if found is None:
+        found = search_with(subject, methods, strict=True)
     best = found.best
     report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
     longest = longest_sequence(
@@ -36,13 +40,17 @@ def run(chosen: argparse.Namespace) -> None:
         budget_bytes=problem.budget_bytes, start=max(problem.seq_lens),
     )  # fmt: skip
     if chosen.json:
-        print(json.dumps(_to_json(subject, found, report, longest), indent=1))
+        auto = {} if decision is None else {"auto": decision.words}
+        print(json.dumps(_to_json(subject, found, report, longest) | auto, indent=1))
     else:
         print(subject.words())
         print(line("plan", str(best.candidate)))
         print(format_report(report))
         print(line("longest", _longest_words(longest)))
-        print(line("next best", _next_words(found)))
+        if decision is None:
+            print(line("next best", _next_words(found)))
+        else:
+            print(line("auto", decision.words))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
         write(save_plan(best.plan), chosen.out)

@@ -10,12 +10,12 @@ from furlong.cli.plan_subject import Subject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.planners.candidates import Candidate, Ladder, Room
-from furlong.planners.methods import PUBLISHED, Method, combined
+from furlong.planners.methods import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search import Found, search
 from furlong.report.words import count_words
 
 OURS = "furlong"
-METHODS: Mapping[str, Method] = {**PUBLISHED, OURS: combined}
+METHODS: Mapping[str, Method] = {**PUBLISHED, **ABLATIONS, OURS: combined}
 
 
 def methods_named(name: str | None) -> Mapping[str, Method]:

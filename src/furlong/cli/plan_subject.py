@@ -38,6 +38,8 @@ class Subject:
     """Values that are given: size, num_retained, keep, tier."""
     batch: Batch
     model_name: str
+    config: RunConfig | None = None
+    """Of a run file."""
 
     def model_words(self) -> str:
         model = self.problem.model
@@ -167,9 +169,11 @@ def _build(
         num_devices=num_devices,
         budget_bytes=budget,
         tiers=tiers if tier is None else (tier,),
-        **sizes,
+        dp=sizes["dp"],
+        sp=sizes["sp"],
+        pp=sizes["pp"],
     )
-    return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name)
+    return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config)
 
 
 def _sizes(chosen: argparse.Namespace, config: RunConfig | None) -> dict[str, int | None]:

@@ -112,7 +112,7 @@ class _Runnable:
         seen: set[ChunkOptions] = set()
         for size in [self.given["size"]] if "size" in self.given else room.sizes():
             for rungs in self._dials(room, size):
-                options = dict.fromkeys(ChunkOptions(**(rung | self.given)) for rung in rungs)
+                options = dict.fromkeys(ChunkOptions(**(rung | dict(self.given))) for rung in rungs)
                 new = [one for one in options if one not in seen]
                 seen.update(new)
                 if new:
@@ -205,7 +205,8 @@ def _moved(chunk: Chunk, first: int) -> Chunk:
 
 
 def _options(candidate: Candidate) -> ChunkOptions:
-    return ChunkOptions(**candidate.dials)  # type: ignore[arg-type]
+    dials: dict[str, Any] = dict(candidate.dials)
+    return ChunkOptions(**dials)
 
 
 def _words(candidate: Candidate) -> str:

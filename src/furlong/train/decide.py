@@ -20,8 +20,14 @@ from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.models.build import check_folder, read_config
 from furlong.plan.lengths import count_lengths
-from furlong.planners.auto import FREE_RAM, SEARCHED_DIALS, Decision, decide, given_dials
-from furlong.planners.auto import training_of as training_of
+from furlong.planners.auto import (
+    FREE_RAM,
+    SEARCHED_DIALS,
+    Decision,
+    decide,
+    given_dials,
+    training_of,
+)
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.train.device import nearest_hardware
 

@@ -14,6 +14,7 @@ from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.train.device import EXACT_NAMES
 
+
 @dataclass(frozen=True, slots=True)
 class MfuMeter:
     """Counts as PaLM (Chowdhery et al., 2022, appendix B) does, over the causal pairs only.

@@ -89,9 +89,10 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
     decision = None
-    if run.options is None:
+    options = run.options
+    if options is None:
         decision = decide_options(config, data["train"], device, rope=_rope(config))
-    options = run.options or decision.options
+        options = decision.options
     torch.manual_seed(config.train.seed)
     model = build_run_model(config).to(device)
     for split in data.values():

@@ -1,0 +1,133 @@
+"""What `auto` decides: the fastest plan that fits, and of those alike the one that needs least."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.cost.hardware import hardware, this_cpu
+from furlong.cost.known_models import model_shape
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.errors import ConfigError
+from furlong.plan.lengths import count_lengths
+from furlong.planners.auto import SLACK, decide
+from furlong.planners.budget import fit
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.simulate.clock import time_actions
+
+GIB = 2**30
+SHAPE = model_shape("Qwen2.5-0.5B")
+CPU = CostModel(SHAPE, this_cpu(measured=False), Training.in_dtype("float32"))
+H100 = CostModel(SHAPE, hardware("H100"))
+LENS = count_lengths([40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300])
+
+
+def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
+    values = {"sequences_per_step": 8} | changes
+    return decide(lengths, model=model, budget_bytes=budget_bytes, **values)
+
+
+def needs(options, lens, model=CPU):
+    plan = plan_chunkflow(lens, options, num_layers=SHAPE.num_layers)
+    return fit(plan, model, 10**15), time_actions(plan, model.costs(plan)).duration_s
+
+
+def test_with_room_for_all_nothing_is_recomputed_and_chunks_are_small():
+    options = choose().options
+    assert options.keep == "all"
+    assert options.size <= 2048  # on a CPU larger ones gain less than the slack
+
+
+def test_less_memory_takes_more_time():
+    steps, peaks = [], []
+    for budget in (1000 * GIB, 40 * GIB, 20 * GIB, 14 * GIB):
+        decision = choose(budget_bytes=budget)
+        peak, step_s = needs(decision.options, [40_000])
+        assert peak <= budget
+        steps.append(step_s)
+        peaks.append(peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1]
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lens=st.lists(st.integers(20, 9_000), min_size=1, max_size=8),
+    budget=st.sampled_from([11, 13, 16, 60]),
+)
+def test_nothing_that_is_left_out_is_better(lens, budget):
+    """A plain loop over all dials: none is faster by more than the slack, and none as fast needs
+    less; both are of the executor's own planner."""
+    lengths = count_lengths(lens)
+    batch = [n for n, times in lengths.counts for _ in range(times)]
+    decision = choose(lengths=lengths, budget_bytes=budget * GIB, sequences_per_step=len(lens))
+    assert decision.found is not None
+    steps_s = decision.found.best.step_s / (-(-32 // len(lens)))
+    fastest_s = float("inf")
+    for size in (1024, 2048, 4096, 8192, 16384):
+        for number in (0, 1, 4):
+            for keep in ("all", "attention", "kv", "input"):
+                peak, step_s = needs(ChunkOptions(size=size, num_retained=number, keep=keep), batch)
+                if peak <= 0.95 * budget * GIB:  # the longest one's last chunk may be fuller
+                    fastest_s = min(fastest_s, step_s)
+    assert steps_s <= fastest_s * (1 + SLACK) * 1.001
+
+
+def test_given_dials_hold():
+    dials = {"size": 3000, "num_retained": 2, "keep": "kv"}
+    for name, value in dials.items():
+        assert getattr(choose(dials={name: value}).options, name) == value
+    assert choose(dials=dials).options == ChunkOptions(**dials)
+
+
+def test_two_decisions_are_equal():
+    first, second = (choose(CostModel(SHAPE, this_cpu(measured=False))) for _ in range(2))
+    assert (first.options, first.words) == (second.options, second.words)
+
+
+def test_the_longest_sequence_of_the_data_must_fit_though_no_step_has_it():
+    short = count_lengths([2_000] * 64)
+    alone = choose(lengths=short, budget_bytes=20 * GIB)
+    together = choose(lengths=short, budget_bytes=20 * GIB, longest=100_000)
+    assert needs(alone.options, [100_000])[0] > 20 * GIB
+    assert needs(together.options, [100_000])[0] <= 20 * GIB
+
+
+def test_several_small_steps_are_not_packed_into_one():
+    lengths = count_lengths([500] * 10)
+    found = choose(lengths=lengths, sequences_per_step=1).found
+    assert found is not None
+    assert len(found.best.plan.chunks) == 32
+
+
+def test_words_tell_why_and_what_the_next_best_would_have_cost():
+    words = choose(budget_bytes=20 * GIB, budget_words="memory.device").words
+    assert words.startswith("size ")
+    assert "that fits 20 GiB (memory.device)" in words
+    assert " predicted; next best of " in words
+    assert words.endswith((" GiB", " MiB"))
+
+
+def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
+    decision = choose(budget_bytes=1 * GIB)
+    assert decision.found is None
+    assert decision.options == ChunkOptions(size=1024, num_retained=0, keep="kv")
+    assert "no plan is predicted to fit 1 GiB" in decision.words
+    with pytest.raises(ConfigError) as caught:
+        choose(budget_bytes=1 * GIB, must_fit=True)
+    assert "lacks" in caught.value.required
+
+
+def test_too_many_chunks_are_not_searched():
+    decision = choose(dials={"size": 3})
+    assert decision.options == replace(fixed_options(40_000), size=3)
+    assert "by the fixed rule" in decision.words
+
+
+def test_a_gpu_takes_larger_chunks_than_a_cpu():
+    dials = {"num_retained": 1, "keep": "kv"}
+    assert choose(H100, dials=dials).options.size > choose(dials=dials).options.size

@@ -1,0 +1,77 @@
+"""A run and `furlong plan` decide alike; what is decided is written down."""
+
+import json
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.cost.known_hardware import KNOWN
+from furlong.train.device import EXACT_NAMES, nearest_hardware
+
+ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
+
+
+def line_of(printed: str, head: str) -> str:
+    return next(line for line in printed.splitlines() if line.startswith(head))
+
+
+@pytest.mark.parametrize("flags", [(), ("--chunks.size=auto", "--train.sequences_per_step=1")])
+@pytest.mark.parametrize("budget", ["2GiB", "1500KiB"])
+def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags, budget):
+    out, file = tmp_path / "out", tmp_path / "run.yaml"
+    arguments = tiny_run.arguments(out, *ENDLESS, f"--memory.device={budget}", *flags)
+    assert main(arguments) == 0
+    told = line_of(capsys.readouterr().out, "auto: ").removeprefix("auto: ")
+    file.write_text((out / "config.json").read_text())
+    assert main(["plan", str(file)]) == 0
+    assert line_of(capsys.readouterr().out, "auto ").removeprefix("auto").strip() == told
+    options = json.loads((out / "options.json").read_text())
+    dials = ", ".join(f"{name} {options[name]}" for name in ("size", "num_retained", "keep"))
+    assert told.startswith(dials)
+    assert main(["plan", str(file), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["auto"] == told
+    assert values["dials"].items() <= options.items()
+
+
+def test_a_budget_that_is_too_small_is_refused_before_the_run(tiny_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(tiny_run.arguments(out, "--memory.device=1KiB")) == 2
+    assert "which lacks" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
+    tiny_run, tmp_path, capsys, monkeypatch
+):
+    from furlong.cost.shape import ModelShape
+    from furlong.errors import ConfigError
+
+    def refuse(*_):
+        raise ConfigError(given="no hidden_size", required="one", source="here", change="that")
+
+    monkeypatch.setattr(ModelShape, "from_config", refuse)
+    out = tmp_path / "out"
+    assert main(tiny_run.arguments(out, *ENDLESS, "--chunks.size=auto")) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "auto: by the fixed rule, for the model's work cannot be counted: no hidden_size" in printed
+    )
+    options = json.loads((out / "options.json").read_text())
+    assert (options["size"], options["num_retained"], options["keep"]) == (256, 1, "attention")
+
+
+def test_nothing_is_searched_where_every_dial_is_given(tiny_run, tmp_path, capsys):
+    dials = ("--chunks.size=32", "--chunks.num_retained=0", "--chunks.keep=input")
+    assert main(tiny_run.arguments(tmp_path / "out", *ENDLESS, *dials)) == 0
+    assert "auto: every dial is given" in capsys.readouterr().out
+
+
+def test_device_names():
+    gib = 2**30
+    assert set(EXACT_NAMES.values()) <= KNOWN.keys()
+    assert nearest_hardware("NVIDIA H100 80GB HBM3", 80 * gib) == "H100"
+    assert nearest_hardware("NVIDIA GeForce RTX 4090 D", 24 * gib) in ("RTX3090", "RTX4090")
+    assert nearest_hardware("NVIDIA L40S", 45 * gib) == "A100-40"
+    assert nearest_hardware("AMD Instinct MI300X", 192 * gib) == "B200"
