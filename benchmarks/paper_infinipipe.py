@@ -170,7 +170,7 @@ def infinipipe_over_others(num_batches: int = 1) -> Table:
         bound = within_factor(largest, paper)
         rows += [
             count_faster(ratios, f"settings that are faster than {name}", cause),
-            Row(case=f"largest over {name}", paper=paper, ours=largest, cause=cause, **bound),
+            Row(case=f"largest over {name}", paper=paper, ours=largest, **bound),
         ]
     spread = ", ".join(
         f"{name} {min(r[name] for r in freely):.2f} to {max(r[name] for r in freely):.2f}"

@@ -170,6 +170,7 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--chunks.siz", "4"], ["did you mean --chunks.size?"]),
         (["--out", "plan.yaml"], ["--out plan.yaml", ".json"]),
         (["--compare", "--out", "plan.json"], ["--compare with --out"]),
+        (["--picture", "no/such/folder.png"], ["--picture no/such", "make the folder no/such"]),
         (["--max-seq-len", "50"], ["max_seq_len 50", "at least 90 tokens"]),
     ],
 )
@@ -189,6 +190,11 @@ def test_lengths_are_positive_whole_numbers(tmp_path, listed, capsys):
 def test_no_lengths_model_or_hardware(capsys):
     assert main(["plan", "--model", "Qwen2.5-0.5B"]) == 2
     refused(capsys, "no --lengths", "--lengths, --model and --hardware")
+
+
+def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
+    assert main(["plan", str(lengths)]) == 2
+    refused(capsys, f"write --lengths {lengths}")
 
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):

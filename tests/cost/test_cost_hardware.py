@@ -3,7 +3,15 @@
 import pytest
 
 from furlong.cost.calibration import fit_efficiency
-from furlong.cost.hardware import THIS_CPU, Efficiency, hardware
+from furlong.cost.hardware import (
+    THIS_CPU,
+    Efficiency,
+    _free_in_control_group,
+    free_ram_budget_bytes,
+    hardware,
+    rounded_budget,
+    this_cpu,
+)
 from furlong.cost.known_hardware import KNOWN
 from furlong.cost.links import Link, Links
 from furlong.cost.skrull import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
@@ -51,6 +59,26 @@ def test_this_cpu_is_measured():
     spec = hardware(THIS_CPU)
     assert spec.peak_flops_per_s > 1e9
     assert "measured now" in spec.sources["peak_flops_per_s"]
+
+
+def test_without_a_measurement_the_rate_is_the_same_every_time():
+    assert this_cpu(measured=False) == this_cpu(measured=False)
+    assert this_cpu(3, measured=False).peak_flops_per_s == 1.5e11
+
+
+def test_a_budget_is_a_share_of_the_free_ram_in_coarse_steps():
+    assert 0 < free_ram_budget_bytes() < this_cpu(measured=False).memory_bytes
+    assert [rounded_budget(n) for n in (0, 15, 16, 17, 31, 33)] == [0, 15, 16, 16, 30, 32]
+
+
+def test_a_containers_limit_counts_as_ram(tmp_path):
+    assert _free_in_control_group(tmp_path / "none") >= 2**60
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\nactive_file 50\ninactive_file 120\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_in_control_group(tmp_path) >= 2**60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _free_in_control_group(tmp_path) == 470
 
 
 def test_efficiency_saturates():

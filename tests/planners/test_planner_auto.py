@@ -35,10 +35,15 @@ def needs(options, lens, model=CPU):
     return fit(plan, model, 10**15), time_actions(plan, model.costs(plan)).duration_s
 
 
-def test_with_room_for_all_nothing_is_recomputed_and_chunks_are_small():
-    options = choose().options
-    assert options.keep == "all"
-    assert options.size <= 2048  # on a CPU larger ones gain less than the slack
+def test_the_last_percents_of_speed_are_not_bought_with_memory():
+    whole_bytes, whole_s = needs(ChunkOptions(size=65_536), [40_000])
+    peak, step_s = needs(choose().options, [40_000])
+    assert step_s <= (1 + SLACK) * whole_s * 1.001
+    assert peak < 0.85 * whole_bytes
+    found = choose().found
+    assert found is not None
+    alike = [o for o in found.others if o.step_s <= found.others[0].step_s * (1 + SLACK)]
+    assert all(other.peak_bytes >= found.best.peak_bytes for other in alike)
 
 
 def test_less_memory_takes_more_time():
@@ -108,7 +113,7 @@ def test_words_tell_why_and_what_the_next_best_would_have_cost():
     words = choose(budget_bytes=20 * GIB, budget_words="memory.device").words
     assert words.startswith("size ")
     assert "that fits 20 GiB (memory.device)" in words
-    assert " predicted; next best of " in words
+    assert " predicted; next best of " in words and " that fit: size " in words
     assert words.endswith((" GiB", " MiB"))
 
 
@@ -129,5 +134,9 @@ def test_too_many_chunks_are_not_searched():
 
 
 def test_a_gpu_takes_larger_chunks_than_a_cpu():
-    dials = {"num_retained": 1, "keep": "kv"}
-    assert choose(H100, dials=dials).options.size > choose(dials=dials).options.size
+    dials, lengths = {"num_retained": 0, "keep": "kv"}, count_lengths([60_000])
+    sizes = [
+        choose(model, lengths, budget_bytes=40 * GIB, sequences_per_step=1, dials=dials).options.size
+        for model in (H100, CPU)
+    ]
+    assert sizes[0] > sizes[1]

@@ -117,5 +117,5 @@ def test_takes_the_fastest_number_of_layers():
     )
     assert max(times) > 1.1 * min(times)
     budget = 100 * GIB
-    with pytest.raises(ConfigError, match="sequence 0 of 2048 tokens, 2048 on each of 1 devices"):
+    with pytest.raises(ConfigError, match="sequence 0 of 2,048 tokens on one device"):
         plan(None)

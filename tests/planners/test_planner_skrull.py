@@ -149,7 +149,7 @@ def test_a_given_bucket_recomputes_as_little_as_fits():
     many = plan_skrull([40 * K] * 8, LARGE, dp_size=1, cp_size=8, bucket_tokens=40 * K)
     layers = many.actions[0][0].recompute_layers
     assert layers > 0
-    with pytest.raises(ConfigError, match="40960 tokens on a device"):
+    with pytest.raises(ConfigError, match="40,960 tokens on a device"):
         plan_skrull(
             [40 * K] * 8,
             LARGE,
@@ -166,7 +166,7 @@ def test_too_long_sequences_are_refused_with_what_would_do():
     assert error.value.given == "sequence 1 has 100 tokens"
     assert error.value.required == "at most 80 tokens: 20 on each of 4 devices"
     assert "a group of 5 devices, 25 tokens on a device" in error.value.change
-    with pytest.raises(ConfigError, match=r"sequence 0 of 4096000 tokens") as error:
+    with pytest.raises(ConfigError, match=r"sequence 0 of 4,096,000 tokens") as error:
         plan_skrull([4000 * K, 5], LARGE, dp_size=1, cp_size=4)
     group = int(re.search(r"over (\d+) devices", error.value.change)[1])
     plan_skrull([4000 * K, 5], LARGE, dp_size=1, cp_size=group)

@@ -53,7 +53,7 @@ def test_packing_is_worth_more_where_sequences_are_short():
 def test_larger_groups_hold_longer_sequences():
     with pytest.raises(ConfigError, match="spread a sequence over") as error:
         plan_ulysses([4096 * K] * 4, MODEL, dp_size=4, sp_size=8)
-    assert error.value.given.startswith("sequence 0 of 4194304 tokens, 524288 on each of 8")
+    assert error.value.given.startswith("sequence 0 of 4,194,304 tokens, 524,288 on each of 8")
     assert plan_ulysses([4096 * K], MODEL, dp_size=1, sp_size=32).chunks
 
 

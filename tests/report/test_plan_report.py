@@ -45,10 +45,10 @@ def shares(breakdown):
 @pytest.mark.parametrize(
     ("dials", "training", "waits"),
     [
-        ({}, {}, {"bubble_and_p2p"}),
-        ({"sp": 2}, {"zero_stage": 1}, {"bubble_and_p2p", "all_to_all", "collectives"}),
-        ({"sp": 2}, {"zero_stage": 3}, {"bubble_and_p2p", "all_to_all", "collectives"}),
-        ({"tier": "host", "size": 16}, {}, {"bubble_and_p2p", "copies"}),
+        ({}, {}, {"idle_and_p2p"}),
+        ({"sp": 2}, {"zero_stage": 1}, {"idle_and_p2p", "all_to_all", "collectives"}),
+        ({"sp": 2}, {"zero_stage": 3}, {"idle_and_p2p", "all_to_all", "collectives"}),
+        ({"tier": "host", "size": 16}, {}, {"idle_and_p2p", "copies"}),
     ],
 )
 def test_the_breakdown_names_every_wait_and_adds_up(dials, training, waits):

@@ -16,11 +16,16 @@ def line_of(printed: str, head: str) -> str:
     return next(line for line in printed.splitlines() if line.startswith(head))
 
 
-@pytest.mark.parametrize("flags", [(), ("--chunks.size=auto", "--train.sequences_per_step=1")])
-@pytest.mark.parametrize("budget", ["2GiB", "1500KiB"])
-def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags, budget):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--memory.device=2MiB",),
+        ("--memory.device=2GiB", "--chunks.size=auto", "--train.sequences_per_step=1"),
+    ],
+)
+def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags):
     out, file = tmp_path / "out", tmp_path / "run.yaml"
-    arguments = tiny_run.arguments(out, *ENDLESS, f"--memory.device={budget}", *flags)
+    arguments = tiny_run.arguments(out, *ENDLESS, *flags)
     assert main(arguments) == 0
     told = line_of(capsys.readouterr().out, "auto: ").removeprefix("auto: ")
     file.write_text((out / "config.json").read_text())
@@ -65,7 +70,7 @@ def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
 def test_nothing_is_searched_where_every_dial_is_given(tiny_run, tmp_path, capsys):
     dials = ("--chunks.size=32", "--chunks.num_retained=0", "--chunks.keep=input")
     assert main(tiny_run.arguments(tmp_path / "out", *ENDLESS, *dials)) == 0
-    assert "auto: every dial is given" in capsys.readouterr().out
+    assert "\nauto: " not in capsys.readouterr().out
 
 
 def test_device_names():

@@ -30,14 +30,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         prefix = "unrecognized arguments: "
-        change = "see furlong plan --help"
+        required, change = "flags as furlong plan --help lists them", "see furlong plan --help"
         if message.startswith(prefix):
             flag = message.removeprefix(prefix).split()[0].split("=")[0]
             close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            required = " ".join(_USAGE.split()).replace(" furlong", ", or furlong")
             change = f"did you mean {close[0]}?" if close else change
         raise ConfigError(
             given=message,
-            required=" ".join(_USAGE.split()).replace(" furlong", ", or furlong"),
+            required=required,
             source="the command line",
             change=change,
         )
@@ -63,6 +64,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
                 required=f"a name that ends in {', '.join(endings)}",
                 source="the command line",
                 change="give the file another ending",
+            )
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(
+                given=f"{flag} {path}",
+                required="a file in a folder that exists",
+                source="the command line",
+                change=f"make the folder {path.parent}, or choose another one",
             )
     if chosen.compare and (chosen.out or chosen.trace):
         raise ConfigError(
@@ -97,7 +105,8 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="CONFIG.json|NAME",
-        help="config.json, the folder that holds it, or a known name",
+        help="config.json, the folder that holds it, a known name (docs/presets.md), or a model of"
+        " the Hugging Face hub",
     )
     group.add_argument(
         "--dtype",
@@ -121,7 +130,9 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the devices; auto is searched")
+    group = parser.add_argument_group(
+        "devices, chunks and memory; what is left out or auto is searched"
+    )
     group.add_argument(
         "--hardware", metavar="NAME", help="a known device (docs/presets.md); cpu: this machine"
     )
@@ -172,7 +183,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="AMOUNT",
         help="budget of a device, such as 40GB (default: the hardware's)",
     )
-    group.add_argument("--method", metavar="NAME", help="search the plans of one method only")
+    group.add_argument(
+        "--method",
+        metavar="NAME",
+        help="search the plans of one method only; --compare lists them all",
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from furlong.cli.plan_files import draw
 from furlong.cli.plan_subject import model_shape_of, training_of
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
+from furlong.plan.lengths import read_lengths
 from furlong.plan.text import format_plan, load_plan
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
@@ -107,9 +108,10 @@ def _load(file: str) -> ChunkPlan:
             change="check the path",
         ) from error
     except UserError as error:
+        change = f"write --lengths {file}" if _has_lengths(file) else error.change
         raise ConfigError(
             given=error.given, required=error.required, source=f"{file}, {error.source}",
-            change=error.change,
+            change=change,
         ) from error  # fmt: skip
     except PlanError as error:
         raise ConfigError(
@@ -119,3 +121,11 @@ def _load(file: str) -> ChunkPlan:
             change="undo what was edited by hand, or make the plan again",
         ) from error
     return plan
+
+
+def _has_lengths(file: str) -> bool:
+    try:
+        read_lengths(Path(file))
+    except UserError:
+        return False
+    return True

@@ -51,6 +51,8 @@ def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool
 
     def agrees(candidate: Candidate) -> bool:
         own = {"tier": "device", **candidate.dials}
+        if "size" in dials and "chunks of" in own:
+            return False  # chunks of equal time may hold more tokens than their size says
         return all(
             own[name] == value if name in own else not strict for name, value in dials.items()
         )

@@ -94,7 +94,8 @@ class StageFlops:
 
     def sequence(self, seq_len: int) -> Flops:
         """Forward of one whole sequence, head included."""
-        keys = {window: float(attended_keys(0, seq_len, window)) for window, _ in self.window_layers}
+        windows = [window for window, _ in self.window_layers]
+        keys = {window: float(attended_keys(0, seq_len, window)) for window in windows}
         return self.forward(seq_len, keys) + Flops(self.head_per_token * seq_len)
 
     def backward(

@@ -53,7 +53,8 @@ class Decision:
 
     options: ChunkOptions
     words: str
-    """What was chosen, why, and what the next best would have cost."""
+    """What was chosen, why, and what the next best would have cost; none where nothing was left to
+    choose."""
     found: Found | None = None
     """The search with the chosen plan as its best; None where nothing was searched."""
 
@@ -73,8 +74,8 @@ def decide(
     """The options of a run over sequences of these lengths on one device.
 
     `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `dials`: what
-    the user has given. Where no plan is predicted to fit, the one that needs least is taken and
-    said to be so; with `must_fit` that is a ConfigError.
+    the user has given. Where no plan is predicted to fit, small chunks that keep K,V are taken,
+    and the words say so; with `must_fit` that is a ConfigError.
     """
     given = dict(dials or {})
     longest = max(longest or 0, lengths.longest)
@@ -93,7 +94,7 @@ def decide(
     except ConfigError as error:
         if must_fit:
             raise
-        words = f"no plan is predicted to fit {budget}, this one needs least: {error.given}"
+        words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
         return Decision(runnable.smallest(), words)
     return runnable.choose(found, problem, budget)
 
@@ -125,9 +126,10 @@ class _Runnable:
             return
         numbers = [n for n in room.retained(size) if n * size < self.longest]
         keeps = [self.given["keep"]] if "keep" in self.given else _KEPT
+        whole: list[dict[str, Any]] = [{"size": size, "keep": "all"}]
         for keep in keeps:
-            whole = [{"size": size, "keep": "all"}]
-            yield whole + [{"size": size, "keep": keep, "num_retained": n} for n in numbers]
+            some = [{"size": size, "keep": keep, "num_retained": n} for n in numbers]
+            yield whole if keep == "all" else whole + some
 
     def _candidate(self, options: ChunkOptions, room: Room) -> Candidate:
         dials = {name: getattr(options, name) for name in SEARCHED_DIALS}
@@ -175,7 +177,7 @@ class _Runnable:
             why = f"needs least memory of {len(alike)} plans within {SLACK:.0%} of {why}"
         words = (
             f"{_words(best.candidate)}: {why}; {format_bytes(needs[id(best)])} predicted;"
-            f" next best of {len(found.trials)}: "
+            f" next best of {len(found.trials)} that fit: "
         )
         rivals = [trial for trial in found.trials if trial.candidate is not best.candidate]
         if rivals:
@@ -194,9 +196,10 @@ class _Runnable:
         return max(at_least, fit(worst, problem.model, problem.budget_bytes))
 
     def smallest(self) -> ChunkOptions:
-        """The options whose plan needs least, with the dials that are given."""
+        """Options that need little, with the dials that are given."""
         size = min(1024, fixed_options(self.longest).size)
-        return ChunkOptions(**({"size": size, "num_retained": 0, "keep": "kv"} | dict(self.given)))
+        small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
+        return ChunkOptions(**(small | dict(self.given)))
 
 
 def _moved(chunk: Chunk, first: int) -> Chunk:

@@ -142,6 +142,6 @@ def _no_room(setting: Setting, nearest: NoRoom, num_slices: int) -> DoesNotFitEr
         nearest.rank,
         setting.memory.curve(nearest.plan, nearest.rank).peak,
         setting.memory.device_budget_bytes,
-        with_what=f"the longest sequence of {max(setting.seq_lens)} tokens cut into {num_slices} "
+        with_what=f"the longest sequence of {max(setting.seq_lens):,} tokens cut into {num_slices} "
         f"chunks and {number} layer recomputed",
     )

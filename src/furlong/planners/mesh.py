@@ -95,8 +95,7 @@ def cut_and_pack(
         max_growth=max_growth,
     )
     packed = [
-        tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids)
-        for seq_ids in buckets
+        tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids) for seq_ids in buckets
     ]
     groups = [
         [*(Chunk((piece,)) for piece in own[:-1]), Chunk((own[-1], *behind))]

@@ -203,16 +203,20 @@ def does_not_fit(
     fitting = fitting_tokens(model, budget_bytes, **layout)
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
     needed = -(-seq_lens[seq_id] // sp_size) if device_tokens is None else device_tokens
-    given = f"sequence {seq_id} of {seq_lens[seq_id]} tokens, {needed} on each of {sp_size} devices"
+    each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
+    given = f"sequence {seq_id} of {seq_lens[seq_id]:,} tokens{each}"
     ways = [f"give each device {format_bytes(peak_bytes(model, needed, **layout))}"]
     if device_tokens is not None:
-        given = f"{device_tokens} tokens on a device at a time"
-        ways.append(f"ask for {fitting} tokens")
+        given = f"{device_tokens:,} tokens on a device at a time"
+        ways.append(f"ask for {fitting:,} tokens")
     elif fitting:
-        ways.append(f"spread a sequence over {-(-seq_lens[seq_id] // fitting)} devices")
+        least, num_heads = -(-seq_lens[seq_id] // fitting), model.shape.num_heads
+        # Ulysses divides the heads; beyond their number it takes another way to share a sequence
+        size = next((n for n in range(least, num_heads + 1) if num_heads % n == 0), least)
+        ways.append(f"spread a sequence over {size} devices")
     return ConfigError(
         given=given,
-        required=f"at most {fitting} tokens on a device, with {recompute_layers} of "
+        required=f"at most {fitting:,} tokens on a device, with {recompute_layers} of "
         f"{model.shape.num_layers} layers recomputed",
         source=f"a budget of {format_bytes(budget_bytes)} per device",
         change=", ".join(ways) + ", or cut the sequence",

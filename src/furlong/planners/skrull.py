@@ -215,10 +215,10 @@ def _refuse_too_long(seq_lens: Sequence[int], cp_size: int, bucket_tokens: int) 
     longest = seq_lens[seq_id]
     larger = f"a group of {-(-longest // bucket_tokens)} devices, " if bucket_tokens > 0 else ""
     raise DataError(
-        given=f"sequence {seq_id} has {longest} tokens",
-        required=f"at most {cp_size * bucket_tokens} tokens: {bucket_tokens} on each of "
+        given=f"sequence {seq_id} has {longest:,} tokens",
+        required=f"at most {cp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
         f"{cp_size} devices",
         source="bucket_tokens and the size of the context-parallel group",
-        change=f"{larger}{-(-longest // cp_size)} tokens on a device (more memory, or more "
+        change=f"{larger}{-(-longest // cp_size):,} tokens on a device (more memory, or more "
         "recomputed layers), or cut the sequence",
     )

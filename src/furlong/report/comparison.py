@@ -9,14 +9,10 @@ from typing import Any
 
 from furlong.report.plan_report import PlanReport
 from furlong.report.tables import align
+from furlong.report.words import BREAKDOWN_WORDS
 from furlong.units import format_bytes, format_count, format_seconds
 
-_SHARES = {
-    "all_to_all": "all-to-all",
-    "collectives": "FSDP",
-    "copies": "copies",
-    "bubble_and_p2p": "idle, P2P",
-}
+_SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
 """Columns of what is no computation, by the fields of Breakdown."""
 
 

@@ -29,7 +29,7 @@ class Breakdown:
     """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
     copies: float
     """K,V on their way between tiers, as far as no computation hides it."""
-    bubble_and_p2p: float
+    idle_and_p2p: float
     """Idle, or waiting for a message."""
 
 
@@ -149,7 +149,7 @@ def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Break
         all_to_all=inside["all-to-all"],
         collectives=shares["collectives"] + inside["gathers"],
         copies=shares["copies"] + inside["streams"],
-        bubble_and_p2p=shares["messages"] + shares["waiting"],
+        idle_and_p2p=shares["messages"] + shares["waiting"],
     )
 
 

@@ -20,9 +20,9 @@ SHARE_WORDS = {
 BREAKDOWN_WORDS = {
     "compute": "compute",
     "all_to_all": "all-to-all",
-    "collectives": "FSDP and collectives",
-    "copies": "copies between tiers",
-    "bubble_and_p2p": "bubble and P2P",
+    "collectives": "collectives",
+    "copies": "copies",
+    "idle_and_p2p": "idle and P2P",
 }
 """By the fields of a plan report's Breakdown."""
 
@@ -33,7 +33,9 @@ PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 
 def format_time(value: float, unit: str) -> str:
     """A time of a timeline in its unit."""
-    return format_seconds(value) if unit == "s" else f"{value:,.4g} {unit}"
+    if unit == "s":
+        return format_seconds(value)
+    return f"{value:,.0f} {unit}" if value >= 10_000 else f"{value:.4g} {unit}"
 
 
 def title_words(name: str, figures: StepFigures, time_unit: str) -> str:

@@ -41,7 +41,7 @@ def decide_options(
     """
     given, budget = given_dials(config.chunks), config.memory.device
     if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
-        return Decision(ChunkOptions(**given), "every dial is given")
+        return Decision(ChunkOptions(**given), "")
     limit = config.data.max_seq_len
     try:
         whole = read_config(check_folder(config.model.name), rope=rope, max_seq_len=limit)

@@ -237,5 +237,5 @@ def _announce(
         automatic = getattr(config.chunks, name) == "auto"
         dials.append(f"{name} {getattr(options, name)}{' (auto)' if automatic else ''}")
     print(f"chunks: {', '.join(dials)}")
-    if decision is not None:
+    if decision is not None and decision.words:
         print(f"auto: {decision.words}")
