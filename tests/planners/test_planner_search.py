@@ -12,9 +12,9 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
+from furlong.planners.balance import deal_sequences
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.candidates import Room
-from furlong.planners.data_parallel import deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import PUBLISHED, chunkflow, combined
 from furlong.planners.replicas import join_replicas
@@ -73,7 +73,9 @@ def rooms(batch):
 
 def whole_plan(batch, candidate):
     dp, lens = candidate.layout.dp, batch.seq_lens
-    dealt = deal_sequences(lens, MODEL, dp, candidate.balance) if dp > 1 else [range(len(lens))]
+    dealt = (
+        deal_sequences(lens, MODEL.shape, dp, candidate.balance) if dp > 1 else [range(len(lens))]
+    )
     model = replace(MODEL, training=replace(MODEL.training, replicas=dp))
     if candidate.deals_itself:
         return candidate.build(lens, MODEL)

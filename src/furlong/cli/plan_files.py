@@ -25,7 +25,7 @@ def draw(panel: Panel, chosen: argparse.Namespace) -> None:
                 print(f"wrote {path}" + (f"; {note}" if note else ""))
 
 
-def with_few_ranks(panel: Panel, most: int = 15) -> Panel:
+def with_few_ranks(panel: Panel, most: int = 16) -> Panel:
     """The panel with at most so many rows."""
     shown = choose_ranks(panel.plan, panel.timeline, most)
     if not shown.note:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
-FREE_RAM = "three quarters of the free RAM"
+FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
 SEARCHED_DIALS = ("size", "num_retained", "keep")
 _MIN_SEQUENCES = 32

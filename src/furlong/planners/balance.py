@@ -8,10 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from typing import Literal
 
 from furlong.cost.flops import stage_flops
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
+
+Balance = Literal["none", "tokens", "flops"]
+"""How replicas get their sequences: in turn, of equal tokens, of equal work."""
+
+
+def deal_sequences(
+    seq_lens: Sequence[int], shape: ModelShape, dp_size: int, balance: Balance
+) -> list[list[int]]:
+    """The seq_ids of each replica."""
+    match balance:
+        case "none":
+            return by_order(len(seq_lens), dp_size)
+        case "tokens":
+            return by_tokens(seq_lens, dp_size)
+        case "flops":
+            return by_work(seq_lens, dp_size, shape)
 
 
 def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:

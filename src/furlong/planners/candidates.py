@@ -12,8 +12,8 @@ from functools import partial
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan, Keep, Tier
+from furlong.planners.balance import Balance
 from furlong.planners.chunkflow import group_chunks
-from furlong.planners.data_parallel import Balance
 from furlong.planners.fpdt import plan_fpdt
 from furlong.planners.groups import Groups
 from furlong.planners.layout import Layout
@@ -153,6 +153,8 @@ def layer_first(
     tier: Tier,
     balance: Balance = "none",
 ) -> Ladder:
+    """The layer-first walk with stages of `stage_layers` layers: one candidate."""
+
     def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
         return plan_fpdt(
             lens,

@@ -7,29 +7,12 @@ enough for the longest sequence, or where larger chunks are worth it, layers are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import Chunk, ChunkPlan
-from furlong.planners.balance import by_order, by_tokens, by_work
+from furlong.planners.balance import Balance, deal_sequences
 from furlong.planners.groups import refuse_unusable
 from furlong.planners.micro_batches import fastest_plan, packed_chunks
-
-Balance = Literal["none", "tokens", "flops"]
-"""How replicas get their sequences: in turn, of equal tokens, of equal work."""
-
-
-def deal_sequences(
-    seq_lens: Sequence[int], model: CostModel, dp_size: int, balance: Balance
-) -> list[list[int]]:
-    """The seq_ids of each replica."""
-    match balance:
-        case "none":
-            return by_order(len(seq_lens), dp_size)
-        case "tokens":
-            return by_tokens(seq_lens, dp_size)
-        case "flops":
-            return by_work(seq_lens, dp_size, model.shape)
 
 
 def plan_data_parallel(
@@ -50,7 +33,7 @@ def plan_data_parallel(
     Raises ConfigError where the longest sequence fits on no device or a replica has none.
     """
     refuse_unusable(seq_lens)
-    replicas = deal_sequences(seq_lens, model, dp_size, balance)
+    replicas = deal_sequences(seq_lens, model.shape, dp_size, balance)
 
     def deal(device_tokens: int) -> list[list[Chunk]]:
         most = device_tokens if packed else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan, Keep
+from furlong.planners.balance import Balance
 from furlong.planners.candidates import (
     Candidate,
     Ladder,
@@ -19,7 +20,7 @@ from furlong.planners.candidates import (
     whole_sequences,
 )
 from furlong.planners.chunkflow import group_chunks
-from furlong.planners.data_parallel import Balance, plan_data_parallel
+from furlong.planners.data_parallel import plan_data_parallel
 from furlong.planners.groups import Groups, packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
@@ -70,8 +71,8 @@ def infinipipe_full_recompute(room: Room) -> Iterator[Ladder]:
 
 
 def fpdt(room: Room) -> Iterator[Ladder]:
-    """FPDT: layer after layer with K,V on the host; the chunk that hides their loads, and others
-    near it."""
+    """FPDT: layer after layer with K,V on the host, chunks of every size (the paper settles on
+    64K)."""
     if room.layout.pp == 1 and "host" in room.tiers:
         for size in room.sizes():
             yield layer_first("FPDT", room, size, stage_layers=1, keep="input", tier="host")

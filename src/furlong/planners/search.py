@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice, Tier
-from furlong.planners.balance import sequence_work
+from furlong.planners.balance import Balance, deal_sequences, sequence_work
 from furlong.planners.bounds import stage_bounds_s
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.candidates import Candidate, Ladder, Room
-from furlong.planners.data_parallel import Balance, deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import Method
 from furlong.planners.replicas import join_replicas
@@ -233,7 +232,7 @@ class _Search:
         key = dp, "none" if dp == 1 else candidate.balance
         if key not in self._dealt:
             problem = self._problem
-            self._dealt[key] = deal_sequences(problem.seq_lens, problem.model, *key)
+            self._dealt[key] = deal_sequences(problem.seq_lens, problem.model.shape, *key)
         return self._dealt[key]
 
     def _replica_model(self, candidate: Candidate) -> CostModel:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import SHARDED, Chunk, ChunkPlan
-from furlong.planners.data_parallel import Balance, deal_sequences
+from furlong.planners.balance import Balance, deal_sequences
 from furlong.planners.groups import refuse_unusable
 from furlong.planners.micro_batches import fastest_plan, packed_chunks
 
@@ -44,7 +44,7 @@ def plan_ulysses(
     Raises ConfigError where the longest sequence does not fit or a replica has none.
     """
     refuse_unusable(seq_lens)
-    replicas = deal_sequences(seq_lens, model, dp_size, balance)
+    replicas = deal_sequences(seq_lens, model.shape, dp_size, balance)
     placement = SHARDED if sp_size > 1 else 0
 
     def deal(device_tokens: int) -> list[list[Chunk]]:
