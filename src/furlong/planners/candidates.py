@@ -6,7 +6,7 @@ ladder holds those over the same chunks, which a search climbs down to a rung th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,6 +88,8 @@ class Ladder:
     groups: MakeGroups | None = None
     """The chunks that all of them compute, for a bound; None: not known before they are built, but
     no way to cut is faster than all sequences in one chunk."""
+    cut: Hashable = None
+    """Ladders of one room and balance with the same value, unless None, have the same chunks."""
 
 
 def chunked(
@@ -140,7 +142,9 @@ def chunked(
         dials = {"size": size, "num_retained": number, "keep": keep, **extra}
         make = partial(build, num_retained=number)
         rungs.append(Candidate(method, room.layout, dials, make, balance))
-    return Ladder(rungs, groups)
+    return Ladder(
+        rungs, groups, cut=(size, hybrid, tier if equal_time else None, local, equal_time)
+    )
 
 
 def layer_first(

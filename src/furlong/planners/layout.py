@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from furlong.cost.shape import ModelShape
@@ -108,6 +108,15 @@ def _cut(
         stages.append(stop - first[stop])
         stop = first[stop]
     return costs[-1], tuple(reversed(stages))
+
+
+def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
+    """For each stage the first one with the same layers, head included: it takes the same time."""
+    starts = [0, *accumulate(stages)]
+    kinds = [
+        (shape.windows[a:b], shape.mlps[a:b], b == shape.num_layers) for a, b in pairwise(starts)
+    ]
+    return [kinds.index(kind) for kind in kinds]
 
 
 def mean_attended_keys(seq_lens: Sequence[int]) -> float:

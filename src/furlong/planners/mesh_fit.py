@@ -10,6 +10,7 @@ from scipy.optimize import nnls
 from furlong.cost.model import CostModel
 from furlong.plan.values import SHARDED, Action, Backward, Chunk, ChunkPlan, Forward, Slice, Tier
 from furlong.planners.checkpointing import Array
+from furlong.planners.layout import first_alike
 from furlong.planners.mesh import EQUAL_TOKENS, Work
 
 
@@ -17,16 +18,16 @@ def cell_seconds(model: CostModel, plan: ChunkPlan) -> tuple[Array, Array]:
     """(P, K) seconds of the forward and of the backward of every cell, nothing recomputed; rank s
     of the plan holds stage s."""
     costs = model.costs(plan)
-    cells = [
-        [
-            (Forward(chunk, stage, "all"), Backward(chunk, stage))
-            for chunk in range(len(plan.chunks))
-        ]
-        for stage in range(len(plan.stages))
-    ]
-    forward = [[costs.compute_s(f, rank) for f, _ in row] for rank, row in enumerate(cells)]
-    backward = [[costs.compute_s(b, rank) for _, b in row] for rank, row in enumerate(cells)]
-    return np.array(forward), np.array(backward)
+    alike = first_alike(model.shape, plan.stages)
+    chunks = range(len(plan.chunks))
+    forward, backward = {}, {}
+    for stage in set(alike):
+        forward[stage] = [costs.compute_s(Forward(chunk, stage, "all"), stage) for chunk in chunks]
+        backward[stage] = [costs.compute_s(Backward(chunk, stage), stage) for chunk in chunks]
+    return (
+        np.array([forward[first] for first in alike]),
+        np.array([backward[first] for first in alike]),
+    )
 
 
 def fit_work(

@@ -12,7 +12,7 @@ the best step are planned for the whole batch. `auto` means this search.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from furlong.cost.model import CostModel
@@ -105,6 +105,7 @@ class _Search:
         self._started_s = time.monotonic()
         self._work = sequence_work(problem.seq_lens, problem.model.shape)
         self._dealt: dict[tuple[int, Balance], list[list[int]]] = {}
+        self._bounds_s: dict[Hashable, float] = {}
         self._outcomes: list[Outcome] = []
         self._trials: list[Trial] = []
         self._refused: list[Refusal] = []
@@ -180,13 +181,17 @@ class _Search:
         nothing recomputed and nothing waited for but the pipeline's fill and drain."""
         ids, model = self._busiest(ladder.rungs[0])
         lens = [self._problem.seq_lens[i] for i in ids]
+        stages, sp_size = room.stages, room.layout.sp
         if ladder.groups is not None:
-            chunks = [c for group in ladder.groups(lens, model) for c in group]
-            return max(stage_bounds_s(chunks, lens, room.stages, room.layout.sp, model))
+            key = (room.layout, ladder.rungs[0].balance, ladder.cut)
+            if ladder.cut is None or key not in self._bounds_s:
+                chunks = [c for group in ladder.groups(lens, model) for c in group]
+                self._bounds_s[key] = max(stage_bounds_s(chunks, lens, stages, sp_size, model))
+            return self._bounds_s[key]
         if ladder.rungs[0].deals_itself:
             return 0.0
         whole = Chunk(tuple(Slice(i, 0, n, SHARDED) for i, n in enumerate(lens)))
-        return max(stage_bounds_s([whole], lens, room.stages, room.layout.sp, model, fills=False))
+        return max(stage_bounds_s([whole], lens, stages, sp_size, model, fills=False))
 
     def _climb_down(self, ladder: Ladder) -> None:
         """To the highest rung that fits on all replicas, or is known to be no better; with slack on
