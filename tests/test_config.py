@@ -154,3 +154,9 @@ def test_a_file_of_other_bytes_is_told(tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         parse_run(["nowhere.yaml"])
+
+
+def test_a_flag_can_take_the_held_out_data_away(run_file: Path) -> None:
+    assert parse_run([str(run_file), "--data.eval=b.jsonl"]).data.eval == ("b.jsonl",)
+    run_file.write_text("model: {name: folder}\ndata: {train: a.jsonl, eval: b.jsonl}\n")
+    assert parse_run([str(run_file), "--data.eval=null"]).data.eval is None

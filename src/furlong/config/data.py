@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -67,6 +67,11 @@ def _once(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, 
     return sources
 
 
+def _without_null(value: Any) -> Any:
+    """A flag's null arrives as a list of it, since a flag may be given several times."""
+    return None if value == [None] else value
+
+
 Sources = Annotated[
     tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
     BeforeValidator(_listed),
@@ -81,7 +86,9 @@ class DataConfig(BaseModel):
 
     train: Sources
     """Text, .jsonl, .parquet files or folders, or {path, weight, split} for each of them."""
-    eval: Annotated[Sources, AfterValidator(_once)] | None = None
+    eval: Annotated[
+        Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
+    ] = None
     """Held-out data, named in the same way."""
     format: Literal["auto", "text", "chat", "completion", "tokens"] = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
