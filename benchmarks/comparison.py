@@ -5,7 +5,8 @@
 Each method has its own best layout of the same devices. Promise: on at least three presets the
 search is at least 5 % faster than the best single published method that has a plan, with a plan
 that none of them can write. FlexSP stands apart: its groups of different sizes are no plan of ours,
-and what is shown of it is an estimate in which they cost nothing to form.
+and what is shown of it is an estimate in which they cost nothing to form. The document counts once
+more with it among the published methods, and says where that misses; it does not change the exit.
 """
 
 from __future__ import annotations
@@ -152,6 +153,12 @@ plan, cost nothing to form anew in every micro-batch, and never wait for more th
 """
 
 
+_AHEAD = (
+    "groups of different sizes balance short-tailed batches about as well as anything can, and a "
+    "plan's one sp_size cannot express them"
+)
+
+
 def document(results: list[Result], verdict: str) -> str:
     names = [name for name in results[0].step_s if name != _OURS]
     lines = [
@@ -171,9 +178,13 @@ def document(results: list[Result], verdict: str) -> str:
     lines += ["", "Seconds per step; the best published plan in bold; a dash: none fits.", ""]
     lines += ["What the search chose:", ""]
     lines += [f"- {r.setting.preset}: {r.winner.best.candidate}" for r in results]
-    beaten = sum(r.ours_s <= (1 - _GAIN) * r.flexsp_s for r in results)
-    ahead = f"It is as much ahead of FlexSP's estimate on {beaten} of {len(results)}."
-    return _HEAD + "\n".join([*lines, "", verdict + " " + ahead, ""])
+    beaten = sum(r.ours_s <= (1 - _GAIN) * min(r.best_published[1], r.flexsp_s) for r in results)
+    verdict_with_flexsp = "met" if beaten >= _NUM_PRESETS else f"**MISSED**: {_AHEAD}"
+    ahead = (
+        f"With FlexSP's estimate among the published methods: {beaten} of {len(results)} "
+        f"({verdict_with_flexsp})."
+    )
+    return _HEAD + "\n".join([*lines, "", verdict, "", ahead, ""])
 
 
 def _cell(seconds: float | None, is_best: bool) -> str:

@@ -1,15 +1,6 @@
 """The cost model predicts what it was not fitted on; the tables are those of the benchmark."""
 
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _on_path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def checked(table):

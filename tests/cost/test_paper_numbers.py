@@ -1,20 +1,12 @@
 """The papers' worked examples are reproduced; the tables are those of the benchmark."""
 
-from pathlib import Path
-
+import paper_numbers
+import paper_speedups
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _on_path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+from paper_tables import Row, Table, printed
 
 
 def test_every_worked_example_is_met():
-    import paper_numbers
-
     for name, make in paper_numbers.examples().items():
         table = make()
         assert not table.missed and not table.wrong, name
@@ -23,9 +15,6 @@ def test_every_worked_example_is_met():
 
 
 def test_a_mismatch_is_not_written_away(monkeypatch, tmp_path, capsys):
-    import paper_numbers
-    from paper_tables import Row, Table
-
     good = Row(case="good", paper="3, 2", ours="3, 2", tolerance=0)
     text = Row(case="order", paper="3, 2", ours="2, 3", tolerance=0)
     known = Row(case="known", paper=1.0, ours=2.0, tolerance=0.5, cause="too small")
@@ -43,8 +32,6 @@ def test_a_mismatch_is_not_written_away(monkeypatch, tmp_path, capsys):
 
 
 def test_ours_must_round_to_the_print():
-    from paper_tables import Row, printed
-
     assert not Row(case="c", ours=57.142857, **printed("57.14")).missed
     assert Row(case="c", ours=57.146, **printed("57.14")).missed
     assert Row(case="c", ours=1.0, paper="1", tolerance=0).missed
@@ -52,8 +39,6 @@ def test_ours_must_round_to_the_print():
 
 @pytest.mark.slow
 def test_simulated_speedups_keep_the_papers_sign():
-    import paper_speedups
-
     for table in (
         paper_speedups.chunkflow_over_megatron(num_batches=5),
         paper_speedups.skrull_over_deepspeed(num_batches=5),
