@@ -6,17 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from furlong.api import StepResult, forward_backward
+    from furlong.api import Engine, StepResult, forward_backward
+    from furlong.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DivergenceError,
+        FurlongError,
+        PlanError,
+        UnsupportedModelError,
+        UserError,
+    )
     from furlong.planners.options import ChunkOptions
 
-__all__ = ["ChunkOptions", "StepResult", "forward_backward"]
+__all__ = [
+    "CheckpointError",
+    "ChunkOptions",
+    "ConfigError",
+    "DataError",
+    "DivergenceError",
+    "Engine",
+    "FurlongError",
+    "PlanError",
+    "StepResult",
+    "UnsupportedModelError",
+    "UserError",
+    "forward_backward",
+]
 __version__ = "0.1.0"
 
 # Names are resolved on first use (PEP 562): importing furlong loads neither torch nor transformers.
 _HOME = {
+    **dict.fromkeys(__all__, "furlong.errors"),
+    **dict.fromkeys(["Engine", "StepResult", "forward_backward"], "furlong.api"),
     "ChunkOptions": "furlong.planners.options",
-    "StepResult": "furlong.api",
-    "forward_backward": "furlong.api",
 }
 
 

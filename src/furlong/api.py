@@ -1,30 +1,32 @@
-"""What a training loop calls: `forward_backward`, and `Engine`, which keeps what outlives it."""
+"""What a training loop calls: `forward_backward`, and `Engine`, which keeps its settings."""
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from furlong.errors import DataError
+from furlong.errors import ConfigError, DataError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
-from furlong.models.support import other_dropouts
-from furlong.ops.backend import Backend
-from furlong.ops.choose import choose_backend
+from furlong.models.fingerprint import fingerprint
+from furlong.models.support import other_dropouts, refuse_attention_dropout
+from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
+from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
-from furlong.runtime.inputs import count_valid_tokens, shift_labels
+from furlong.runtime.inputs import check_ranges, count_valid_tokens, shift_labels
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
 from furlong.timeline import Timeline
-
-_CHECKED = "_furlong_checked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,29 @@ class StepResult:
     """Tokens with a label in this call."""
     timeline: Timeline
     token_losses: tuple[Tensor, ...] = ()
-    """Of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU. Entry t
-    is the loss of token t + 1 given those up to t; 0 where that has no label."""
+    """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
+    Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
     plan: ChunkPlan | None = None
     """What the timeline is of."""
 
 
+@dataclass
+class _Kept:
+    """What outlives a call, one per model: buffers, probed kernels, what has been checked."""
+
+    arena: Arena | None = None
+    backend: ProbedBackend = field(default_factory=ProbedBackend)
+    checked: set[tuple[int, torch.dtype | None, int | None]] = field(default_factory=set)
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+
+# By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
+# and saved files hold nothing of ours.
+_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
 class Engine:
-    """A model ready for chunk-wise training; holds the adapter and the K,V arena across steps."""
+    """A model ready for chunk-wise training, with the settings of its calls."""
 
     def __init__(
         self,
@@ -55,19 +72,18 @@ class Engine:
         """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
 
-        Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a model
-        is checked once, on first use, against its own forward.
+        Raises UnsupportedModelError, by name, for a model that cannot be trained exactly. A model
+        is checked against its own forward on first use, and again when its modules, its config,
+        its dtype or its device have changed.
         """
-        self.model = CausalLM(model, max_seq_len=max_seq_len)
         self.compute_dtype = compute_dtype
-        self._arena = Arena(self.model.device)
-        parameter = next(model.parameters())
-        dtype = compute_dtype or parameter.dtype
-        self._backend: Backend = choose_backend(self.model.device, dtype, _head_dim(self.model))
-        if not model.__dict__.get(_CHECKED, False):
-            with compute_parameters(model, compute_dtype):
-                self_check(self.model, self._backend)
-            model.__dict__[_CHECKED] = True
+        self.max_seq_len = max_seq_len
+        self._given = model
+        self._kept = _KEPT.setdefault(bare_model(model), _Kept())
+        self._fingerprint: int | None = None
+        self._notes: set[str] = set()
+        with self._alone():
+            self._follow_model()
 
     def forward_backward(
         self,
@@ -77,33 +93,113 @@ class Engine:
         backward: bool = True,
     ) -> StepResult:
         """See `furlong.forward_backward`."""
-        if not sequences:
-            raise _no_data("no sequences", "at least one sequence")
         shifted = shift_labels(sequences)
+        if not isinstance(options, ChunkOptions):
+            raise ConfigError(
+                given=f"options of type {type(options).__name__}",
+                required="furlong.ChunkOptions",
+                source="the arguments of forward_backward",
+                change="pass furlong.ChunkOptions(size=..., keep=...)",
+            )
+        if not shifted:
+            raise _no_data("no sequences", "at least one sequence")
         own_valid_tokens = count_valid_tokens(shifted)
-        divisor = own_valid_tokens if num_valid_tokens is None else num_valid_tokens
+        divisor = own_valid_tokens if num_valid_tokens is None else int(num_valid_tokens)
         if divisor <= 0:
             raise _no_data("no token with a label to divide the loss by", "at least one label")
-        plan = plan_chunkflow(
-            [len(s.input_ids) for s in shifted], options,
-            num_layers=self.model.num_layers, backward=backward,
-        )  # fmt: skip
-        dropouts = other_dropouts(self.model.model)
-        if dropouts and backward:
-            name, probability = next(iter(dropouts.items()))
-            warnings.warn(
-                f"{len(dropouts)} dropout modules are active ({name}: {probability}); what they "
-                "draw depends on how the batch is cut into chunks",
-                stacklevel=3,
-            )
-        with compute_parameters(self.model.model, self.compute_dtype), self.model.installed():
-            executor = Executor(
-                self.model, plan, shifted,
-                num_valid_tokens=divisor, backend=self._backend, arena=self._arena,
+        with self._alone():
+            self._follow_model()
+            model, kept = self.model, self._kept
+            check_ranges(
+                shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
+                longest_tokens=model.longest_tokens,
             )  # fmt: skip
-            loss_sum, timeline = executor.run()
+            if backward:
+                self._check_trainable()
+            plan = plan_chunkflow(
+                [len(s.input_ids) for s in shifted], options,
+                num_layers=model.num_layers, backward=backward,
+            )  # fmt: skip
+            assert kept.arena is not None
+            with self._computing(), model.installed():
+                executor = Executor(
+                    model, plan, shifted,
+                    num_valid_tokens=divisor, backend=kept.backend, arena=kept.arena,
+                )  # fmt: skip
+                loss_sum, timeline = executor.run()
+        if backward and executor.has_drawn:
+            self._note(_drawn(model))
         losses = tuple(executor.token_losses)
         return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
+
+    @property
+    def _arena(self) -> Arena:
+        assert self._kept.arena is not None
+        return self._kept.arena
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second call on the same model, and modes in which nothing can be recorded.
+
+        A caller's autocast is off within: the dtypes are the engine's own.
+        """
+        _refuse_mode(self._given, self.compute_dtype)
+        if not self._kept.busy.acquire(blocking=False):
+            raise ConfigError(
+                given="a second forward_backward on a model while the first one runs",
+                required="one call at a time on each model",
+                source="another thread of this process",
+                change="call them one after the other, or give each thread a model of its own",
+            )
+        try:
+            with torch.autocast(next(self._given.parameters()).device.type, enabled=False):
+                yield
+        finally:
+            self._kept.busy.release()
+
+    def _follow_model(self) -> None:
+        """Adapt to the model as it is now; check it if that is new."""
+        base = bare_model(self._given)
+        for message in _left_out(base):
+            self._note(message)
+        now = fingerprint(base)
+        if base.training:
+            refuse_attention_dropout(base)
+        if now == self._fingerprint:
+            return
+        refuse_placement(base)
+        self.model = CausalLM(self._given, max_seq_len=self.max_seq_len)
+        if self._kept.arena is None or self._kept.arena.device != self.model.device:
+            self._kept.arena = Arena(self.model.device)
+        key = now, self.compute_dtype, self.max_seq_len
+        if key not in self._kept.checked:
+            with self._computing():
+                self_check(self.model, self._kept.backend)
+            self._kept.checked.add(key)
+        self._fingerprint = now
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        dtype = self.compute_dtype
+        unchanged = [] if dtype is None else self.model.stays_float32(dtype)
+        with compute_parameters(self.model.model, dtype, unchanged=unchanged):
+            yield
+
+    def _check_trainable(self) -> None:
+        refuse_hooks(self.model.model)
+        if not any(parameter.requires_grad for parameter in self.model.model.parameters()):
+            raise ConfigError(
+                given=f"{self.model.name} without a parameter that requires a gradient",
+                required="at least one trainable parameter",
+                source="the model that was passed",
+                change="model.requires_grad_(True), add adapters, or pass backward=False",
+            )
+
+    def _note(self, message: str) -> None:
+        """Warn once per engine."""
+        if message not in self._notes:
+            self._notes.add(message)
+            warnings.warn(message, stacklevel=4)
 
 
 def forward_backward(
@@ -118,7 +214,7 @@ def forward_backward(
 ) -> StepResult:
     """Loss and exact gradients of a global batch, computed chunk by chunk.
 
-    model: a Hugging Face causal decoder, also with LoRA adapters of peft.
+    model: a Hugging Face causal decoder, also compiled or with adapters of peft.
     sequences: one dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded;
         labels are unshifted as in transformers, -100 where there is none.
     num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call.
@@ -129,15 +225,69 @@ def forward_backward(
     Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. Train mode,
     requires_grad and the attention implementation are afterwards as before, also after an error
     (then part of the gradients may have been added). Raises UserError for what the caller can mend.
+
+    Buffers and the outcome of the start-up check are kept for the model as long as it lives.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
-    return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
+    options = ChunkOptions() if options is None else options
+    return engine.forward_backward(sequences, options, num_valid_tokens, backward)
 
 
-def _head_dim(model: CausalLM) -> int:
-    config = model.config
-    given = getattr(config, "head_dim", None)
-    return int(given or config.hidden_size // config.num_attention_heads)
+def _refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Raise ConfigError for an inference_mode, or an autocast to another dtype, around a call."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            given="torch.inference_mode around furlong",
+            required="tensors that autograd may record, also in buffers that later calls use",
+            source="the caller's code",
+            change="use torch.no_grad, which is all that backward=False needs",
+        )
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    kind = weights[0].device.type if weights else "cpu"
+    if torch.is_autocast_enabled(kind):
+        wanted = torch.get_autocast_dtype(kind)
+        computing = {compute_dtype or parameter.dtype for parameter in weights}
+        if computing != {wanted}:
+            found = ", ".join(sorted(_dtype_name(dtype) for dtype in computing))
+            raise ConfigError(
+                given=f"torch.autocast to {_dtype_name(wanted)} around a model of {found}",
+                required="one dtype of the compute, which the engine sets itself",
+                source="the caller's torch.autocast",
+                change=f"pass compute_dtype=torch.{_dtype_name(wanted)} and leave autocast out",
+            )
+
+
+def _left_out(model: nn.Module) -> list[str]:
+    """Notes on what a caller may expect and nobody does."""
+    notes = []
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            notes.append(
+                f"{size} processes: gradients are this process's own and nobody adds them up"
+            )
+    if model._forward_hooks or model._forward_pre_hooks:
+        notes.append(
+            f"hooks on {type(model).__name__} itself do not run: chunks go through its decoder "
+            "and its head; hooks on its modules do run, once per chunk and forward"
+        )
+    return notes
+
+
+def _drawn(model: CausalLM) -> str:
+    """The note that a forward in train mode drew random numbers."""
+    dropouts = other_dropouts(model.model)
+    if dropouts:
+        name, probability = next(iter(dropouts.items()))
+        what = f"{len(dropouts)} dropout modules are active ({name}: {probability})"
+    else:
+        what = f"{model.name} draws random numbers in train mode (dropout, jitter or sampling)"
+    return f"{what}; what they draw depends on how the batch is cut into chunks"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _no_data(given: str, required: str) -> DataError:

@@ -141,11 +141,13 @@ def _split_packed(row: dict[str, Tensor]) -> Sequences:
         return [row]
     positions = row.pop("position_ids").cpu()
     starts = positions == 0
-    last_start = torch.where(starts, torch.arange(len(positions)), 0).cummax(0).values
-    if not torch.equal(positions, torch.arange(len(positions)) - last_start):
+    rows = torch.arange(len(positions), device="cpu")
+    last_start = torch.where(starts, rows, 0).cummax(0).values
+    if not torch.equal(positions, rows - last_start):
         shown = ", ".join(map(str, positions.flatten()[:8].tolist()))
         raise _unreadable(f"position_ids {shown}, ...", "0, 1, 2, ... in every sequence")
-    lens = torch.cat([starts.nonzero().flatten(), torch.tensor([len(positions)])]).diff()
+    end = torch.tensor([len(positions)], device="cpu")
+    lens = torch.cat([starts.nonzero().flatten(), end]).diff()
     parts = {key: value.split(lens.tolist()) for key, value in row.items()}
     return [
         {"input_ids": ids, "labels": labels}

@@ -1,43 +1,26 @@
-"""The adapter of a Hugging Face decoder: hidden states, head, and the door through which attention
-enters.
+"""The adapter of a Hugging Face decoder: hidden states and head.
 
-Attention enters through transformers' own `AttentionInterface`, under a name of ours. For that name
-no mask function is registered, so transformers builds no mask. The cell that is being computed is
-bound to the attention modules for the length of a call: some families drop keyword arguments on the
-way down, none drops its own modules.
-
-    T tokens, N query heads, K key-value heads, H head dim, D hidden size, V vocabulary
+T tokens, D hidden size, V vocabulary
 """
 
 from __future__ import annotations
 
-import copy
+import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from furlong.errors import FurlongError, UnsupportedModelError
-from furlong.models.support import refuse_unsupported, rope_types
-from furlong.ops.chunk_attention import AttentionRule
-
-ATTENTION_NAME = "furlong"
-_CELL = "_furlong_cell"
-
-
-class Cell(Protocol):
-    """What computes the attention of one (chunk, stage)."""
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
-    ) -> Tensor:
-        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H)."""
-        ...
+from furlong.errors import UnsupportedModelError
+from furlong.models.attention import CELL, Cell
+from furlong.models.rope import num_positions
+from furlong.models.support import refuse_unsupported
+from furlong.models.switches import chunked_attention, pinned_longrope
+from furlong.models.wrappers import bare_model
 
 
 class CausalLM:
@@ -47,91 +30,103 @@ class CausalLM:
     """
 
     def __init__(self, model: nn.Module, *, max_seq_len: int | None = None) -> None:
-        wrapped: Any = model
-        base = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
+        base: Any = bare_model(model)
         refuse_unsupported(base, max_seq_len)
         self.model = model
+        self.base = base
         self.config = base.config.get_text_config()
         self.max_seq_len = max_seq_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab_size = int(base.get_output_embeddings().weight.shape[0])
-        self._base = base
         self._decoder = base.get_decoder()
-        self._head = _head_alone(base, self._decoder)
-        self._attention_modules = [m for m in self._decoder.modules() if hasattr(m, "layer_idx")]
+        self._decoder_name = _child_name(base, self._decoder)
+        self.attention_modules = [m for m in self._decoder.modules() if hasattr(m, "layer_idx")]
 
     @property
     def name(self) -> str:
-        return type(self._base).__name__
+        return type(self.base).__name__
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def num_input_ids(self) -> int:
+        """Token ids that have an embedding: 0 to this number less one."""
+        return int(self.base.get_input_embeddings().weight.shape[0])
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Tokens of the longest sequence it can take, None if there is no bound."""
+        bounds = (self.max_seq_len, num_positions(self.config))
+        return min((n for n in bounds if n is not None), default=None)
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cell: Cell) -> Tensor:
         """Final hidden states (T, D) of input_ids (T,) at position_ids (T,), inside `installed`."""
-        for module in self._attention_modules:
-            module.__dict__[_CELL] = cell
+        for module in self.attention_modules:
+            module.__dict__[CELL] = cell
         try:
-            output = self._decoder(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
-            )
-            return output.last_hidden_state[0]  # type: ignore[no-any-return]
+            return self._decode(input_ids=input_ids[None], position_ids=position_ids[None])
         finally:
-            for module in self._attention_modules:
-                module.__dict__.pop(_CELL, None)
+            for module in self.attention_modules:
+                module.__dict__.pop(CELL, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        with self._decoder_out():
+            return self._whole(inputs_embeds=hidden[None])
+
+    def whole_hidden(self, input_ids: Tensor) -> Tensor:
+        """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
+
+        Attention is the model's own.
+        """
+        with pinned_longrope(self.base, self.max_seq_len):
+            return self._decode(input_ids=input_ids[None])
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
-        with _pinned_longrope(self._base, self.max_seq_len):
-            return self._base(input_ids=input_ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        with pinned_longrope(self.base, self.max_seq_len):
+            return self._whole(input_ids=input_ids[None])
+
+    def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
+        """Parameters that transformers keeps in float32 when it loads a model in `compute_dtype`.
+
+        The names are the family's `_keep_in_fp32_modules` (float16 alone) and
+        `_keep_in_fp32_modules_strict` (all 16-bit types).
+        """
+        kept = set(getattr(self.base, "_keep_in_fp32_modules_strict", None) or ())
+        if compute_dtype == torch.float16:
+            kept |= set(getattr(self.base, "_keep_in_fp32_modules", None) or ())
+        if compute_dtype.itemsize > 2 or not kept:
+            return []
+        pattern = re.compile("|".join(re.escape(n).replace(r"\*", r"[^.]+") for n in sorted(kept)))
+        return [p for name, p in self.base.named_parameters() if pattern.search(name)]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within it attention is ours; on exit, also after an error, the model is as it was."""
-        AttentionInterface.register(ATTENTION_NAME, _attention)
-        with ExitStack() as stack:
-            stack.enter_context(_attention_implementation(self._base, ATTENTION_NAME))
-            stack.enter_context(_without_gradient_checkpointing(self._base))
-            stack.enter_context(_pinned_longrope(self._base, self.max_seq_len))
+        with chunked_attention(self.base, self.max_seq_len):
             yield
 
+    def _decode(self, **inputs: Tensor) -> Tensor:
+        output = self._decoder(**inputs, use_cache=False, return_dict=True)
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention signature: query (1, N, T, H), key and value (1, K, T, H)."""
-    cell: Cell | None = module.__dict__.get(_CELL)
-    if cell is None:
-        raise FurlongError(
-            f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
-            "outside of forward_backward; set the model's attention implementation to sdpa"
-        )
-    if key.shape[-1] != value.shape[-1]:
-        raise UnsupportedModelError(
-            given=f"{type(module).__name__}: keys of {key.shape[-1]}, values of {value.shape[-1]}",
-            required="keys and values of the same head dim",
-            source="the model's attention",
-            change="train a model of another family",
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    rule = AttentionRule(scale, sliding_window or None, softcap or None)
-    out = cell.attend(module.layer_idx, query[0], key[0], value[0], rule, s_aux)  # type: ignore[arg-type]
-    return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
+    def _whole(self, **inputs: Tensor) -> Tensor:
+        """The class's own forward: hooks and wrappers of this instance expect whole batches."""
+        output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _decoder_out(self) -> Iterator[None]:
+        """Within it the model is its head: what it is given as embeddings passes its decoder."""
+        children = self.base._modules
+        children[self._decoder_name] = _HiddenStates()
+        try:
+            yield
+        finally:
+            children[self._decoder_name] = self._decoder
 
 
 @dataclass
@@ -148,72 +143,13 @@ class _HiddenStates(nn.Module):
         return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
-def _head_alone(base: nn.Module, decoder: nn.Module) -> nn.Module:
-    """The model without its decoder, parameters shared: its forward is the family's own head."""
-    names = [name for name, child in base.named_children() if child is decoder]
-    if not names:
-        raise UnsupportedModelError(
-            given=f"{type(base).__name__} holds its decoder inside another module",
-            required="a model that is a decoder and a head",
-            source="the model's modules",
-            change="train the text model alone",
-        )
-    head = copy.copy(base)
-    # Dicts are copied too: a child set on the copy must not appear on the original.
-    head.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in base.__dict__.items()}
-    head._modules[names[0]] = _HiddenStates()
-    # A library's wrapper of this instance's forward (TRL's, accelerate's) would run the original.
-    head.__dict__.pop("forward", None)
-    return head
-
-
-@contextmanager
-def _attention_implementation(base: nn.Module, name: str) -> Iterator[None]:
-    """Set the attention name on every config that the model's modules hold."""
-    configs: dict[int, Any] = {
-        id(m.config): m.config for m in base.modules() if hasattr(m, "config")
-    }
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        for config, _ in before:
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, implementation in reversed(before):
-            config._attn_implementation = implementation
-
-
-@contextmanager
-def _without_gradient_checkpointing(base: nn.Module) -> Iterator[None]:
-    """The plan decides what is recomputed."""
-    switched = [m for m in base.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    try:
-        for module in switched:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for module in switched:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-
-
-@contextmanager
-def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
-    """Let longrope choose its factors by the run's longest sequence, once, and keep them.
-
-    transformers chooses them per call, by the call's largest position: a chunk would choose
-    otherwise than the sequence that it is a piece of.
-    """
-    if max_seq_len is None or "longrope" not in rope_types(base.config.get_text_config()):  # type: ignore[operator, union-attr]
-        yield
-        return
-    rotaries: list[Any] = [m for m in base.modules() if getattr(m, "rope_type", None) == "longrope"]
-    try:
-        for rotary in rotaries:
-            device = rotary.inv_freq.device
-            longest = torch.tensor([[max_seq_len - 1]], device=device)
-            rotary(torch.zeros(1, device=device), longest)  # transformers chooses
-            rotary.rope_type = "pinned"
-        yield
-    finally:
-        for rotary in rotaries:
-            rotary.rope_type = "longrope"
+def _child_name(base: nn.Module, decoder: nn.Module) -> str:
+    for name, child in base.named_children():
+        if child is decoder:
+            return name
+    raise UnsupportedModelError(
+        given=f"{type(base).__name__} holds its decoder inside another module",
+        required="a model that is a decoder and a head",
+        source="the model's modules",
+        change="train the text model alone",
+    )

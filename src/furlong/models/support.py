@@ -36,7 +36,13 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
             "no router loss",
             "set config.output_router_logits = False",
         )
-    if attention_dropout(model) > 0 and model.training:
+    if model.training:
+        refuse_attention_dropout(model)
+
+
+def refuse_attention_dropout(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the config names an attention dropout above 0."""
+    if attention_dropout(model) > 0:
         raise _unsupported(
             model,
             f"has attention dropout {attention_dropout(model)}",

@@ -1,15 +1,40 @@
-"""Which backend computes attention on a device: probed once, chosen aloud, kept by the caller."""
+"""Which backend computes attention on a device: probed once, chosen aloud, then kept."""
 
 from __future__ import annotations
 
 import logging
 
 import torch
+from torch import Tensor
 
 from furlong.ops.backend import Backend, Block
 from furlong.ops.cpu_flash import CPUFlash
 from furlong.ops.cuda_flash import CUDNN, CUDAFlash
 from furlong.ops.reference import Reference
+
+
+class ProbedBackend:
+    """A backend that takes, for each device, dtype and head dim, the fastest one that is right.
+
+    A model may have several head dims; which, its first attention tells.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[torch.device, torch.dtype, int], Backend] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        return self._of(q).forward(q, k, v, block)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._of(q).backward(dout, q, k, v, out, lse, block)
+
+    def _of(self, q: Tensor) -> Backend:
+        key = q.device, q.dtype, q.shape[-1]
+        if key not in self._chosen:
+            self._chosen[key] = choose_backend(*key)
+        return self._chosen[key]
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
@@ -40,8 +65,12 @@ def _probe(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim:
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 3e-2)
     num_rows = 48
     for num_keys, distance in ((num_rows, 0), (80, 80)):
-        q, dout = (torch.randn(4, num_rows, head_dim, generator=generator) for _ in range(2))
-        k, v = (torch.randn(2, num_keys, head_dim, generator=generator) for _ in range(2))
+        q, dout = (
+            torch.randn(4, num_rows, head_dim, generator=generator, device="cpu") for _ in range(2)
+        )
+        k, v = (
+            torch.randn(2, num_keys, head_dim, generator=generator, device="cpu") for _ in range(2)
+        )
         q, dout, k, v = (t.to(device, dtype) for t in (q, dout, k, v))
         block = Block(distance, head_dim**-0.5)
         wide_q, wide_k, wide_v = q.double(), k.double(), v.double()

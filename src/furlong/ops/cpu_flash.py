@@ -124,6 +124,8 @@ def _band(
         stop = min(start + _BAND_ROWS, visible)
         first, last = block.visible_keys(start, stop, num_keys)
         seen = block.at(start, first).mask(stop - start, last - first, like.device)
-        mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+            ~seen, -torch.inf
+        )
         tiles.append((slice(start, stop), slice(first, last), mask))
     return tiles

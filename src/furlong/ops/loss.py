@@ -39,7 +39,8 @@ def tiled_loss(
     rows = torch.nonzero(labels != IGNORE_INDEX).flatten()
     grad = torch.zeros_like(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for tile in rows.split(max_tile_tokens):
+    tiles = rows.split(max_tile_tokens) if len(rows) else ()  # split makes one tile of no rows
+    for tile in tiles:
         tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
         with torch.enable_grad():
             loss = cross_entropy(_wide(head(tile_hidden)), labels[tile], reduction="sum")

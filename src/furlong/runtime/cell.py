@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from furlong.kv.store import KVStore
@@ -103,15 +102,3 @@ class _LayerView:
                 rows = slice(piece.rows.start + first, piece.rows.stop)
                 factor = self.cell.relay_factor
                 yield rows, *((dk, dv) if factor == 1 else (dk * factor, dv * factor))
-
-
-def rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The generators' states, to replay a forward's dropout."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-def set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

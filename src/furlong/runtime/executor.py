@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from furlong.errors import PlanError
 from furlong.kv.arena import Arena
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
-from furlong.models.support import other_dropouts
 from furlong.ops.backend import Backend
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.check import check
@@ -29,13 +27,12 @@ from furlong.plan.values import (
     Recompute,
     Reduce,
 )
-from furlong.runtime.cell import Cell, KVReady, Piece, rng_state, set_rng_state
+from furlong.runtime.cell import Cell, KVReady, Piece
 from furlong.runtime.inputs import ChunkInputs, ShiftedSequence, chunk_inputs
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.memory import memory_bytes
+from furlong.runtime.rng import RNGState, replayed
 from furlong.timeline import Record, Timeline
-
-_RNGState = tuple[Tensor, Tensor | None]
 
 
 @dataclass(slots=True)
@@ -46,7 +43,7 @@ class _Live:
     inputs: ChunkInputs
     hidden: Tensor | None = None
     """Final hidden states (T, D) with their graph."""
-    rng: _RNGState | None = None
+    rng: RNGState | None = None
 
 
 class Executor:
@@ -71,6 +68,11 @@ class Executor:
                 f"this executor runs one stage on one device: the plan has {len(plan.stages)} "
                 f"stages, sp_size {plan.sp_size}, tier {plan.tier}"
             )
+        if len(plan.actions) != 1:
+            raise PlanError(
+                f"this executor runs one rank: the plan has {len(plan.actions)}, whose gradients "
+                "nothing would add up"
+            )
         check(plan)
         self._model = model
         self._plan = plan
@@ -83,12 +85,16 @@ class Executor:
         self._store = KVStore(arena, piece_lens(plan))
         self._ledger = Ledger()
         self._live: dict[tuple[int, int], _Live] = {}
-        self._replays_rng = bool(other_dropouts(model.model))
+        self._trains = any(module.training for module in model.model.modules())
         self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
         self._loss_sum = 0.0
         lens = () if self._backwards else plan.seq_lens
-        self.token_losses = [torch.zeros(seq_len, dtype=torch.float64) for seq_len in lens]
-        """Of a plan without backward: the loss of each token (T,) of each sequence."""
+        self.token_losses = [
+            torch.zeros(seq_len, dtype=torch.float64, device="cpu") for seq_len in lens
+        ]
+        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
+        self.has_drawn = False
+        """Whether a forward in train mode drew random numbers."""
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
@@ -146,7 +152,7 @@ class Executor:
         elif (action.chunk, action.stage) not in self._backwards:
             self._evaluate(live, action.chunk)
         elif continues:
-            live.rng = rng_state(self._model.device) if self._replays_rng else None
+            live.rng = RNGState.read(self._model.device) if self._trains else None
             if action.keep == "attention":
                 live.cell.remembers = True
                 self._ledger.hold("attention", action.chunk, action.stage)
@@ -156,26 +162,15 @@ class Executor:
         live = self._live[action.chunk, action.stage]
         live.cell.writes_kv = live.cell.remembers = live.cell.stops_at_last_kv = False
         self._ledger.hold("graph", action.chunk, action.stage)
-        with torch.enable_grad(), self._replayed(live):
+        with torch.enable_grad(), replayed(live.rng, self._model.device):
             live.hidden = self._hidden(live)
 
     def _rebuild_kv(self, action: RebuildKV) -> None:
         live = self._live[action.chunk, action.stage]
         self._ledger.hold("kv", action.chunk, action.stage)
         live.cell.writes_kv = True
-        with self._replayed(live):
+        with replayed(live.rng, self._model.device):
             self._run_to_last_kv(live)
-
-    @contextmanager
-    def _replayed(self, live: _Live) -> Iterator[None]:
-        """Draw what the cell's first forward drew, then go on where the generators were."""
-        if live.rng is None:
-            yield
-            return
-        resume = rng_state(self._model.device)
-        set_rng_state(live.rng, self._model.device)
-        yield
-        set_rng_state(resume, self._model.device)
 
     def _backward(self, action: Backward) -> None:
         live = self._live[action.chunk, action.stage]
@@ -217,7 +212,12 @@ class Executor:
         raise PlanError("the forward ended before its last attention layer")
 
     def _hidden(self, live: _Live) -> Tensor:
-        return self._model.hidden(live.inputs.input_ids, live.inputs.position_ids, live.cell)
+        before = RNGState.read(self._model.device) if self._trains else None
+        try:
+            return self._model.hidden(live.inputs.input_ids, live.inputs.position_ids, live.cell)
+        finally:
+            if before is not None and not self.has_drawn:
+                self.has_drawn = not before.equals(RNGState.read(self._model.device))
 
     def _open(self, chunk: int) -> _Live:
         inputs = chunk_inputs(self._plan.chunks[chunk], self._sequences, self._model.device)

@@ -5,8 +5,9 @@ Labels are shifted before cutting: the label of a chunk's last token is the firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,31 +32,79 @@ class ShiftedSequence:
     labels: Tensor  # (T,) int64, label t is what token t predicts
 
 
-def shift_labels(sequences: Sequence[Mapping[str, Tensor]]) -> list[ShiftedSequence]:
+def shift_labels(sequences: object) -> list[ShiftedSequence]:
     """Check sequences of unshifted labels and shift them by one token.
 
-    Raises DataError for a sequence that is empty or not made of two equally long int64 vectors.
+    Raises DataError for what is no list of sequences, and for a sequence that is empty, has other
+    keys, or is not made of two equally long int64 vectors.
     """
-    shifted = []
+    if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
+        raise _refusal(f"sequences of type {type(sequences).__name__}", "a list of sequences")
+    return [_shift(sequence, index) for index, sequence in enumerate(sequences)]
+
+
+def _shift(sequence: object, index: int) -> ShiftedSequence:
+    if not isinstance(sequence, Mapping):
+        raise _refusal(
+            f"sequence {index} of type {type(sequence).__name__}", "a dict of input_ids and labels"
+        )
+    unknown = sorted(str(key) for key in sequence.keys() - {"input_ids", "labels"})
+    if unknown:
+        raise _refusal(
+            f"sequence {index} with {', '.join(unknown)}",
+            "input_ids and labels alone: padding, packing and positions are furlong's own",
+            "leave padding tokens and other keys out; give tokens without a loss the label -100",
+        )
+    input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
+    if (
+        not _is_token_vector(input_ids)
+        or not _is_token_vector(labels)
+        or input_ids.shape != labels.shape
+        or len(input_ids) == 0
+    ):
+        raise _refusal(
+            f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
+            "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
+        )
+    last = torch.full((1,), IGNORE_INDEX, device="cpu")
+    return ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last]))
+
+
+def check_ranges(
+    sequences: Sequence[ShiftedSequence],
+    *,
+    num_input_ids: int,
+    vocab_size: int,
+    longest_tokens: int | None,
+) -> None:
+    """Raise DataError for ids without an embedding, labels without a logit, too long sequences.
+
+    num_input_ids: ids 0 to this less one have an embedding; vocab_size: the same of labels;
+    longest_tokens: of a sequence, None without a bound.
+    """
     for index, sequence in enumerate(sequences):
-        input_ids, labels = sequence.get("input_ids"), sequence.get("labels")
-        if (
-            not _is_token_vector(input_ids)
-            or not _is_token_vector(labels)
-            or (
-                input_ids.shape != labels.shape or len(input_ids) == 0  # type: ignore[union-attr, arg-type]
+        num_tokens = len(sequence.input_ids)
+        if longest_tokens is not None and num_tokens > longest_tokens:
+            raise _refusal(
+                f"sequence {index} of {num_tokens:,} tokens",
+                f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions",
+                "pass a larger max_seq_len, cut the sequence, or extend the model's RoPE",
             )
-        ):
-            raise DataError(
-                given=f"sequence {index} with input_ids {_describe(input_ids)}, "
-                f"labels {_describe(labels)}",
-                required="input_ids and labels as int64 tensors of one shape (T,), T at least 1",
-                source="the sequences passed to forward_backward",
-                change="pass one dict per sequence, unpadded, without a batch axis",
-            )  # fmt: skip
-        last = torch.full((1,), IGNORE_INDEX)
-        shifted.append(ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last])))  # type: ignore[arg-type, index]
-    return shifted
+        first, last = (int(bound) for bound in sequence.input_ids.aminmax())
+        if first < 0 or last >= num_input_ids:
+            raise _refusal(
+                f"sequence {index} with token id {first if first < 0 else last}",
+                f"ids from 0 to {num_input_ids - 1}, which have an embedding",
+                "use the model's own tokenizer, or resize_token_embeddings",
+            )
+        labels = sequence.labels[sequence.labels != IGNORE_INDEX]
+        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= vocab_size):
+            wrong = labels[(labels < 0) | (labels >= vocab_size)]
+            raise _refusal(
+                f"sequence {index} with label {int(wrong[0])}",
+                f"labels from 0 to {vocab_size - 1}, or {IGNORE_INDEX} for none",
+                "use the model's own tokenizer, or resize_token_embeddings",
+            )
 
 
 def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
@@ -72,7 +121,7 @@ def chunk_inputs(
         tokens = slice(piece.start, piece.stop)
         ids.append(sequences[piece.seq_id].input_ids[tokens])
         labels.append(sequences[piece.seq_id].labels[tokens])
-        positions.append(torch.arange(piece.start, piece.stop))
+        positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
         rows.append(slice(row, row + piece.num_tokens))
         row += piece.num_tokens
     return ChunkInputs(
@@ -81,7 +130,7 @@ def chunk_inputs(
     )  # fmt: skip
 
 
-def _is_token_vector(value: object) -> bool:
+def _is_token_vector(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1
 
 
@@ -89,3 +138,12 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return type(value).__name__
+
+
+def _refusal(
+    given: str,
+    required: str,
+    change: str = "pass one dict per sequence, unpadded, without a batch axis",
+) -> DataError:
+    source = "the sequences passed to forward_backward"
+    return DataError(given=given, required=required, source=source, change=change)

@@ -1,0 +1,108 @@
+"""The door through which attention enters a model: transformers' own `AttentionInterface`.
+
+The cell that is being computed is bound to the attention modules for the length of a call: some
+families drop keyword arguments on the way down, none drops its own modules.
+
+    T tokens, N query heads, K key-value heads, H head dim
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from furlong.errors import FurlongError, UnsupportedModelError
+from furlong.ops.chunk_attention import AttentionRule
+
+ATTENTION_NAME = "furlong"
+CELL = "_furlong_cell"
+
+# Keywords that say nothing of which tokens meet or how: what a call returns, and what positions
+# and packing already say by other means.
+_HARMLESS = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+class Cell(Protocol):
+    """What computes the attention of one (chunk, stage)."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
+        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H)."""
+        ...
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query (1, N, T, H), key and value (1, K, T, H).
+
+    Values may be narrower or wider than keys. Raises UnsupportedModelError for whatever it is
+    given and does not know.
+    """
+    cell: Cell | None = module.__dict__.get(CELL)
+    if cell is None:
+        raise FurlongError(
+            f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
+            "outside of forward_backward; set the model's attention implementation to sdpa"
+        )
+    if dropout:
+        raise _refusal(
+            module,
+            f"attention dropout {dropout}",
+            "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
+            "set the attention dropout of its config to 0 before building it",
+        )
+    if attention_mask is not None:
+        raise _refusal(module, "a mask of its own", "causal attention, whole or with a window")
+    if is_causal is False:
+        raise _refusal(module, "is_causal=False", "causal attention")
+    unknown = [name for name, x in others.items() if x is not None and name not in _HARMLESS]
+    if unknown:
+        raise _refusal(
+            module, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    rule = AttentionRule(scale, sliding_window or None, softcap or None)
+    width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
+    q, k, v = (_widened(x[0], width) for x in (query, key, value))
+    out = cell.attend(module.layer_idx, q, k, v, rule, s_aux)[..., :value_width]  # type: ignore[arg-type]
+    return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """x (..., H) with zeros behind its last columns: they change no score and no other column."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _refusal(
+    module: nn.Module, what: str, required: str, change: str = "train a model of another family"
+) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        given=f"{type(module).__name__} passes {what} to its attention",
+        required=required,
+        source="the model's attention",
+        change=change,
+    )

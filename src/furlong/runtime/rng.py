@@ -1,0 +1,51 @@
+"""The random generators that a forward may draw from: their state, and replaying it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RNGState:
+    """States of the CPU's generator and, on CUDA, the device's."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @staticmethod
+    def read(device: torch.device) -> RNGState:
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return RNGState(torch.get_rng_state(), cuda)
+
+    def write(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+    def equals(self, other: RNGState) -> bool:
+        same_cuda = self.cuda is None or (
+            other.cuda is not None and torch.equal(self.cuda, other.cuda)
+        )
+        return same_cuda and torch.equal(self.cpu, other.cpu)
+
+
+@contextmanager
+def replayed(state: RNGState | None, device: torch.device) -> Iterator[None]:
+    """Within it the generators draw again what they drew after `state` (None: nothing is replayed).
+
+    Afterwards, also after an error, they go on where they were.
+    """
+    if state is None:
+        yield
+        return
+    resume = RNGState.read(device)
+    state.write(device)
+    try:
+        yield
+    finally:
+        resume.write(device)

@@ -1,0 +1,184 @@
+"""The runs that the self-check compares: a model whole, and the same model in chunks.
+
+Each yields final hidden states, logits, and the gradient by the input embeddings of a loss at the
+last tokens of the long sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from furlong.errors import UnsupportedModelError
+from furlong.kv.arena import Arena
+from furlong.kv.store import KVStore
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.backend import Backend
+from furlong.plan.values import Chunk, ChunkPlan, Slice
+from furlong.runtime.cell import Cell
+from furlong.runtime.executor import chunk_pieces, piece_lens
+from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
+
+Run = dict[str, Tensor]
+"""What is compared, by name."""
+GRADIENTS = "gradients"
+_LOSS_TOKENS = 4
+"""The last tokens of the long sequence, whose hidden states the loss is made of."""
+
+
+@dataclass
+class Embeddings:
+    """The output of the input embeddings: each call's becomes a leaf for a gradient."""
+
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def cut(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        self.leaves.append(output.detach().requires_grad_())
+        return self.leaves[-1].clone()  # some families scale it in place
+
+
+@contextmanager
+def input_embeddings(model: CausalLM) -> Iterator[Embeddings]:
+    embeddings = Embeddings()
+    handle = model.base.get_input_embeddings().register_forward_hook(embeddings.cut)
+    try:
+        yield embeddings
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
+    """Within it the output of every attention is moved by at most half a unit in the last place."""
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+
+    def move(module: nn.Module, inputs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        noise = torch.rand(first.shape, generator=generator, device=first.device) * 2 - 1
+        moved = first * (1 + noise * torch.finfo(first.dtype).eps / 2)
+        moved = moved.to(first.dtype)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    handles = [module.register_forward_hook(move) for module in model.attention_modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def whole_run(model: CausalLM, ids: Sequence[Tensor], embeddings: Embeddings) -> Run:
+    """What is compared, of both sequences by the model itself, one at a time."""
+    long, short = ids
+    with torch.enable_grad():
+        embeddings.leaves.clear()
+        hidden = model.whole_hidden(long)
+        leaf = _only_leaf(model, embeddings)
+        (grad,) = torch.autograd.grad(hidden[-_LOSS_TOKENS:], leaf, _cotangent(hidden))
+    short_hidden = model.whole_hidden(short)
+    compared = {
+        "hidden states": torch.cat([hidden.detach(), short_hidden]),
+        "logits": model.whole_logits(short),
+    }
+    return compared | {GRADIENTS: grad[0]}
+
+
+def chunked_run(
+    model: CausalLM, backend: Backend, ids: Sequence[Tensor], embeddings: Embeddings
+) -> Run:
+    """The same in chunks: forwards ascending, backwards descending."""
+    num_short = len(ids[1])
+    embeddings.leaves.clear()
+    runs: list[tuple[Tensor, Tensor, Cell]] = []
+    with torch.enable_grad():
+        for hidden, cell in chunked_forwards(model, backend, ids):
+            runs.append((hidden, _only_leaf(model, embeddings), cell))
+            embeddings.leaves.clear()
+        grads = []
+        for hidden, leaf, cell in reversed(runs):
+            cotangent = torch.zeros_like(hidden)
+            if hidden is runs[-1][0]:
+                loss_rows = slice(len(hidden) - num_short - _LOSS_TOKENS, len(hidden) - num_short)
+                cotangent[loss_rows] = _cotangent(hidden)[: loss_rows.stop - loss_rows.start]
+            grads.append(torch.autograd.grad(hidden, leaf, cotangent)[0][0])
+            cell.forget()
+    hidden = torch.cat([h.detach() for h, _, _ in runs])
+    compared = {"hidden states": hidden, "logits": model.logits(hidden[-num_short:])}
+    return compared | {GRADIENTS: torch.cat(grads[::-1])[: len(ids[0])]}
+
+
+def chunked_forwards(
+    model: CausalLM, backend: Backend, ids: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Cell]]:
+    """Final hidden states (T, D) of each chunk, and its cell.
+
+    The long sequence is cut in three; its tail shares a chunk with the short one.
+    """
+    length, short = (len(i) for i in ids)
+    pieces = [Slice(0, start, stop) for start, stop in pairwise(cuts(length))]
+    chunks = (*(Chunk((piece,)) for piece in pieces[:-1]), Chunk((pieces[-1], Slice(1, 0, short))))
+    plan = ChunkPlan((length, short), chunks, (model.num_layers,), ((),))
+    store = KVStore(Arena(model.device), piece_lens(plan))
+    labels = [torch.full(i.shape, -100, device="cpu") for i in ids]
+    sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
+    with model.installed():
+        for index, chunk in enumerate(chunks):
+            inputs = chunk_inputs(chunk, sequences, model.device)
+            cell = Cell(
+                inputs.slices, chunk_pieces(plan, index, inputs.slices), store, backend,
+                model.num_layers, writes_kv=True,
+            )  # fmt: skip
+            hidden = model.hidden(inputs.input_ids, inputs.position_ids, cell)
+            if cell.num_attended != model.num_layers:
+                raise refusal(
+                    model,
+                    f"reaches transformers' AttentionInterface {cell.num_attended} times in a "
+                    f"forward of {model.num_layers} layers",
+                    "every layer's attention to go through it once",
+                )
+            yield hidden, cell
+
+
+def cuts(length: int) -> list[int]:
+    """Where a sequence is cut: no piece is empty, the last one holds the tokens of the loss."""
+    tail = max(1, length - max(_LOSS_TOKENS, length // 4))
+    return sorted({0, length // 3, tail, length})
+
+
+def _cotangent(hidden: Tensor) -> Tensor:
+    """The same random direction (loss tokens, D) whatever the run."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (min(_LOSS_TOKENS, len(hidden)), hidden.shape[-1])
+    return torch.randn(shape, generator=generator, device="cpu").to(hidden)
+
+
+def _only_leaf(model: CausalLM, embeddings: Embeddings) -> Tensor:
+    if len(embeddings.leaves) != 1:
+        raise refusal(
+            model,
+            f"calls its input embeddings {len(embeddings.leaves)} times in a forward",
+            "a decoder that embeds its tokens once",
+        )
+    return embeddings.leaves[0]
+
+
+def random_ids(model: CausalLM, lens: Sequence[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    highest = min(model.vocab_size, model.num_input_ids)
+    ids = [torch.randint(highest, (n,), generator=generator, device="cpu") for n in lens]
+    return [i.to(model.device) for i in ids]
+
+
+def refusal(model: CausalLM, what: str, required: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        given=f"{model.name} {what}", required=required, source="the start-up self-check",
+        change="train a model of another family, or report this one",
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Adapters and wrappers around a model: equal to the model's own forward, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import build
+from gradients import batch, reference_loss, take_grads, worst_relative_error
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import furlong
+from furlong.errors import UnsupportedModelError
+
+OPTIONS = furlong.ChunkOptions(size=8)
+TARGETS = ["q_proj", "v_proj"]
+LORA = functools.partial(peft.LoraConfig, r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+EXACT: dict[str, Any] = {
+    "LoRA on the head and the embeddings": LORA(target_modules=["embed_tokens", "lm_head"]),
+    "LoRA and trained modules": LORA(modules_to_save=["lm_head"]),
+    "LoRA of bare parameters": LORA(
+        target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]
+    ),
+    "DoRA": LORA(use_dora=True),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "VeRA": peft.VeraConfig(r=4, target_modules=TARGETS),
+    "OFT": peft.OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "trainable tokens": peft.TrainableTokensConfig(
+        token_indices=list(range(3, 40)), target_modules=["embed_tokens"]
+    ),
+    "adaption prompt": peft.AdaptionPromptConfig(
+        adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM"
+    ),
+}
+
+
+def adapted(config: Any, family: str = "llama") -> Any:
+    """A model whose adapters do something: no neutral start that would hide a gradient."""
+    model = peft.get_peft_model(build(family), config).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(0.1 * noise)
+    return model
+
+
+def assert_exact(model: Any, bound: float = 1e-12, **arguments: Any) -> None:
+    sequences = batch([29, 4])
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    assert truth
+    result = furlong.forward_backward(model, sequences, OPTIONS, **arguments)
+    assert result.loss == pytest.approx(loss, rel=bound)
+    assert worst_relative_error(take_grads(model), truth) <= bound
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_verified_adapters_are_exact(name: str) -> None:
+    family = "qwen3_moe" if "bare parameters" in name else "llama"
+    assert_exact(adapted(EXACT[name], family), 2e-6 if family == "qwen3_moe" else 1e-12)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "prompt tuning": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        r"prompt learning \(PROMPT_TUNING\)",
+    ),
+    "prefix tuning": (
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        r"prompt learning \(PREFIX_TUNING\)",
+    ),
+    "p-tuning": (
+        peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8
+        ),
+        r"prompt learning \(P_TUNING\)",
+    ),
+    "aLoRA": (LORA(alora_invocation_tokens=[5, 6]), "aLoRA"),
+    "AdaLoRA": (
+        peft.AdaLoraConfig(
+            target_modules=TARGETS, total_step=10, init_r=4, target_r=2, tinit=1, tfinal=2
+        ),
+        "AdaLoRA",
+    ),
+    "an unverified type": (
+        peft.LoHaConfig(r=4, target_modules=TARGETS),
+        "adapters of type LOHA, which were never compared",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_adapters_are_refused_by_name(name: str) -> None:
+    config, told = REFUSED[name]
+    model = peft.get_peft_model(build("llama"), config)
+    with pytest.raises(UnsupportedModelError, match=told):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_adapters_that_transformers_put_in_are_refused_too() -> None:
+    model = build("llama")
+    model.add_adapter(LORA(alora_invocation_tokens=[5, 6]))
+    with pytest.raises(UnsupportedModelError, match="aLoRA"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+
+
+def test_a_compiled_model_is_taken_as_it_is() -> None:
+    model = build("llama")
+    compiled = torch.compile(model)
+    sequences = batch([29, 4])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    furlong.forward_backward(compiled, sequences, OPTIONS)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
+@pytest.mark.parametrize("where", ["model", "decoder", "layer"])
+def test_a_model_compiled_in_place_runs_as_it_is_written(where: str) -> None:
+    model = build("llama")
+    module = {"model": model, "decoder": model.model, "layer": model.model.layers[1]}[where]
+    sequences = batch([29, 4])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    module.compile()
+    call = module._compiled_call_impl
+    furlong.forward_backward(model, sequences, OPTIONS)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    assert module._compiled_call_impl is call
+
+
+def test_a_compiled_layer_is_refused() -> None:
+    model = build("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    with pytest.raises(UnsupportedModelError, match=r"compiled layer .* at model.layers.1"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+
+
+def test_a_checkpoint_wrapper_is_refused() -> None:
+    model = build("llama")
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    with pytest.raises(UnsupportedModelError, match="checkpoint_wrapper"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+
+
+def test_data_parallel_says_what_to_pass() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"pass model\.module"):
+        furlong.Engine(nn.DataParallel(build("llama")))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_wrappers_of_several_processes_say_what_to_pass(kind: str, tmp_path: Any) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = build("llama", torch.float32)
+        if kind == "ddp":
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+        else:
+            wrapped = torch.distributed.fsdp.fully_shard(model)
+        with pytest.raises(UnsupportedModelError, match=r"one process|whole on one device"):
+            furlong.Engine(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="str is no model"):
+        furlong.Engine("gpt2")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="Linear is no transformers model"):
+        furlong.Engine(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModelError, match="Identity is no transformers model"):
+        furlong.Engine(nn.Identity())
+
+
+def test_an_offloaded_model_is_refused() -> None:
+    from accelerate import cpu_offload
+
+    model = cpu_offload(build("llama", torch.float32), execution_device=torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="offloaded"):
+        furlong.Engine(model)
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = build("llama", torch.float32)
+    model.model.layers[2].to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+        furlong.Engine(model)
+
+
+def test_a_quantised_model_is_refused() -> None:
+    model = build("llama", torch.float32)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(UnsupportedModelError, match="is quantised"):
+        furlong.Engine(model)
+    packed = build("llama", torch.float32)
+    weight = torch.zeros(4, 4, dtype=torch.uint8)
+    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="up_proj.weight holds packed numbers"):
+        furlong.Engine(packed)
+
+
+def test_hooks_that_run_when_a_gradient_is_accumulated_are_refused() -> None:
+    model = build("llama")
+    model.model.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UnsupportedModelError, match=r"hook on model\.norm\.weight"):
+        furlong.forward_backward(model, batch([21]), OPTIONS)
+    assert furlong.forward_backward(model, batch([21]), OPTIONS, backward=False).loss > 0

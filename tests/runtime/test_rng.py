@@ -1,0 +1,79 @@
+"""Whatever a forward draws in train mode is drawn again by its recompute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from families import VOCAB_SIZE, build
+from gradients import batch
+from transformers import AutoModelForCausalLM
+
+import furlong
+from furlong.runtime.rng import RNGState, replayed
+
+CPU = torch.device("cpu")
+
+
+def starcoder2() -> transformers.PreTrainedModel:
+    """Its residual dropout is functional: no module of it can be found."""
+    config = transformers.Starcoder2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        residual_dropout=0.3, embedding_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
+MODELS = {
+    "functional dropout": (starcoder2, "mlp"),
+    "router jitter": (lambda: build("mixtral", router_jitter_noise=0.3), "mlp"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
+def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
+    make, module = MODELS[name]
+    model = make()
+    seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def note(mlp: torch.nn.Module, inputs: tuple[torch.Tensor], output: object) -> None:
+        """The input of the last layer's MLP depends on what was drawn before it."""
+        seen.setdefault(tuple(current), []).append(inputs[0].detach().clone())
+
+    current: list[int] = []
+    embed = model.get_input_embeddings()
+    embed.register_forward_pre_hook(lambda m, ids: current.__setitem__(slice(None), ids[0][0]))
+    getattr(model.model.layers[1], module).register_forward_hook(note)
+    options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
+    furlong.forward_backward(model, batch([3]), options)  # the start-up check
+    seen.clear()
+    with pytest.warns(UserWarning, match="depends on how the batch is cut"):
+        furlong.forward_backward(model, batch([24]), options)
+    twice = [runs for runs in seen.values() if len(runs) > 1]
+    assert len(twice) == 2
+    assert all(torch.equal(runs[0], other) for runs in twice for other in runs[1:])
+
+
+def test_nothing_is_noted_where_nothing_is_drawn(recwarn: pytest.WarningsRecorder) -> None:
+    furlong.forward_backward(build("llama"), batch([24]), furlong.ChunkOptions(size=8))
+    assert not [w for w in recwarn if "depends on how" in str(w.message)]
+
+
+def test_after_an_error_the_generators_go_on_where_they_were() -> None:
+    state = RNGState.read(CPU)
+    torch.rand(3)
+    now = RNGState.read(CPU)
+    with pytest.raises(ZeroDivisionError), replayed(state, CPU):
+        assert RNGState.read(CPU).equals(state)
+        _ = 1 / 0
+    assert RNGState.read(CPU).equals(now) and not now.equals(state)
+
+
+def test_a_call_draws_nothing_of_its_own() -> None:
+    model = build("llama")
+    before = torch.get_rng_state()
+    furlong.forward_backward(model, batch([24]), furlong.ChunkOptions(size=8))
+    assert torch.equal(torch.get_rng_state(), before)

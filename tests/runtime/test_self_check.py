@@ -1,0 +1,112 @@
+"""The start-up check: what it must see, and what it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, build
+from gradients import batch
+from torch import Tensor
+
+import furlong
+from furlong.errors import UnsupportedModelError
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.choose import ProbedBackend
+from furlong.runtime import cell, self_check
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+def check(model: Any) -> float:
+    return self_check.self_check(CausalLM(model), ProbedBackend())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_error_of_a_family_is_rounding_alone(family: str) -> None:
+    assert check(build(family)) <= (1e-12 if FAMILIES[family][2] == 1e-12 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral"])
+def test_a_family_passes_in_other_dtypes(family: str, dtype: torch.dtype) -> None:
+    assert 0 < check(build(family, dtype)) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lost", ["all", "of the first piece"])
+def test_a_dropped_relay_is_seen(
+    lost: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states and the loss are right then: only gradients show it."""
+    plain = cell._LayerView.relayed
+
+    def relayed(self: Any) -> Iterable[tuple[slice, Tensor, Tensor]]:
+        if lost == "of the first piece" and self.cell.pieces[0].index > 0:
+            yield from plain(self)
+
+    monkeypatch.setattr(cell._LayerView, "relayed", relayed)
+    with pytest.raises(UnsupportedModelError, match="other gradients in chunks than whole"):
+        check(build("llama", dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tokens_that_meet_beside_attention_are_seen(dtype: torch.dtype) -> None:
+    model = build("llama", dtype)
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) + x.roll(1, dims=1)
+    with pytest.raises(UnsupportedModelError, match="in chunks than whole"):
+        check(model)
+
+
+def test_a_head_that_is_not_a_function_of_each_token_is_seen() -> None:
+    model = build("llama")
+    model.lm_head.register_forward_hook(lambda m, i, out: out + model.model.norm.weight.numel())
+    check(model)  # a constant is a function of each token
+    calls: list[int] = []
+    model.lm_head.register_forward_hook(lambda m, i, out: (calls.append(1), out + len(calls))[1])
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        check(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[1, 2] = value
+    with pytest.raises(UnsupportedModelError, match=r"weights in model\.layers\.2\.mlp\.down_proj"):
+        furlong.Engine(model)
+
+
+def test_large_finite_weights_are_no_infinite_ones() -> None:
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(3e38)  # their sum overflows
+        model.model.embed_tokens.weight[3:] = 0.1
+    with pytest.raises(UnsupportedModelError, match="not finite, without chunks too"):
+        furlong.Engine(model)
+
+
+def test_it_leaves_no_trace() -> None:
+    model = build("gemma2", torch.float32)
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    keys = [module.__dict__.keys() for module in model.modules()]
+    check(model)
+    assert [module.training for module in model.modules()] == modes
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert [module.__dict__.keys() for module in model.modules()] == keys
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_window_is_checked_beyond_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mistral", sliding_window=40)
+    assert check(model) <= 1e-12
+    model.model.layers[1].self_attn.sliding_window = 30  # the mask still has 40
+    with pytest.raises(UnsupportedModelError, match="beyond the window of 40 tokens"):
+        check(model)
+    assert furlong.forward_backward(build("mistral"), batch([21]), OPTIONS).loss > 0

@@ -1,0 +1,283 @@
+"""`forward_backward` and `Engine`: what they keep, what they follow, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from families import VOCAB_SIZE, build
+from gradients import batch, reference_loss, take_grads, worst_relative_error
+
+import furlong
+from furlong import api
+from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The self-checks that run from here on."""
+    checks: list[Any] = []
+    plain = api.self_check
+    monkeypatch.setattr(api, "self_check", lambda *given: (checks.append(given), plain(*given))[1])
+    return checks
+
+
+def assert_right(engine: furlong.Engine, model: Any, vocab_size: int = VOCAB_SIZE) -> None:
+    sequences = batch([29, 4], vocab_size=vocab_size)
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    assert engine.forward_backward(sequences, OPTIONS).loss == pytest.approx(loss, rel=1e-12)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
+def test_the_public_names_are_enough_for_a_loop() -> None:
+    engine = furlong.Engine(build("llama"))
+    with pytest.raises(furlong.UserError) as error:
+        engine.forward_backward([], furlong.ChunkOptions())
+    assert isinstance(error.value, furlong.DataError)
+
+
+def test_calls_on_one_model_share_buffers_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = counted(monkeypatch)
+    model = build("llama")
+    for _ in range(3):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert len(checks) == 1
+    assert furlong.Engine(model)._arena is furlong.Engine(model)._arena
+
+
+def test_a_forgotten_model_is_freed() -> None:
+    model = build("llama")
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_of_a_model_is_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = counted(monkeypatch)
+    model = build("llama")
+    furlong.Engine(model)
+    twin = copy.deepcopy(model)
+    furlong.Engine(twin)
+    assert len(checks) == 2
+
+
+def test_embeddings_resized_after_the_engine_was_made() -> None:
+    model = build("llama")
+    engine = furlong.Engine(model)
+    assert_right(engine, model)
+    model.resize_token_embeddings(VOCAB_SIZE + 8, mean_resizing=False)
+    assert_right(engine, model, VOCAB_SIZE + 8)
+
+
+def test_adapters_added_after_the_engine_was_made() -> None:
+    model = build("llama")
+    engine = furlong.Engine(model)
+    assert_right(engine, model)
+    config = peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).double()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    assert_right(engine, model)
+
+
+@pytest.mark.parametrize("change", ["config", "dtype", "module", "compute dtype"])
+def test_what_the_check_depends_on_is_checked_again(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = counted(monkeypatch)
+    model = build("llama", torch.float32)
+    engine = furlong.Engine(model)
+    engine.forward_backward(batch([29]), OPTIONS)
+    assert len(checks) == 1
+    match change:
+        case "config":
+            model.config.rms_norm_eps = 1e-3
+        case "dtype":
+            model.double()
+        case "module":
+            model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+        case "compute dtype":
+            engine = furlong.Engine(model, compute_dtype=torch.bfloat16)
+    engine.forward_backward(batch([29]), OPTIONS)
+    assert len(checks) == 2
+
+
+def test_a_config_that_became_inexact_is_refused() -> None:
+    model = build("mixtral")
+    engine = furlong.Engine(model)
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match="router loss"):
+        engine.forward_backward(batch([29]), OPTIONS)
+
+
+def test_return_dict_false_changes_nothing() -> None:
+    model = build("llama")
+    truth = furlong.forward_backward(model, batch([29]), OPTIONS).loss
+    model.config.return_dict = False
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss == truth
+    assert model.config.return_dict is False
+
+
+def test_the_default_device_of_torch_changes_nothing() -> None:
+    model = build("llama")
+    truth = furlong.forward_backward(model, batch([29, 4]), OPTIONS).loss
+    sequences = batch([29, 4])
+    fresh = build("llama")
+    torch.set_default_device("meta")
+    try:
+        given = furlong.forward_backward(fresh, sequences, OPTIONS)
+        evaluated = furlong.forward_backward(fresh, sequences, OPTIONS, backward=False)
+    finally:
+        torch.set_default_device(None)
+    assert given.loss == truth and evaluated.token_losses[0].device.type == "cpu"
+
+
+def test_inference_mode_is_refused_and_leaves_nothing_behind() -> None:
+    model = build("llama")
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"use torch\.no_grad"):
+        furlong.forward_backward(model, batch([29]), OPTIONS, backward=False)
+    with torch.no_grad():
+        furlong.forward_backward(model, batch([29]), OPTIONS, backward=False)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+def test_autocast_to_another_dtype_says_what_to_pass() -> None:
+    model = build("llama", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ConfigError, match=r"compute_dtype=torch\.bfloat16"):
+            furlong.forward_backward(model, batch([29]), OPTIONS)
+        inside = furlong.forward_backward(
+            model, batch([29]), OPTIONS, compute_dtype=torch.bfloat16
+        ).loss
+        assert torch.is_autocast_enabled("cpu")
+    outside = furlong.forward_backward(
+        model, batch([29]), OPTIONS, compute_dtype=torch.bfloat16
+    ).loss
+    assert inside == outside
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = build("llama").requires_grad_(False)
+    with pytest.raises(ConfigError, match="without a parameter that requires a gradient"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS, backward=False).loss > 0
+
+
+def test_two_threads_on_one_model_are_refused() -> None:
+    model = build("llama")
+    furlong.Engine(model)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    handle = model.model.layers[0].register_forward_hook(wait)
+    first = threading.Thread(target=furlong.forward_backward, args=(model, batch([29]), OPTIONS))
+    first.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(ConfigError, match="while the first one runs"):
+            furlong.forward_backward(model, batch([29]), OPTIONS)
+    finally:
+        go_on.set()
+        first.join(60)
+    handle.remove()
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+def test_hooks_on_the_model_itself_are_noted_once_per_engine() -> None:
+    model = build("llama")
+    calls: list[Any] = []
+    model.register_forward_hook(lambda *given: calls.append(given))
+    with pytest.warns(UserWarning, match="hooks on LlamaForCausalLM itself do not run"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert not calls
+
+
+IDS = torch.arange(10, 20)
+BAD: dict[str, tuple[Any, str]] = {
+    "a mask": (
+        [{"input_ids": IDS, "labels": IDS, "attention_mask": IDS}],
+        "sequence 0 with attention_mask",
+    ),
+    "an id beyond the vocabulary": (
+        [{"input_ids": IDS + 90, "labels": IDS}], "token id 109",
+    ),
+    "a negative id": ([{"input_ids": IDS - 11, "labels": IDS}], "token id -1"),
+    "a label beyond the vocabulary": (
+        [{"input_ids": IDS, "labels": IDS + 5000}], "label 5011",
+    ),
+    "a negative label": ([{"input_ids": IDS, "labels": IDS - 15}], "label -4"),
+    "a dict": ({"input_ids": IDS, "labels": IDS}, "sequences of type dict"),
+    "a tensor": (IDS, "sequences of type Tensor"),
+    "a list of tensors": ([IDS], "sequence 0 of type Tensor"),
+    "no labels": ([{"input_ids": IDS}], "labels NoneType"),
+    "a batch axis": ([{"input_ids": IDS[None], "labels": IDS[None]}], r"int64 \(1, 10\)"),
+    "more tokens than positions": (
+        [{"input_ids": IDS.repeat(26), "labels": IDS.repeat(26)}], "260 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sequences_are_named(name: str) -> None:
+    model = build("llama")
+    sequences, told = BAD[name]
+    with pytest.raises(DataError, match=told):
+        furlong.forward_backward(model, sequences, OPTIONS)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_options_of_another_type_are_named() -> None:
+    with pytest.raises(ConfigError, match="options of type dict"):
+        furlong.forward_backward(build("llama"), batch([9]), {"size": 16})  # type: ignore[arg-type]
+
+
+def test_a_sequence_beyond_max_seq_len_is_refused() -> None:
+    """longrope would have chosen its factors for another length."""
+    model = build("llama")
+    with pytest.raises(DataError, match=r"sequence 1 of 61 tokens[\s\S]*at most 60"):
+        furlong.forward_backward(model, batch([9, 61]), OPTIONS, max_seq_len=60)
+
+
+def test_longrope_of_each_layer_type_is_pinned() -> None:
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16, "factor": 4.0,
+    }  # fmt: skip
+    model = build(
+        "gemma3", max_position_embeddings=64,
+        rope_parameters={
+            "full_attention": longrope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )  # fmt: skip
+    assert isinstance(model, transformers.PreTrainedModel)
+    sequences = batch([40])
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    result = furlong.forward_backward(model, sequences, OPTIONS, max_seq_len=40)
+    assert result.loss == pytest.approx(loss, rel=2e-6)
+    assert worst_relative_error(take_grads(model), truth) <= 2e-6
+    assert reference_loss(model, sequences, backward=False) == pytest.approx(loss, rel=1e-12)
+
+
+def test_every_refusal_has_four_parts() -> None:
+    with pytest.raises(UserError) as error:
+        furlong.forward_backward(build("llama"), [IDS], OPTIONS)  # type: ignore[list-item]
+    parts = [line.split(":")[0] for line in str(error.value).splitlines()]
+    assert parts == ["given", "required", "from", "change"]
