@@ -16,7 +16,7 @@ from furlong.errors import ConfigError, DataError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
-from furlong.models.support import other_dropouts, refuse_attention_dropout
+from furlong.models.support import refuse_attention_dropout
 from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import ChunkPlan
@@ -26,6 +26,7 @@ from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import check_ranges, count_valid_tokens, shift_labels
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
+from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
 from furlong.timeline import Timeline
 
 
@@ -128,7 +129,7 @@ class Engine:
                 )  # fmt: skip
                 loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:
-            self._note(_drawn(model))
+            self._note(drawn(model))
         losses = tuple(executor.token_losses)
         return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
 
@@ -143,7 +144,7 @@ class Engine:
 
         A caller's autocast is off within: the dtypes are the engine's own.
         """
-        _refuse_mode(self._given, self.compute_dtype)
+        refuse_mode(self._given, self.compute_dtype)
         if not self._kept.busy.acquire(blocking=False):
             raise ConfigError(
                 given="a second forward_backward on a model while the first one runs",
@@ -152,7 +153,7 @@ class Engine:
                 change="call them one after the other, or give each thread a model of its own",
             )
         try:
-            with torch.autocast(next(self._given.parameters()).device.type, enabled=False):
+            with torch.autocast(device_type(self._given), enabled=False):
                 yield
         finally:
             self._kept.busy.release()
@@ -160,12 +161,12 @@ class Engine:
     def _follow_model(self) -> None:
         """Adapt to the model as it is now; check it if that is new."""
         base = bare_model(self._given)
-        for message in _left_out(base):
+        for message in left_out(base):
             self._note(message)
         now = fingerprint(base)
-        if base.training:
-            refuse_attention_dropout(base)
         if now == self._fingerprint:
+            if base.training:
+                refuse_attention_dropout(base)
             return
         refuse_placement(base)
         self.model = CausalLM(self._given, max_seq_len=self.max_seq_len)
@@ -231,63 +232,6 @@ def forward_backward(
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
     options = ChunkOptions() if options is None else options
     return engine.forward_backward(sequences, options, num_valid_tokens, backward)
-
-
-def _refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raise ConfigError for an inference_mode, or an autocast to another dtype, around a call."""
-    if torch.is_inference_mode_enabled():
-        raise ConfigError(
-            given="torch.inference_mode around furlong",
-            required="tensors that autograd may record, also in buffers that later calls use",
-            source="the caller's code",
-            change="use torch.no_grad, which is all that backward=False needs",
-        )
-    weights = [p for p in model.parameters() if p.is_floating_point()]
-    kind = weights[0].device.type if weights else "cpu"
-    if torch.is_autocast_enabled(kind):
-        wanted = torch.get_autocast_dtype(kind)
-        computing = {compute_dtype or parameter.dtype for parameter in weights}
-        if computing != {wanted}:
-            found = ", ".join(sorted(_dtype_name(dtype) for dtype in computing))
-            raise ConfigError(
-                given=f"torch.autocast to {_dtype_name(wanted)} around a model of {found}",
-                required="one dtype of the compute, which the engine sets itself",
-                source="the caller's torch.autocast",
-                change=f"pass compute_dtype=torch.{_dtype_name(wanted)} and leave autocast out",
-            )
-
-
-def _left_out(model: nn.Module) -> list[str]:
-    """Notes on what a caller may expect and nobody does."""
-    notes = []
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            notes.append(
-                f"{size} processes: gradients are this process's own and nobody adds them up"
-            )
-    if model._forward_hooks or model._forward_pre_hooks:
-        notes.append(
-            f"hooks on {type(model).__name__} itself do not run: chunks go through its decoder "
-            "and its head; hooks on its modules do run, once per chunk and forward"
-        )
-    return notes
-
-
-def _drawn(model: CausalLM) -> str:
-    """The note that a forward in train mode drew random numbers."""
-    dropouts = other_dropouts(model.model)
-    if dropouts:
-        name, probability = next(iter(dropouts.items()))
-        what = f"{len(dropouts)} dropout modules are active ({name}: {probability})"
-    else:
-        what = f"{model.name} draws random numbers in train mode (dropout, jitter or sampling)"
-    return f"{what}; what they draw depends on how the batch is cut into chunks"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _no_data(given: str, required: str) -> DataError:

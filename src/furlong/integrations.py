@@ -17,6 +17,7 @@ from torch import Tensor
 
 from furlong.api import Engine
 from furlong.errors import ConfigError, DataError
+from furlong.models.support import refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 
@@ -49,6 +50,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.chunk_options = chunk_options or ChunkOptions()
         compute_dtype = torch.bfloat16 if self.args.bf16 else None
         self.engine = Engine(self.model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
+        refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -182,8 +184,8 @@ def refuse_inexact(trainer: Any) -> None:
         (args.neftune_noise_alpha, "neftune_noise_alpha", "no noise scaled by a call's length"),
         (args.fp16, "fp16", "bf16 or float32, which need no scaling of the loss"),
         (
-            "lomo" in str(args.optim).lower(),
-            f"optim={args.optim}",
+            any(name in str(args.optim).lower() for name in ("lomo", "layerwise")),
+            f"optim={args.optim}, which updates inside the backward",
             "an optimizer of whole gradients",
         ),
         (trainer.model_init, "model_init", "the model itself"),

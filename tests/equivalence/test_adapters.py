@@ -214,5 +214,5 @@ def test_the_self_check_finds_tokens_that_meet_outside_of_attention():
         return plain(x) + x.cumsum(1)  # every token sees all tokens before it in the same call
 
     layer.mlp.forward = leaky
-    with pytest.raises(UnsupportedModelError, match="other logits in chunks than whole"):
+    with pytest.raises(UnsupportedModelError, match="other hidden states in chunks than whole"):
         furlong.forward_backward(model, batch([21]), OPTIONS)

@@ -204,7 +204,10 @@ REFUSED = {
     "label_smoothing_factor": ({"label_smoothing_factor": 0.1}, {}),
     "compute_loss_func": ({}, {"compute_loss_func": wide_loss}),
     "neftune_noise_alpha": ({"neftune_noise_alpha": 5.0}, {}),
-    "optim": ({"optim": "lomo"}, {}),
+    "optim=lomo": ({"optim": "lomo"}, {}),
+    "optim=galore_adamw_layerwise": (
+        {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, {},
+    ),
 }
 
 
@@ -231,6 +234,9 @@ def test_a_loss_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
         Trainer(model_init=lambda: build("llama"), args=arguments)
     with pytest.raises(UnsupportedModelError, match="attention dropout"):
         Trainer(model=build("llama", attention_dropout=0.1), args=arguments)
+    with pytest.raises(UnsupportedModelError, match="attention dropout"):
+        # from_pretrained returns it so
+        Trainer(model=build("llama", attention_dropout=0.1).eval(), args=arguments)
 
 
 def test_unpad_finds_the_sequences() -> None:

@@ -207,7 +207,7 @@ def test_a_quantised_model_is_refused() -> None:
     packed = build("llama", torch.float32)
     weight = torch.zeros(4, 4, dtype=torch.uint8)
     packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match="up_proj.weight holds packed numbers"):
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight holds packed numbers"):
         furlong.Engine(packed)
 
 

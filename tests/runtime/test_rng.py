@@ -45,7 +45,9 @@ def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
 
     current: list[int] = []
     embed = model.get_input_embeddings()
-    embed.register_forward_pre_hook(lambda m, ids: current.__setitem__(slice(None), ids[0][0]))
+    embed.register_forward_pre_hook(
+        lambda m, ids: current.__setitem__(slice(None), ids[0][0].tolist())
+    )
     getattr(model.model.layers[1], module).register_forward_hook(note)
     options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
     furlong.forward_backward(model, batch([3]), options)  # the start-up check

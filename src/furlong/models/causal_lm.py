@@ -19,7 +19,7 @@ from furlong.errors import UnsupportedModelError
 from furlong.models.attention import CELL, Cell
 from furlong.models.rope import num_positions
 from furlong.models.support import refuse_unsupported
-from furlong.models.switches import chunked_attention, pinned_longrope
+from furlong.models.switches import chunked_attention, own_forward
 from furlong.models.wrappers import bare_model
 
 
@@ -81,12 +81,12 @@ class CausalLM:
 
         Attention is the model's own.
         """
-        with pinned_longrope(self.base, self.max_seq_len):
+        with own_forward(self.base, self.max_seq_len):
             return self._decode(input_ids=input_ids[None])
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
-        with pinned_longrope(self.base, self.max_seq_len):
+        with own_forward(self.base, self.max_seq_len):
             return self._whole(input_ids=input_ids[None])
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:

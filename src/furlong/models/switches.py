@@ -24,8 +24,29 @@ def chunked_attention(base: nn.Module, max_seq_len: int | None) -> Iterator[None
         stack.enter_context(_attention_implementation(base, ATTENTION_NAME))
         stack.enter_context(_without_gradient_checkpointing(base))
         stack.enter_context(_without_compiled_calls(base))
-        stack.enter_context(pinned_longrope(base, max_seq_len))
+        stack.enter_context(own_forward(base, max_seq_len))
         yield
+
+
+@contextmanager
+def own_forward(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
+    """Within it the model's own forward returns named outputs, and its RoPE is that of the run."""
+    with _named_outputs(base), _pinned_longrope(base, max_seq_len):
+        yield
+
+
+@contextmanager
+def _named_outputs(base: nn.Module) -> Iterator[None]:
+    """A config that asks for tuples breaks transformers' own heads."""
+    configs = {id(m.config): m.config for m in base.modules() if hasattr(m, "config")}
+    switched: list[Any] = [c for c in configs.values() if getattr(c, "return_dict", True) is False]
+    try:
+        for config in switched:
+            config.return_dict = True
+        yield
+    finally:
+        for config in switched:
+            config.return_dict = False
 
 
 @contextmanager
@@ -70,7 +91,7 @@ def _without_compiled_calls(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
+def _pinned_longrope(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
     """Let longrope choose its factors by the run's longest sequence, once, and keep them.
 
     transformers chooses them per call, by the call's largest position: a chunk would choose

@@ -44,14 +44,12 @@ class Cell:
     """Whether each layer's attention output and log-sum-exp are put into `known`."""
     known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer: out (N, T, H), lse (N, T). In the arena until `forget`."""
-    num_attended: int = 0
     _held: list[Tensor] = field(default_factory=list)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
-        self.num_attended += 1
         if self.writes_kv:
             for piece in self.pieces:
                 if piece.continues:

@@ -19,7 +19,9 @@ from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
+from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
+from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.runtime.cell import Cell
 from furlong.runtime.executor import chunk_pieces, piece_lens
@@ -30,6 +32,19 @@ Run = dict[str, Tensor]
 GRADIENTS = "gradients"
 _LOSS_TOKENS = 4
 """The last tokens of the long sequence, whose hidden states the loss is made of."""
+
+
+@dataclass
+class WatchedCell(Cell):
+    """A cell that notes the sliding window of every attention it computes."""
+
+    windows: list[int | None] = field(default_factory=list)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
+        self.windows.append(rule.window)
+        return super().attend(layer, q, k, v, rule, sinks)
 
 
 @dataclass
@@ -132,19 +147,32 @@ def chunked_forwards(
     with model.installed():
         for index, chunk in enumerate(chunks):
             inputs = chunk_inputs(chunk, sequences, model.device)
-            cell = Cell(
+            cell = WatchedCell(
                 inputs.slices, chunk_pieces(plan, index, inputs.slices), store, backend,
                 model.num_layers, writes_kv=True,
             )  # fmt: skip
             hidden = model.hidden(inputs.input_ids, inputs.position_ids, cell)
-            if cell.num_attended != model.num_layers:
-                raise refusal(
-                    model,
-                    f"reaches transformers' AttentionInterface {cell.num_attended} times in a "
-                    f"forward of {model.num_layers} layers",
-                    "every layer's attention to go through it once",
-                )
+            _require_watched(model, cell)
             yield hidden, cell
+
+
+def _require_watched(model: CausalLM, cell: WatchedCell) -> None:
+    """Raise UnsupportedModelError unless each layer attended once, with a window if it has one."""
+    if len(cell.windows) != model.num_layers:
+        raise refusal(
+            model,
+            f"reaches transformers' AttentionInterface {len(cell.windows)} times in a forward of "
+            f"{model.num_layers} layers",
+            "every layer's attention to go through it once",
+        )
+    window = shortest_window(model.base)
+    bites = window is not None and window < (model.longest_tokens or 2**31)
+    if bites and not any(cell.windows):
+        raise refusal(
+            model,
+            f"has its sliding window of {window} tokens in its attention mask alone",
+            "a window that is passed to transformers' AttentionInterface",
+        )
 
 
 def cuts(length: int) -> list[int]:
