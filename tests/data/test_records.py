@@ -21,7 +21,7 @@ datasets.disable_progress_bars()
 
 def read(path: Path, left_out: Counter[str] | None = None) -> list[Record]:
     counted: Counter[str] = Counter() if left_out is None else left_out
-    return list(read_records(list_files(Source(str(path))), counted))
+    return list(read_records(list_files(Source(str(path))).files, counted))
 
 
 def found(path: Path) -> list[tuple[dict[str, Any], str]]:

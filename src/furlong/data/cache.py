@@ -244,9 +244,13 @@ def _status(file: Path) -> list[Any]:
 
 def _content(file: Path) -> str:
     checksum = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while piece := opened.read(_READ_BYTES):
-            checksum.update(piece)
+    try:
+        with file.open("rb") as opened:
+            while piece := opened.read(_READ_BYTES):
+                checksum.update(piece)
+    except OSError as error:
+        # Only opening names the file.
+        raise OSError(error.errno, error.strerror, str(file)) from error
     return checksum.hexdigest()
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
-from furlong.data.sources import Source, SourceFile
+from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
 from furlong.units import format_count, format_seconds
@@ -27,24 +27,24 @@ class TokenizedSource:
     """A source and its entry in the cache."""
 
     source: Source
-    files: tuple[SourceFile, ...]
+    listing: Listing
     entry: cache.Entry
     tokenized_s: float | None
     """Seconds that tokenizing took; None if the entry was there."""
 
     def origin(self, row: int) -> str:
         _, file, line, _ = self.entry.index[row]
-        return self.files[int(file)].origin(int(line))
+        return self.listing.files[int(file)].origin(int(line))
 
     def describe(self) -> str:
         """What `format: auto` found, and what was left out: one line."""
         notes = self.entry.notes
-        line = f"{self.source.path}: {len(self.entry.index):,} sequences, format {notes['format']}"
+        line = f"{printable(self.source.path)}: {len(self.entry.index):,} sequences, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
         if notes["unused"]:
-            listed = ", ".join(notes["unused"][:_MAX_LISTED])
+            listed = ", ".join(map(printable, notes["unused"][:_MAX_LISTED]))
             line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
         for what, number in notes["left_out"].items():
             line += f", {number:,} {what} {'replaced' if 'bytes' in what else 'left out'}"
@@ -156,6 +156,8 @@ class DataSet(Items[Sequence]):
             weight = part.source.weight
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
             lines.append(f"{self._key}: {part.describe()}{drawn}")
+            path = printable(part.source.path)
+            lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
             f"{self._key}: {len(self):,} sequences, {format_count(self.num_tokens)} tokens,"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"

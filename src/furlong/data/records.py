@@ -231,7 +231,7 @@ def _decode(content: bytes) -> tuple[str, int]:
 
 def _binary(file: SourceFile, key: str) -> DataError:
     return DataError(
-        given=f"{file.path}: a binary file, or text in another encoding than UTF-8",
+        given=f"{file.origin(0)}: a binary file, or text in another encoding than UTF-8",
         required="text in UTF-8, .jsonl or .parquet",
         source=key,
         change="decompress or convert it (iconv -t utf-8), or remove it from the list",
@@ -240,7 +240,7 @@ def _binary(file: SourceFile, key: str) -> DataError:
 
 def _empty(file: SourceFile, key: str) -> DataError:
     return DataError(
-        given=f"{file.path}: an empty file",
+        given=f"{file.origin(0)}: an empty file",
         required="at least one record or text",
         source=key,
         change="remove it from the list, or fill it",
@@ -249,7 +249,7 @@ def _empty(file: SourceFile, key: str) -> DataError:
 
 def _unreadable(file: SourceFile, key: str, error: OSError) -> DataError:
     return DataError(
-        given=f"{file.path}: {error.strerror}",
+        given=f"{file.origin(0)}: {error.strerror}",
         required="a file that can be read",
         source=key,
         change="check its permissions, or remove it from the list",
