@@ -39,7 +39,8 @@ class TokenizedSource:
     def describe(self) -> str:
         """What `format: auto` found, and what was left out: one line."""
         notes = self.entry.notes
-        line = f"{printable(self.source.path)}: {len(self.entry.index):,} sequences, format {notes['format']}"
+        path = printable(self.source.path)
+        line = f"{path}: {len(self.entry.index):,} sequences, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
