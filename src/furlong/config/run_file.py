@@ -49,8 +49,8 @@ class _Loader(yaml.SafeLoader):
     def _float(self, node: yaml.ScalarNode) -> float:
         return float(self.construct_scalar(node))
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = _resolvers()
-    yaml_constructors: ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = _resolvers()  # type: ignore[misc]
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
         **yaml.SafeLoader.yaml_constructors,
         f"{_TAG}int": _int,
         f"{_TAG}float": _float,
