@@ -79,7 +79,7 @@ def text_of(record: Record, field: str = "text") -> str:
             source=record.origin,
             change=f"write {field} as a string{hint}",
         )
-    _check_size(record, field, text)
+    check_size(record, field, text)
     return text
 
 
@@ -107,7 +107,7 @@ def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
         if not isinstance(content, str | list) and "tool_calls" not in turn:
             raise _bad_turn(record, f"message {number} whose content is {_kind(content)}")
         turns.append(turn)
-    _check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
+    check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
     return turns
 
 
@@ -130,7 +130,8 @@ def tokens_of(record: Record) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int
     return ids, labels
 
 
-def _check_size(record: Record, field: str, *texts: str) -> None:
+def check_size(record: Record, field: str, *texts: str) -> None:
+    """Raises DataError for texts that are too large together."""
     # Counting bytes takes a copy; a character has at most four.
     if 4 * sum(map(len, texts)) > MAX_TEXT_BYTES:
         num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
