@@ -135,6 +135,7 @@ def test_a_wrong_flag_is_told_in_four_parts(
         ("train: {lr: 1}\ntrain: {lr: 2}", "train is there twice in line 2", "run.yaml", "line"),
         ("data: {train: a, train: b}", "train is there twice in line 1", "run.yaml", "line"),
         ("train: {steps: " + "9" * 6000 + "}", "Exceeds the limit", "run.yaml", "line"),
+        ('out: "a\\0b"', "a text with a NUL character in line 1", "run.yaml", "line"),
         ("[" * 3000, "recursion", "run.yaml", "line"),
         ("model: qwen\ndata: {train: x}", "model = 'qwen'", "key model", "model: {name: ...}"),
         ("model: {name: x}\ndata: {train: 5}", "data.train = 5", "key data.train", "data.train"),

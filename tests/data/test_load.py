@@ -302,3 +302,31 @@ def test_a_file_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     for text in (*data.describe(), data[0].origin):
         text.encode("utf-8")
         assert text.isprintable()
+
+
+@pytest.mark.parametrize("record", [{"text": " "}, {"messages": []}, {"input_ids": []}])
+def test_blank_records_alone_are_told(tmp_path: Path, record: dict[str, Any]) -> None:
+    file = write_lines(tmp_path / "a.jsonl", *[record] * 3)
+    with pytest.raises(DataError, match="3 records, all of them blank"):
+        load(tmp_path, file, tokenizer=byte_tokenizer())
+
+
+def test_a_null_is_named_whatever_it_stands_in(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", {"text": None, "id": 1})
+    with pytest.raises(DataError, match=r"a record with text that is null, id"):
+        load(tmp_path, file)
+    table = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a b", None]}), table)
+    with pytest.raises(DataError, match=r"text that is null[\s\S]*row 2"):
+        load(tmp_path, table)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.zst", "a.parquet.gz"])
+def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).write_bytes(b"\x1f\x8b\x08\0\0\xfe\xff")
+    with pytest.raises(DataError, match=r"a compressed file[\s\S]*not compressed"):
+        load(tmp_path, folder / name)
+    with pytest.raises(DataError, match=r"1 files without a record, 1 of them binary"):
+        load(tmp_path, folder)

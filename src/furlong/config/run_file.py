@@ -43,6 +43,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        value: str = super().construct_scalar(node)
+        if "\0" in value:  # only an escape can write it; no path and no name may hold it
+            raise yaml.constructor.ConstructorError(
+                problem="a text with a NUL character", problem_mark=node.start_mark
+            )
+        return value
+
     def _int(self, node: yaml.ScalarNode) -> int:
         return int(self.construct_scalar(node))
 

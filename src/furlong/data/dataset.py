@@ -12,6 +12,7 @@ import numpy.typing as npt
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
+from furlong.data.records import BLANK
 from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
@@ -199,9 +200,18 @@ class DataSet(Items[Sequence]):
         )
 
     def _nothing_to_learn(self) -> DataError:
+        num_blank = sum(part.entry.notes["left_out"].get(BLANK, 0) for part in self.parts)
+        if not len(self) and not self.num_dropped:
+            return DataError(
+                given=f"{num_blank:,} records, all of them blank",
+                required="at least one with text, messages or tokens",
+                source=self._key,
+                change="check that the right files are named, and what their first records hold",
+            )
         return DataError(
             given=f"{len(self):,} sequences without a label"
-            + (f", {self.num_dropped:,} dropped" if self.num_dropped else ""),
+            + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
+            + (f", {num_blank:,} blank records left out" if num_blank else ""),
             required="at least one token that is to be predicted from one before it",
             source=self._key,
             change="add text or answers of the assistant, or raise data.max_seq_len",

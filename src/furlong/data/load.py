@@ -116,7 +116,7 @@ def _encoded(
     left_out: Counter[str] = Counter()
     records = read_records(files, left_out, key)
     first: Record = next(records)
-    decided = decide_format(first, files[first.file]) if format == "auto" else format
+    decided = decide_format(first, files) if format == "auto" else format
     notes["format"] = decided
     is_file = files[first.file].kind == "text"
     notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])

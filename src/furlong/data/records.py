@@ -30,6 +30,8 @@ FIELDS = ("text", "messages", "tools", "prompt", "completion", "input_ids", "lab
 
 BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"
 
+_READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
+_COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
@@ -80,10 +82,11 @@ def read_records(
         empty = empty and empty_file
     if empty:
         raise DataError(
-            given=f"{len(files)} files without a record, {files[0].path} among them",
-            required="at least one record or text",
+            given=f"{len(files):,} files without a record, {left_out[BINARY]:,} of them binary,"
+            f" {files[0].origin(0)} among them",
+            required=f"at least one record or text in {_READ}",
             source=key,
-            change="name other files, in UTF-8",
+            change="decompress or convert them, or name others",
         )
 
 
@@ -182,8 +185,7 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
         others = dict.fromkeys(column for column in columns if column not in FIELDS)
         for number, row in enumerate(rows, start=1):
-            # A column that this row has no value for is a field that it has not.
-            yield number, {name: value for name, value in row.items() if value is not None} | others
+            yield number, dict(row) | others
     except (
         pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError,
         datasets.exceptions.DatasetsError,
@@ -230,9 +232,12 @@ def _decode(content: bytes) -> tuple[str, int]:
 
 
 def _binary(file: SourceFile, key: str) -> DataError:
+    ending = file.path.suffix.lower()
+    kind = "a binary file, or text in another encoding than UTF-8"
     return DataError(
-        given=f"{file.origin(0)}: a binary file, or text in another encoding than UTF-8",
-        required="text in UTF-8, .jsonl or .parquet",
+        given=f"{file.origin(0)}: "
+        + (f"a compressed file ({ending})" if ending in _COMPRESSED else kind),
+        required=_READ,
         source=key,
         change="decompress or convert it (iconv -t utf-8), or remove it from the list",
     )
