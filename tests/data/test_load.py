@@ -330,3 +330,10 @@ def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
         load(tmp_path, folder / name)
     with pytest.raises(DataError, match=r"1 files without a record, 1 of them binary"):
         load(tmp_path, folder)
+
+
+def test_a_key_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "a b", "text": "c"}\n')
+    with pytest.raises(DataError, match=r"the key text is there twice[\s\S]*a\.jsonl:2"):
+        load(tmp_path, file)

@@ -131,3 +131,14 @@ def test_nothing_is_said_about_the_process(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, env=environment,
     )  # fmt: skip
     assert (ran.stdout, ran.stderr) == ("9\n9\nFalse\n", "")
+
+
+def test_a_conversation_that_is_nested_too_deeply_is_told() -> None:
+    tool: dict[str, Any] = {}
+    for _ in range(5000):
+        tool = {"a": tool}
+    one = Record({"messages": TURNS, "tools": [tool]}, 0, 7, "a.jsonl:7")
+    with rendering(byte_tokenizer()) as render:
+        with pytest.raises(DataError, match=r"no copy can be made: RecursionError[\s\S]*jsonl:7"):
+            render(one)
+        assert render(record(TURNS)) is not None

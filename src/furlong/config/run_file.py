@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         value: str = super().construct_scalar(node)
         if "\0" in value:  # only an escape can write it; no path and no name may hold it
             raise yaml.constructor.ConstructorError(

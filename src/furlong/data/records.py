@@ -135,7 +135,7 @@ def _read_json_lines(
 
 def _parse(line: str, origin: str) -> Mapping[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         reason = (
             f"{error.msg} at column {error.colno}"
@@ -157,6 +157,15 @@ def _parse(line: str, origin: str) -> Mapping[str, Any]:
         )
     # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
     return _without_surrogates(record) if "\\ud" in line or "\\uD" in line else record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice} is there twice")
+    return values
 
 
 def _without_surrogates(value: Any) -> Any:

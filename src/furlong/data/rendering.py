@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import psutil
@@ -58,7 +59,16 @@ def _ask(
     connection: Connection, process: BaseProcess, tokenizer: str, record: Record
 ) -> Rendered | None:
     try:
-        connection.send(record)
+        content = ForkingPickler.dumps(record)
+    except Exception as error:  # what a table's cells decode to may be anything
+        raise DataError(
+            given=f"a conversation of which no copy can be made: {type(error).__name__}: {error}",
+            required="messages of texts, lists and objects, not deeply nested",
+            source=record.origin,
+            change="mend or remove the record",
+        ) from error
+    try:
+        connection.send_bytes(content)
         while not connection.poll(_LOOK_S):
             if not process.is_alive() and not connection.poll():
                 raise EOFError
