@@ -107,6 +107,13 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--model={nme: x}"], "model.nme", "one of name", "the flag --model", "model.name?"),
         (["--data.eval="], "data.eval = ''", "path should have at least 1", "flag", "set"),
         (["--data.train=[a, {path: ''}]"], "''", "path should have at least 1", "flag", "set"),
+        (
+            ["--data.eval=[&a [*a]]"],
+            "Circular reference",
+            "written out",
+            "--data.eval",
+            "without &",
+        ),
         (["--train.lr"], "expected one argument", "--section.key=value", "command line", "--help"),
     ],
 )
@@ -351,3 +358,31 @@ def test_no_foreign_key_is_one_of_ours() -> None:
     foreign = {name for names in ANSWERS for name in names}
     assert len(foreign) == sum(map(len, ANSWERS))
     assert not foreign & {key.rpartition(".")[2] for key in leaves(RunConfig)}
+
+
+@pytest.mark.parametrize("text", ["train: [1]", "train: 5", "train: !!set {a}", "train: &a [*a]"])
+def test_flags_do_not_hide_a_section_that_is_none(run_file: Path, text: str) -> None:
+    run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{text}\n")
+    for flags in ([], ["--train.steps=1"]):
+        with pytest.raises(ConfigError, match=r"train = [\s\S]*a section with keys among steps"):
+            parse_run([str(run_file), *flags])
+
+
+def test_flags_do_not_hide_an_inner_section_that_is_none(run_file: Path) -> None:
+    run_file.write_text("model: {name: x, lora: [8]}\ndata: {train: x}\n")
+    for flags in ([], ["--model.lora.rank=4"]):
+        with pytest.raises(ConfigError, match=r"model\.lora = \[8\]"):
+            parse_run([str(run_file), *flags])
+
+
+def test_an_empty_section_is_one_without_keys(run_file: Path) -> None:
+    run_file.write_text("model: {name: x}\ndata: {train: x}\ntrain:\n")
+    assert load_run(run_file).train.steps == 100
+    assert parse_run([str(run_file), "--train.steps=1"]).train.steps == 1
+
+
+def test_settings_of_the_library_are_no_keys(run_file: Path) -> None:
+    for key in ("_cli_settings_source", "_cli_parse_args", "_env_file"):
+        run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{key}: [--train.steps=5]\n")
+        with pytest.raises(ConfigError, match=f"{key}, an unknown key"):
+            parse_run([str(run_file)])

@@ -91,6 +91,9 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     assert list_files(Source(str(tmp_path), split="train")).files == (file,)
     with pytest.raises(DataError, match="which holds train, test"):
         list_files(Source(str(tmp_path)))
+    write(tmp_path / "else", "state.json", "dataset_info.json")
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "train/../else"]}))
+    assert list_files(Source(str(tmp_path))).files == (file,)
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match="no list of splits"):
         list_files(Source(str(tmp_path)))

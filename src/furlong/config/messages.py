@@ -44,6 +44,38 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
     )
 
 
+def check_sections(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The same values without empty sections.
+
+    Raises ConfigError for a section that is none, which flags for its keys would replace without a
+    word, and for names that are no keys but settings of pydantic's.
+    """
+    for name in values:
+        if name.startswith("_"):
+            raise ConfigError(
+                given=f"{name}, an unknown key",
+                required=f"one of {', '.join(RunConfig.model_fields)}",
+                source=f"{source}, key {name}",
+                change="remove it",
+            )
+    _refuse_no_sections(values, (), source)
+    return {name: v for name, v in values.items() if v is not None or not fields_at((name,))}
+
+
+def _refuse_no_sections(values: Mapping[Any, Any], key: tuple[str, ...], source: str) -> None:
+    for name, value in values.items():
+        inner = (*key, str(name))
+        if value is None or not (known := fields_at(inner)):
+            continue
+        if isinstance(value, Mapping):
+            _refuse_no_sections(value, inner, source)
+            continue
+        whole = ".".join(inner)
+        given, required, change = _no_section(whole, known, _shortened(repr(value)))
+        place = f"{source}, key {whole}"
+        raise ConfigError(given=given, required=required, source=place, change=change)
+
+
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     """What to write for an unknown key, with its section in front; `known` are whole keys too."""
     section, _, name = key.rpartition(".")
@@ -87,11 +119,7 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
         case "missing":
             return f"no {key}", "a value", f"add {f'{key}.{section[0]}' if section else key}"
         case "model_type" if section:
-            return (
-                f"{key} = {shown}",
-                f"a section with keys among {', '.join(section)}",
-                f"write {key.rpartition('.')[2]}: {{{section[0]}: ...}}",
-            )
+            return _no_section(key, section, shown)
         case "tuple_type":
             return f"{key} = {shown}", "a list", f"set {key} to what is required"
         case "lora_base":
@@ -99,6 +127,14 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
         case "not_in_release":
             return f"{key} = {shown}", required, f"remove {key}"
     return f"{key} = {shown}", required, f"set {key} to what is required"
+
+
+def _no_section(key: str, known: Sequence[str], shown: str) -> tuple[str, str, str]:
+    return (
+        f"{key} = {shown}",
+        f"a section with keys among {', '.join(known)}",
+        f"write {key.rpartition('.')[2]}: {{{known[0]}: ...}}",
+    )
 
 
 def _meets(flag: str, key: str) -> bool:

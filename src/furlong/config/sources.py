@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
-from furlong.config.messages import config_error, is_text, unknown_flag
+from furlong.config.messages import check_sections, config_error, is_text, unknown_flag
 from furlong.config.run_file import read_run_file, read_yaml
 from furlong.config.schema import RunConfig
 from furlong.errors import ConfigError
@@ -72,7 +72,7 @@ def parse_run(
             parse_args_method=parse_args,
         )
     file = chosen.get("file")
-    values = read_run_file(file) if file is not None else {}
+    values = check_sections(read_run_file(file), file) if file is not None else {}
     given_flags = {text.split("=")[0] for text in arguments if text.startswith("--")}
     return _validated(
         lambda: RunConfig(**({"_cli_settings_source": flags} | values)),
@@ -94,7 +94,15 @@ def _with_json(arguments: Sequence[str]) -> list[str]:
         if flag and value.lstrip()[:1] in ("{", "[") and not is_text(flag[2:]):
             change = "quote the value for the shell, and in it every name with odd characters:"
             read = read_yaml(value, f"the flag {flag}", f"{change} {flag}='[\"a b.jsonl\"]'")
-            argument = f"{name}{equals}{json.dumps(read, default=str)}"
+            try:
+                argument = f"{name}{equals}{json.dumps(read, default=str)}"
+            except (ValueError, RecursionError) as error:  # a list that holds itself
+                raise ConfigError(
+                    given=f"{flag}: {error}",
+                    required="a list or mapping that can be written out",
+                    source=f"the flag {flag}",
+                    change="write it without & and *",
+                ) from error
         if not argument.startswith("--") or equals:
             flag = ""
         changed.append(argument)
@@ -121,7 +129,8 @@ def load_run(file: str | Path) -> RunConfig:
 
 def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
     """The run of values that were read from `source`. Raises ConfigError."""
-    return _validated(lambda: RunConfig(**values), source, set())
+    checked = check_sections(values, source)
+    return _validated(lambda: RunConfig(**checked), source, set())
 
 
 def _validated(build: Callable[[], RunConfig], file: str, flags: set[str]) -> RunConfig:

@@ -141,7 +141,8 @@ def describe_batches(num_draws: int, sequences_per_step: int) -> str:
             change=f"set train.sequences_per_step to {num_draws} or less, or add data",
         )
     count = batches_per_epoch(num_draws, sequences_per_step)
-    line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch in {count:,} batch{'es' if count > 1 else ''}"
+    line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch"
+    line += f" in {count:,} batch{'es' if count > 1 else ''}"
     rest = num_draws % sequences_per_step
     return f"{line} of {sequences_per_step:,}" + (f", the last one of {rest:,}" if rest else "")
 

@@ -205,7 +205,9 @@ def _splits_on_disk(folder: Path) -> list[str]:
     file = folder / "dataset_dict.json"
     try:
         splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
-        return [str(split) for split in splits if (folder / str(split)).is_dir()]
+        # A name with a folder in it would lead out of this one.
+        names = [str(split) for split in splits if Path(str(split)).name == str(split)]
+        return [name for name in names if (folder / name).is_dir()]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             given=f"{file}: no list of splits",
