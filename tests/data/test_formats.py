@@ -55,7 +55,7 @@ def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: l
 
 def test_auto_needs_a_shape() -> None:
     error = refused(decide_format, record(content="x", prompt="y", text=None), [LINES])
-    assert error.given == "a record with prompt, text that is null, content"
+    assert error.given == "a record with prompt, text (null), content"
     assert error.required == "the fields input_ids or messages or prompt + completion or text"
     assert refused(decide_format, record(), [LINES]).given == "a record with no field"
 

@@ -313,7 +313,7 @@ def test_blank_records_alone_are_told(tmp_path: Path, record: dict[str, Any]) ->
 
 def test_a_null_is_named_whatever_it_stands_in(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", {"text": None, "id": 1})
-    with pytest.raises(DataError, match=r"a record with text that is null, id"):
+    with pytest.raises(DataError, match=r"a record with text \(null\), id"):
         load(tmp_path, file)
     table = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a b", None]}), table)
@@ -330,6 +330,13 @@ def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
         load(tmp_path, folder / name)
     with pytest.raises(DataError, match=r"1 files without a record, 1 of them binary"):
         load(tmp_path, folder)
+
+
+def test_a_column_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"the column text is there twice"):
+        load(tmp_path, tmp_path / "a.parquet")
 
 
 def test_a_key_that_is_there_twice_is_told(tmp_path: Path) -> None:

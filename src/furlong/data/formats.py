@@ -179,7 +179,7 @@ def _kind(value: Any) -> str:
 
 def _lacks(record: Record, required: str) -> DataError:
     known = [
-        field if value is not None else f"{field} that is null"
+        field if value is not None else f"{field} (null)"
         for field, value in record.fields.items()
         if field in FIELDS
     ]

@@ -217,6 +217,9 @@ def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path)
+    for name, times in Counter(table.schema_arrow.names).items():
+        if times > 1:
+            raise ValueError(f"the column {name} is there twice")
     features = datasets.Features.from_arrow_schema(table.schema_arrow)
     wanted = [column for column in features if column in FIELDS]
     used = datasets.Features({column: features[column] for column in wanted})
