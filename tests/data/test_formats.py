@@ -9,6 +9,7 @@ import pytest
 
 from furlong.data import formats
 from furlong.data.formats import (
+    check_endings,
     check_fields,
     decide_format,
     messages_of,
@@ -20,7 +21,6 @@ from furlong.data.records import Record
 from furlong.data.sources import SourceFile
 from furlong.errors import DataError
 
-LINES = SourceFile(Path("a.jsonl"), "json lines")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -49,15 +49,15 @@ def refused(call: Any, *arguments: Any) -> DataError:
 )  # fmt: skip
 def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: list[str]) -> None:
     given = dict.fromkeys(fields, "x")
-    assert decide_format(record(**given), [LINES]) == format
+    assert decide_format(record(**given)) == format
     assert unused_fields(given, format) == unused
 
 
 def test_auto_needs_a_shape() -> None:
-    error = refused(decide_format, record(content="x", prompt="y", text=None), [LINES])
+    error = refused(decide_format, record(content="x", prompt="y", text=None))
     assert error.given == "a record with prompt, text (null), content"
     assert error.required == "the fields input_ids or messages or prompt + completion or text"
-    assert refused(decide_format, record(), [LINES]).given == "a record with no field"
+    assert refused(decide_format, record()).given == "a record with no field"
 
 
 def test_a_record_must_have_the_fields_of_its_shape() -> None:
@@ -70,13 +70,14 @@ def test_a_record_must_have_the_fields_of_its_shape() -> None:
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".TSV"])
 def test_what_may_hold_records_is_not_taken_for_a_text(ending: str) -> None:
-    file = SourceFile(Path(f"a{ending}"), "text")
-    error = refused(decide_format, record(text="[]"), [file])
-    assert f"a {ending.lower()} file" in error.given and "convert it" in error.change
+    file, other = SourceFile(Path(f"a{ending}"), "text"), SourceFile(Path("c.md"), "text", False)
     found = SourceFile(Path(f"b{ending}"), "text", False)
-    assert "convert it" in refused(decide_format, record(text="[]"), [found, found]).change
-    other = SourceFile(Path("c.md"), "text", False)
-    assert decide_format(record(text="[]"), [found, other]) == "text"
+    for files in ([file], [found, found]):
+        with pytest.raises(DataError) as caught:
+            check_endings(files)
+        assert f"a {ending.lower()} file" in caught.value.given
+        assert "convert it" in caught.value.change
+    check_endings([found, other])
 
 
 def test_a_text_is_a_string_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,15 @@ def test_a_null_is_named_whatever_it_stands_in(tmp_path: Path) -> None:
         load(tmp_path, table)
 
 
+def test_a_table_is_no_text_even_if_the_same_text_is_cached(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.csv"):
+        (tmp_path / name).write_text("a b")
+    load(tmp_path, tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a \.csv file"):
+        load(tmp_path, tmp_path / "a.csv")
+    assert len(load(tmp_path, tmp_path / "a.csv", format="text")) == 1
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.zst", "a.parquet.gz"])
 def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "folder"

@@ -50,10 +50,12 @@ def _read_source(value: object) -> object:
         key = ".".join(map(str, first["loc"]))
         match first["type"]:
             case "extra_forbidden":
-                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.5)
+                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.75)
                 reason = f"{key} is none of them" + (f", did you mean {close[0]}?" if close else "")
             case "missing":
                 reason = f"{key} is missing"
+            case _ if isinstance(value, int | float) and not isinstance(value, bool):
+                reason = f"this is a number; as a path it is ./{value}"
             case _ if not key:
                 reason = f"this is of type {type(value).__name__}"
             case _:

@@ -43,18 +43,21 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "functio
 _INT32 = np.iinfo(np.int32)
 
 
-def decide_format(record: Record, files: Items[SourceFile]) -> Format:
-    """The shape of a source of `files` whose first record this is. Raises DataError."""
-    endings = {file.path.suffix.lower() for file in files}
-    if endings <= _MAYBE_RECORDS and all(file.kind == "text" for file in files):
-        ending = files[0].path.suffix.lower()
+def check_endings(files: Items[SourceFile]) -> None:
+    """Raises DataError for a source of files that may be texts or hold records."""
+    ending = files[0].path.suffix.lower()
+    if {file.path.suffix.lower() for file in files} <= _MAYBE_RECORDS:
         raise DataError(
             given=f"{files[0].origin(0)}: a {ending} file, which may hold records or be a text"
             " itself",
             required="records as .jsonl (one JSON object in a line) or .parquet",
-            source=record.origin,
+            source=files[0].origin(0),
             change="convert it, or set data.format: text to read every such file as one text",
         )
+
+
+def decide_format(record: Record) -> Format:
+    """The shape of a source whose first record this is. Raises DataError."""
     for format, needed in NEEDED_FIELDS.items():
         if all(record.fields.get(field) is not None for field in needed):
             return format

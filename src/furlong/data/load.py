@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from furlong.data import cache
 from furlong.data.dataset import DataSet, TokenizedSource, TooLong
-from furlong.data.formats import NEEDED_FIELDS, Format, decide_format, unused_fields
+from furlong.data.formats import (
+    NEEDED_FIELDS,
+    Format,
+    check_endings,
+    decide_format,
+    unused_fields,
+)
 from furlong.data.records import Record, read_records
 from furlong.data.sources import (
     Listing,
@@ -78,6 +84,8 @@ def _tokenized(
     key: str,
 ) -> TokenizedSource:
     files = listing.files
+    if format == "auto":
+        check_endings(files)
     try:
         before = cache.status_key(files)
         content = cache.content_key(files, folder)
@@ -116,7 +124,7 @@ def _encoded(
     left_out: Counter[str] = Counter()
     records = read_records(files, left_out, key)
     first: Record = next(records)
-    decided = decide_format(first, files) if format == "auto" else format
+    decided = decide_format(first) if format == "auto" else format
     notes["format"] = decided
     is_file = files[first.file].kind == "text"
     notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])

@@ -12,7 +12,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -92,7 +92,8 @@ def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> Non
     _, hardest = resource.getrlimit(resource.RLIMIT_AS)
     if hardest != resource.RLIM_INFINITY:
         limit_bytes = min(limit_bytes, hardest)
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hardest))
+    with suppress(ValueError, OSError):  # some systems know no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hardest))
     # Without a handler the signal ends the process, also in the midst of one long operation.
     wind_up = partial(signal.setitimer, signal.ITIMER_PROF, LIMIT_S)
     while True:
