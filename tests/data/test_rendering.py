@@ -23,7 +23,7 @@ from furlong.data.tokenize import encode
 from furlong.errors import DataError
 
 TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
-TIME, MEMORY = "takes more than 0.3 s", "MemoryError"
+TIME, MEMORY = "takes more than 0.3 s", "MemoryError: it takes more memory"
 # What only the second conversation, of one message, sets off.
 LATER = "{% if messages | length == 1 and not add_generation_prompt %}BOMB{% endif %}" + CHATML
 BOMBS = {

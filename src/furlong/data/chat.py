@@ -160,6 +160,8 @@ def _tools_of(record: Record) -> list[dict[str, Any]] | None:
 
 def _reason(error: Exception) -> str:
     """What a template raised on purpose in its own words, else what kind of error it is too."""
+    if isinstance(error, MemoryError):
+        return "MemoryError: it takes more memory than a template may"
     text = " ".join(str(error).split())[:_REASON_CHARS]
     return text if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {text}"
 

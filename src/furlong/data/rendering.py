@@ -26,7 +26,7 @@ from furlong.data.records import Record
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
-LIMIT_S = 10.0
+LIMIT_S = 5.0
 """Seconds of computing for a template over one conversation, or over a prompt within it."""
 LIMIT_BYTES = 2**30
 """Memory that rendering may take beside what the process begins with."""
