@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
+from furlong.config.foreign import ANSWERS
 from furlong.config.schema import RunConfig
-from furlong.config.sources import load_run, parse_run
+from furlong.config.sources import build_run, load_run, parse_run
 from furlong.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +97,23 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--train.steps=null"], "none", "one of train.steps", "train.epochs", "one of them"),
         (["--model.init=random", "--model.lora.rank=2"], "random", "pretrained", "lora", "set"),
         (["a.yaml", "b.yaml"], "b.yaml", "one run file", "command line", "remove it"),
+        (["--train.betas=[0.9]"], "[0.9], 1 value", "a list of 2 values", "--train.betas", "set"),
+        (["--train.betas=[.1, .2, .3]"], "3 values", "a list of 2 values", "--train.betas", "set"),
+        (["--train.betas={a}"], "{'a': None}", "a list of 2 values", "flag --train.betas", "set"),
+        (["--train.betas=a,b"], "train.betas = 'a'", "valid number", "flag --train.betas", "set"),
+        (["--data.train=[x].jsonl"], "[x].jsonl", "YAML", "the flag --data.train", "quote"),
+        (["--data.train", "{a"], "expected", "YAML", "the flag --data.train", "quote"),
+        (['--data.train=a"b'], "Mismatched quotes", "values that fit", "command line", "--help"),
+        (["--model={nme: x}"], "model.nme", "one of name", "the flag --model", "model.name?"),
+        (["--data.eval="], "data.eval = ''", "path should have at least 1", "flag", "set"),
+        (["--data.train=[a, {path: ''}]"], "''", "path should have at least 1", "flag", "set"),
+        (
+            ["--data.eval=[&a [*a]]"],
+            "Circular reference",
+            "written out",
+            "--data.eval",
+            "without &",
+        ),
         (["--train.lr"], "expected one argument", "--section.key=value", "command line", "--help"),
     ],
 )
@@ -120,7 +141,8 @@ def test_a_wrong_flag_is_told_in_four_parts(
         ("", "an empty file", "run.yaml", "quickstart.yaml"),
         ("train: {lr: 1}\ntrain: {lr: 2}", "train is there twice in line 2", "run.yaml", "line"),
         ("data: {train: a, train: b}", "train is there twice in line 1", "run.yaml", "line"),
-        ("out: 2024-13-45", "month must be in 1..12", "run.yaml", "line"),
+        ("train: {steps: " + "9" * 6000 + "}", "Exceeds the limit", "run.yaml", "line"),
+        ('out: "a\\0b"', "a text with a NUL character in line 1", "run.yaml", "line"),
         ("[" * 3000, "recursion", "run.yaml", "line"),
         ("model: qwen\ndata: {train: x}", "model = 'qwen'", "key model", "model: {name: ...}"),
         ("model: {name: x}\ndata: {train: 5}", "data.train = 5", "key data.train", "data.train"),
@@ -160,3 +182,207 @@ def test_a_flag_can_take_the_held_out_data_away(run_file: Path) -> None:
     assert parse_run([str(run_file), "--data.eval=b.jsonl"]).data.eval == ("b.jsonl",)
     run_file.write_text("model: {name: folder}\ndata: {train: a.jsonl, eval: b.jsonl}\n")
     assert parse_run([str(run_file), "--data.eval=null"]).data.eval is None
+
+
+def test_flags_take_the_mappings_and_lists_of_run_files(run_file: Path) -> None:
+    """The forms that docs/data.md shows, as they stand there."""
+    same = [
+        ["--data.train={path: t.jsonl, weight: 2}"],
+        ["--data.train", "{path: t.jsonl, weight: 2}"],
+        ["--data.train=[{path: t.jsonl, weight: 2}]"],
+        ['--data.train={"path": "t.jsonl", "weight": 2}'],
+        ["--data={train: {path: t.jsonl, weight: 2}}"],
+    ]
+    for flags in same:
+        (source,) = parse_run([str(run_file), *flags]).data.train
+        assert not isinstance(source, str) and (source.path, source.weight) == ("t.jsonl", 2.0)
+    config = parse_run(
+        [
+            "--data.train=[a.jsonl, {path: b, split: train}]", "--data.eval={path: t.jsonl}",
+            "--model={name: folder}", "--model.lora={rank: 4}", "--train.betas=[0.8, 0.9]",
+            "--out={a}",
+        ]
+    )  # fmt: skip
+    assert config.data.train[0] == "a.jsonl" and config.data.eval is not None
+    assert not isinstance(config.data.eval[0], str) and config.data.eval[0].path == "t.jsonl"
+    assert config.model.lora is not None and config.model.lora.rank == 4
+    assert (config.train.betas, config.out) == ((0.8, 0.9), "{a}")
+
+
+def number_keys(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Keys whose schema has a number somewhere, and the schema itself."""
+    keys: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation))
+                 if isinstance(kind, type) and issubclass(kind, BaseModel)]  # fmt: skip
+        if inner:
+            keys |= number_keys(inner[0], f"{prefix}{name}.")
+        else:
+            schema = json.dumps(section.model_json_schema()["properties"][name])
+            if "number" in schema or "integer" in schema:
+                keys[prefix + name] = schema
+    return keys
+
+
+NUMBERS = number_keys(RunConfig)
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """A whole run with one key set."""
+    values: dict[str, Any] = {"model": {"name": "x"}, "data": {"train": "x"}}
+    section = values
+    *path, name = key.split(".")
+    for part in path:
+        section = section.setdefault(part, {})
+    if "rope" in path:
+        section["rope_type"] = "yarn"
+    section[name] = value
+    return values
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_truth_value_and_infinity_are_no_numbers(key: str) -> None:
+    assert len(NUMBERS) > 30
+    for value in (True, math.inf, 10**23):
+        wrong = [value, value] if "array" in NUMBERS[key] else value
+        if value == 10**23 and "number" in NUMBERS[key]:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            build_run(nested(key, wrong), "run.yaml")
+        assert caught.value.given.startswith(f"{key} = ")
+        assert caught.value.source == f"run.yaml, key {key}"
+
+
+def test_a_weight_is_a_number() -> None:
+    for weight in (True, math.inf, "yes"):
+        with pytest.raises(ConfigError, match=r"weight should be "):
+            build_run(nested("data.train", {"path": "x", "weight": weight}), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1000", 1000), ("1e3", 1000), ("1000.0", 1000), ("01000", 1000), ("1_000", 1000),
+     ("'1e3'", 1000), ("1:30", None), ("0x10", None), ("1.5", None), ("true", None),
+     ("yes", None), ("1e400", None), (".inf", None), ("0", None), ("2024-01-01", None)],
+)  # fmt: skip
+def test_a_whole_number_is_the_same_in_a_file_and_as_a_flag(
+    run_file: Path, text: str, value: int | None
+) -> None:
+    run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\ntrain: {{steps: {text}}}\n")
+    for arguments in ([str(run_file)], [*NEEDED, "--train.steps=" + text.strip("'")]):
+        if value is None:
+            with pytest.raises(ConfigError, match=r"train\.steps = "):
+                parse_run(arguments)
+        else:
+            assert parse_run(arguments).train.steps == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("1.0e-5", 1e-5), (".5", 0.5)])
+def test_a_number_is_the_same_in_a_file_and_as_a_flag(
+    run_file: Path, text: str, value: float
+) -> None:
+    run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\ntrain: {{lr: {text}}}\n")
+    assert load_run(run_file).train.lr == value
+    assert parse_run([*NEEDED, f"--train.lr={text}"]).train.lr == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("10e9", 10**10), ("24GiB", 24 * 2**30), ("7", 7)])
+def test_an_amount_is_the_same_in_a_file_and_as_a_flag(
+    run_file: Path, text: str, value: int
+) -> None:
+    run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\nmemory: {{device: {text}}}\n")
+    assert load_run(run_file).memory.device == value
+    assert parse_run([*NEEDED, f"--memory.device={text}"]).memory.device == value
+
+
+def test_words_and_dates_stay_as_they_are_written(run_file: Path) -> None:
+    text = "model: {name: no}\ndata: {train: [on, 1:30]}\nout: 2024-13-45\nlog: {wandb: yes}\n"
+    run_file.write_text(text)
+    config = load_run(run_file)
+    assert (config.model.name, config.data.train) == ("no", ("on", "1:30"))
+    assert (config.out, config.log.wandb) == ("2024-13-45", "yes")
+
+
+def test_a_flag_for_the_other_length_says_how_to_take_the_files_away(run_file: Path) -> None:
+    for flag, other in (("epochs", "steps"), ("steps", "epochs")):
+        text = f"model: {{name: x}}\ndata: {{train: x}}\ntrain: {{{other}: 5}}\n"
+        run_file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            parse_run([str(run_file), f"--train.{flag}=1"])
+        assert caught.value.given == f"both: the run file has {other}"
+        assert f"--train.{other}=null" in caught.value.change
+        config = parse_run([str(run_file), f"--train.{flag}=1", f"--train.{other}=null"])
+        assert getattr(config.train, other) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("train.learning_rate", "write train.lr"),
+        ("learning_rate", "write train.lr"),
+        ("train.gradient_accumulation_steps", "write train.sequences_per_step"),
+        ("per-device-train-batch-size", "write train.sequences_per_step"),
+        ("data.chat_template", "chat_template.jinja"),
+        ("train.optimizer", "AdamW"),
+        ("train.save_total_limit", "newest 3"),
+        ("model_name_or_path", "write model.name"),
+        ("lora_r", "write model.lora.rank"),
+        ("lr", "train.lr?"),
+        ("model.max_seq_len", "data.max_seq_len?"),
+        ("rank", "model.lora.rank?"),
+        ("train.stpes", "train.steps?"),
+        ("train.trainer_callback", "remove it"),
+        ("train.foo", "remove it"),
+        ("chunk.size", "chunks.size?"),
+    ],
+)
+def test_keys_of_other_trainers_are_answered_with_ours(key: str, change: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run([*NEEDED, f"--{key}=1"])
+    assert change in caught.value.change and caught.value.given == f"--{key}"
+    if key != "chunk.size":
+        with pytest.raises(ConfigError) as caught:
+            build_run(nested(key, 1), "run.yaml")
+        assert change in caught.value.change and caught.value.given == f"{key}, an unknown key"
+
+
+def test_the_documented_table_is_the_one_that_answers() -> None:
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    section = text.split("## From TRL, axolotl or LLaMA-Factory")[1].split("\n## ")[0]
+    lines = [line for line in section.replace("`", "").splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert {tuple(names.split(", ")): text for names, text in rows} == ANSWERS
+
+
+def test_no_foreign_key_is_one_of_ours() -> None:
+    foreign = {name for names in ANSWERS for name in names}
+    assert len(foreign) == sum(map(len, ANSWERS))
+    assert not foreign & {key.rpartition(".")[2] for key in leaves(RunConfig)}
+
+
+@pytest.mark.parametrize("text", ["train: [1]", "train: 5", "train: !!set {a}", "train: &a [*a]"])
+def test_flags_do_not_hide_a_section_that_is_none(run_file: Path, text: str) -> None:
+    run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{text}\n")
+    for flags in ([], ["--train.steps=1"]):
+        with pytest.raises(ConfigError, match=r"train = [\s\S]*a section with keys among steps"):
+            parse_run([str(run_file), *flags])
+
+
+def test_flags_do_not_hide_an_inner_section_that_is_none(run_file: Path) -> None:
+    run_file.write_text("model: {name: x, lora: [8]}\ndata: {train: x}\n")
+    for flags in ([], ["--model.lora.rank=4"]):
+        with pytest.raises(ConfigError, match=r"model\.lora = \[8\]"):
+            parse_run([str(run_file), *flags])
+
+
+def test_an_empty_section_is_one_without_keys(run_file: Path) -> None:
+    run_file.write_text("model: {name: x}\ndata: {train: x}\ntrain:\n")
+    assert load_run(run_file).train.steps == 100
+    assert parse_run([str(run_file), "--train.steps=1"]).train.steps == 1
+
+
+def test_settings_of_the_library_are_no_keys(run_file: Path) -> None:
+    for key in ("_cli_settings_source", "_cli_parse_args", "_env_file"):
+        run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{key}: [--train.steps=5]\n")
+        with pytest.raises(ConfigError, match=f"{key}, an unknown key"):
+            parse_run([str(run_file)])

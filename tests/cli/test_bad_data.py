@@ -79,6 +79,10 @@ BAD: dict[str, tuple[str, str | bytes | None, tuple[str, ...], str, str]] = {
     "no Parquet": ("a.parquet", b"junk", (), "a.parquet", "a.parquet"),
     ".json": ("a.json", "[]", (), "which may hold records", "a.json"),
     "format": ("a.txt", "text", ("--data.format=chat",), "a record with text", "a.txt"),
+    "a batch above the data": (
+        "a.jsonl", lines(TEXT, TEXT), ("--train.sequences_per_step=1000000",),
+        "sequences_per_step = 1,000,000", "train.sequences_per_step",
+    ),
     "held-out data": ("a.jsonl", lines(TEXT), ("--data.eval=nowhere",), "nowhere", "data.eval"),
     "cache": ("a.txt", "abc", ("--data.cache_dir=/dev/null",), "Not a directory", "cache_dir"),
     "no tokenizer": ("a.txt", "abc", ("--model.name=bare",), "without a tokenizer", "model.name"),
@@ -101,6 +105,7 @@ def test_bad_data_is_told_in_four_parts(
     arguments = [
         "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
         f"--data.train={data}", "--data.max_seq_len=64", "--train.steps=1",
+        "--train.sequences_per_step=1",
         f"--data.cache_dir={tmp_path / 'cache'}", f"--out={tmp_path / 'run'}", *flags,
     ]  # fmt: skip
     assert main(arguments) == 2
@@ -116,15 +121,17 @@ def test_bad_data_is_told_in_four_parts(
 
 def test_what_was_too_long_is_reported(folder: Path, tmp_path: Path, capsys: Any) -> None:
     data = tmp_path / "a.jsonl"
-    data.write_text(lines(TEXT, {"text": "x" * 70}, {"text": "y" * 90}))
+    data.write_text(lines(TEXT, TEXT, TEXT, {"text": "x" * 70}, {"text": "y" * 90}))
     run: Callable[[str], int] = lambda mode: main(  # noqa: E731
         [
             "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
             f"--data.train={data}", "--data.max_seq_len=64", f"--data.too_long={mode}",
-            "--train.steps=1", f"--out={tmp_path / mode}",
+            "--train.steps=1", "--train.sequences_per_step=2", f"--out={tmp_path / mode}",
         ]
     )  # fmt: skip
     assert run("truncate") == 0
-    assert "above 64: 2 truncated, 0 dropped" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "above 64: 2 truncated, 0 dropped" in said
+    assert "data.train: 5 sequences per epoch in 3 batches of 2, the last one of 1\n" in said
     assert run("drop") == 0
     assert "above 64: 0 truncated, 2 dropped" in capsys.readouterr().out

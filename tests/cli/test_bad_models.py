@@ -40,7 +40,8 @@ def train(folder: Path, *flags: str) -> int:
         [
             "train", f"--model.name={folder}", "--model.init=random", "--model.dtype=float32",
             f"--data.train={home / 'data.jsonl'}", "--data.max_seq_len=64", "--train.steps=1",
-            f"--data.cache_dir={home / 'cache'}", f"--out={home / 'run'}", *flags,
+            f"--data.cache_dir={home / 'cache'}", f"--out={home / 'run'}",
+            "--train.sequences_per_step=1", *flags,
         ]
     )  # fmt: skip
 

@@ -216,3 +216,13 @@ def test_the_folder_is_the_given_one_or_the_users(monkeypatch: pytest.MonkeyPatc
     assert cache.cache_folder(None) == Path("/somewhere/furlong")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.cache_folder(None) == Path.home() / ".cache" / "furlong"
+
+
+@pytest.mark.parametrize("given", [None, "~nobody-of-that-name/cache", "/proc/nope/cache"])
+def test_a_folder_that_cannot_be_made_is_told(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/nope")
+    with pytest.raises(ConfigError, match=r"(cannot be created|no home)[\s\S]*set data\.cache_dir"):
+        write_entry(cache.cache_folder(given), "key", [], {})

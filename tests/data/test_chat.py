@@ -107,7 +107,10 @@ def test_a_conversation_that_ends_with_its_first_answer_can_be_masked() -> None:
     [
         (ALTERNATING, [SYSTEM, *TURNS], "up to message 5: roles must alternate"),
         ("{{ messages[0].name.first }}", TURNS, "up to message 4"),
-        ("{% for m in messages %}", TURNS, "up to message 4"),
+        ("{% for m in messages %}", TURNS, "up to message 4: TemplateSyntaxError: "),
+        ("{{ 1/0 }}", TURNS, "up to message 4: ZeroDivisionError: division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TURNS, "RecursionError: "),
+        ("{{ range(10**9) | list }}", TURNS, "OverflowError: Range too big"),
     ],
 )
 def test_a_conversation_that_the_template_refuses_is_told(

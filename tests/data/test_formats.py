@@ -9,6 +9,7 @@ import pytest
 
 from furlong.data import formats
 from furlong.data.formats import (
+    check_endings,
     check_fields,
     decide_format,
     messages_of,
@@ -20,7 +21,6 @@ from furlong.data.records import Record
 from furlong.data.sources import SourceFile
 from furlong.errors import DataError
 
-LINES = SourceFile(Path("a.jsonl"), "json lines")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -49,15 +49,15 @@ def refused(call: Any, *arguments: Any) -> DataError:
 )  # fmt: skip
 def test_auto_goes_by_the_fields(fields: tuple[str, ...], format: Any, unused: list[str]) -> None:
     given = dict.fromkeys(fields, "x")
-    assert decide_format(record(**given), LINES) == format
+    assert decide_format(record(**given)) == format
     assert unused_fields(given, format) == unused
 
 
 def test_auto_needs_a_shape() -> None:
-    error = refused(decide_format, record(content="x", prompt="y", text=None), LINES)
-    assert error.given == "a record with prompt, text, content"
+    error = refused(decide_format, record(content="x", prompt="y", text=None))
+    assert error.given == "a record with prompt, text (null), content"
     assert error.required == "the fields input_ids or messages or prompt + completion or text"
-    assert refused(decide_format, record(), LINES).given == "a record with no field"
+    assert refused(decide_format, record()).given == "a record with no field"
 
 
 def test_a_record_must_have_the_fields_of_its_shape() -> None:
@@ -68,15 +68,22 @@ def test_a_record_must_have_the_fields_of_its_shape() -> None:
     assert error.required == "the fields prompt + completion"
 
 
-def test_a_json_file_is_not_taken_for_a_text() -> None:
-    file = SourceFile(Path("a.json"), "text")
-    assert "convert it" in refused(decide_format, record(text="[]"), file).change
-    assert decide_format(record(text="[]"), SourceFile(Path("a.json"), "text", False)) == "text"
+@pytest.mark.parametrize("ending", [".json", ".csv", ".TSV"])
+def test_what_may_hold_records_is_not_taken_for_a_text(ending: str) -> None:
+    file, other = SourceFile(Path(f"a{ending}"), "text"), SourceFile(Path("c.md"), "text", False)
+    found = SourceFile(Path(f"b{ending}"), "text", False)
+    for files in ([file], [found, found]):
+        with pytest.raises(DataError) as caught:
+            check_endings(files)
+        assert f"a {ending.lower()} file" in caught.value.given
+        assert "convert it" in caught.value.change
+    check_endings([found, other])
 
 
 def test_a_text_is_a_string_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_of(record(text="x")) == "x"
     assert refused(text_of, record(text=5)).given == "text that is of type int"
+    assert refused(text_of, record(prompt=None), "prompt").given == "prompt that is null"
     error = refused(text_of, record(prompt=[USER]), "prompt")
     assert "conversations go into messages" in error.change
     monkeypatch.setattr(formats, "MAX_TEXT_BYTES", 3)
@@ -108,6 +115,9 @@ def test_turns_lose_fields_without_a_value() -> None:
         ([{}], "message 1 with no field"),
         ([{"role": "user"}], "message 1 whose content is missing"),
         ([{"role": "user", "content": 5}], "message 1 whose content is of type int"),
+        ([{"role": "user", "content": None}], "message 1 whose content is null"),
+        ([{"role": None, "content": "x"}], "message 1 whose role is null"),
+        (None, "messages that are null"),
         ([USER, {"role": "bot", "content": "x"}], "message 2 of role 'bot'"),
     ],
 )
@@ -133,6 +143,7 @@ def test_tokens_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "given"),
     [
+        ({"input_ids": None}, "input_ids that are null"),
         ({"input_ids": "3 1"}, "input_ids that are of type str"),
         ({"input_ids": [3, 1.5]}, "input_ids that are a list of float and int"),
         ({"input_ids": [[3, 1]]}, "input_ids that are a list of list"),

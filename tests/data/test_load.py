@@ -255,3 +255,101 @@ def test_sequences_are_read_from_disk_and_fit_torch(tmp_path: Path, texts: Path)
     assert isinstance(data.parts[0].entry.input_ids.base, np.memmap)
     assert type(sequence.input_ids) is np.ndarray
     assert not sequence.input_ids.flags.owndata
+
+
+def test_what_is_behind_links_is_read_and_what_is_no_file_is_said(tmp_path: Path) -> None:
+    folder, real = tmp_path / "texts", tmp_path / "real"
+    folder.mkdir(), real.mkdir()
+    (real / "x.txt").write_text("a b c")
+    (folder / "z.txt").write_text("a b")
+    (folder / "a").symlink_to("../real")
+    (folder / "gone").symlink_to("nowhere")
+    data = load(tmp_path, folder)
+    assert [Path(s.origin).relative_to(folder).as_posix() for s in data] == ["a/x.txt", "z.txt"]
+    line = f"data.train: {folder}: links that lead nowhere: 1 left out (gone)"
+    assert data.describe()[1] == line
+    assert load(tmp_path, folder).describe()[1] == line  # from the cache as well
+    before = data.fingerprint
+    (real / "x.txt").write_text("c c c")
+    assert load(tmp_path, folder).fingerprint != before
+
+
+def test_a_file_of_two_sources_is_refused(tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(texts)
+    for other in (texts, tmp_path / "link.jsonl", tmp_path / "." / "texts.jsonl"):
+        with pytest.raises(DataError, match=r"which two sources name[\s\S]*weight: 2"):
+            load(tmp_path, texts, other)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    texts.rename(folder / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl, which two sources name"):
+        load(tmp_path, folder, folder / "a.jsonl")
+
+
+def test_a_file_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"/proc/self/mem: Input/output error"):
+        load(tmp_path, Path("/proc/self/mem"))
+
+
+def test_a_file_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    import os
+
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (folder / "a\x1b[31m.txt").write_text("a b")
+    (folder / os.fsdecode(b"\xfe")).symlink_to("nowhere")
+    data = load(tmp_path, folder)
+    for text in (*data.describe(), data[0].origin):
+        text.encode("utf-8")
+        assert text.isprintable()
+
+
+@pytest.mark.parametrize("record", [{"text": " "}, {"messages": []}, {"input_ids": []}])
+def test_blank_records_alone_are_told(tmp_path: Path, record: dict[str, Any]) -> None:
+    file = write_lines(tmp_path / "a.jsonl", *[record] * 3)
+    with pytest.raises(DataError, match="3 records, all of them blank"):
+        load(tmp_path, file, tokenizer=byte_tokenizer())
+
+
+def test_a_null_is_named_whatever_it_stands_in(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", {"text": None, "id": 1})
+    with pytest.raises(DataError, match=r"a record with text \(null\), id"):
+        load(tmp_path, file)
+    table = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a b", None]}), table)
+    with pytest.raises(DataError, match=r"text that is null[\s\S]*row 2"):
+        load(tmp_path, table)
+
+
+def test_a_table_is_no_text_even_if_the_same_text_is_cached(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.csv"):
+        (tmp_path / name).write_text("a b")
+    load(tmp_path, tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a \.csv file"):
+        load(tmp_path, tmp_path / "a.csv")
+    assert len(load(tmp_path, tmp_path / "a.csv", format="text")) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.zst", "a.parquet.gz"])
+def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).write_bytes(b"\x1f\x8b\x08\0\0\xfe\xff")
+    with pytest.raises(DataError, match=r"a compressed file[\s\S]*not compressed"):
+        load(tmp_path, folder / name)
+    with pytest.raises(DataError, match=r"1 files without a record, 1 of them binary"):
+        load(tmp_path, folder)
+
+
+def test_a_column_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"the column text is there twice"):
+        load(tmp_path, tmp_path / "a.parquet")
+
+
+def test_a_key_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "a b", "text": "c"}\n')
+    with pytest.raises(DataError, match=r"the key text is there twice[\s\S]*a\.jsonl:2"):
+        load(tmp_path, file)

@@ -16,11 +16,12 @@ from furlong.data.loader import (
     LoaderState,
     Mixture,
     batches_per_epoch,
+    describe_batches,
     in_order,
     iterate_batches,
 )
 from furlong.data.tokenize import Sequence
-from furlong.errors import DataError
+from furlong.errors import ConfigError, DataError
 
 SEQUENCES = [
     Sequence(i, f"file:{i}", np.full(i + 1, i, np.int32), np.full(i + 1, i, np.int32))
@@ -152,3 +153,23 @@ def test_in_order_is_one_pass() -> None:
     assert [[s.seq_id for s in b.sequences] for b in batches] == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_draws", "per_step", "told"),
+    [
+        (12, 8, "12 sequences per epoch in 2 batches of 8, the last one of 4"),
+        (12, 6, "12 sequences per epoch in 2 batches of 6"),
+        (12, 12, "12 sequences per epoch in 1 batch of 12"),
+        (10_000, 32, "10,000 sequences per epoch in 313 batches of 32, the last one of 16"),
+    ],
+)
+def test_the_sizes_of_batches_are_said(num_draws: int, per_step: int, told: str) -> None:
+    assert describe_batches(num_draws, per_step) == told
+    sizes = {len(batch.sequences) for batch in in_order(range(num_draws), per_step)}  # type: ignore[arg-type]
+    assert sizes == {per_step, num_draws % per_step or per_step}
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"= 1,000[\s\S]*at most 12, the training sequences"):
+        describe_batches(12, 1000)

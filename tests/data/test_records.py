@@ -21,7 +21,7 @@ datasets.disable_progress_bars()
 
 def read(path: Path, left_out: Counter[str] | None = None) -> list[Record]:
     counted: Counter[str] = Counter() if left_out is None else left_out
-    return list(read_records(list_files(Source(str(path))), counted))
+    return list(read_records(list_files(Source(str(path))).files, counted))
 
 
 def found(path: Path) -> list[tuple[dict[str, Any], str]]:
@@ -141,8 +141,8 @@ def test_rows_of_parquet_are_records(tmp_path: Path) -> None:
     columns = {"text": ["one", None], "labels": [None, [1, 2]], "image": [b"x", b"y"]}
     pq.write_table(pa.table(columns), file)
     assert found(file) == [
-        ({"text": "one", "image": None}, "we*[i]rd?.parquet, row 1"),
-        ({"labels": [1, 2], "image": None}, "we*[i]rd?.parquet, row 2"),
+        ({"text": "one", "labels": None, "image": None}, "we*[i]rd?.parquet, row 1"),
+        ({"text": None, "labels": [1, 2], "image": None}, "we*[i]rd?.parquet, row 2"),
     ]
     pq.write_table(pa.table({"id": [1]}), file)
     assert [fields for fields, _ in found(file)] == [{"id": None}]

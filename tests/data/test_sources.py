@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,12 @@ from furlong.errors import DataError
 
 
 def names(folder: Path, split: str | None = None) -> list[tuple[str, str]]:
-    files = list_files(Source(str(folder), split=split))
+    files = list_files(Source(str(folder), split=split)).files
     return [(str(file.path.relative_to(folder)), file.kind) for file in files]
+
+
+def left_out(folder: Path) -> list[str]:
+    return list_files(Source(str(folder))).left_out
 
 
 def write(folder: Path, *files: str) -> None:
@@ -35,7 +41,7 @@ def test_a_folder_of_texts_is_sorted_and_hidden_files_are_left_out(tmp_path: Pat
 )  # fmt: skip
 def test_the_ending_tells_the_kind(tmp_path: Path, name: str, kind: str) -> None:
     write(tmp_path, name)
-    (file,) = list_files(Source(str(tmp_path / name)))
+    (file,) = list_files(Source(str(tmp_path / name))).files
     assert (file.kind, file.named, file.parts) == (kind, True, (tmp_path / name,))
 
 
@@ -80,11 +86,14 @@ def test_a_folder_of_datasets_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, "train/state.json", "train/dataset_info.json", "train/data-0.arrow")
     write(tmp_path, "test/state.json", "test/dataset_info.json", "test/data-0.arrow")
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    (file,) = list_files(Source(str(tmp_path / "train")))
+    (file,) = list_files(Source(str(tmp_path / "train"))).files
     assert (file.kind, len(file.parts)) == ("dataset", 3)
-    assert list_files(Source(str(tmp_path), split="train")) == (file,)
+    assert list_files(Source(str(tmp_path), split="train")).files == (file,)
     with pytest.raises(DataError, match="which holds train, test"):
         list_files(Source(str(tmp_path)))
+    write(tmp_path / "else", "state.json", "dataset_info.json")
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "train/../else"]}))
+    assert list_files(Source(str(tmp_path))).files == (file,)
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match="no list of splits"):
         list_files(Source(str(tmp_path)))
@@ -100,3 +109,106 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         list_files(Source(str(tmp_path / "a.txt"), split="train"))
     with pytest.raises(DataError, match="which holds no splits"):
         list_files(Source(str(tmp_path), split="train"))
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, "real/deep/x.txt", "single.txt", "lk/z.txt")
+    (tmp_path / "lk" / "a").symlink_to("../real")
+    (tmp_path / "lk" / "b.txt").symlink_to("../single.txt")
+    assert names(tmp_path / "lk") == [
+        ("a/deep/x.txt", "text"), ("b.txt", "text"), ("z.txt", "text"),
+    ]  # fmt: skip
+    (tmp_path / "named").symlink_to("lk")
+    assert len(names(tmp_path / "named")) == 3
+    assert left_out(tmp_path / "named") == []
+
+
+def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path: Path) -> None:
+    write(tmp_path, "top/x.txt", "top/z/y.txt", "far/w.txt")
+    (tmp_path / "top" / "a").symlink_to("z")
+    (tmp_path / "top" / "z" / "up").symlink_to("..")
+    (tmp_path / "top" / "b").symlink_to("../far")
+    (tmp_path / "top" / "c").symlink_to("../far")
+    (tmp_path / "far" / "self").symlink_to(".")
+    assert [name for name, _ in names(tmp_path / "top")] == ["b/w.txt", "x.txt", "z/y.txt"]
+    assert left_out(tmp_path / "top") == [
+        "links to folders above it or read already: 4 left out (a, b/self, c and 1 more)"
+    ]
+
+
+def test_many_links_to_each_other_are_no_endless_walk(tmp_path: Path) -> None:
+    for number in range(12):
+        write(tmp_path, f"{number}/x.txt")
+        for other in range(12):
+            (tmp_path / str(number) / f"to{other}").symlink_to(f"../{other}")
+    assert len(names(tmp_path)) == 12
+    assert left_out(tmp_path)[0].startswith("links to folders above it or read already: 144 left")
+
+
+def test_what_is_no_file_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, "x.txt")
+    for name in "abcd":
+        (tmp_path / name).symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "through").symlink_to("x.txt/y")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind("socket")
+    assert names(tmp_path) == [("x.txt", "text")]
+    assert left_out(tmp_path) == [
+        "links that lead nowhere: 6 left out (a, b, c and 3 more)",
+        "pipes, sockets or devices: 2 left out (pipe, socket)",
+    ]
+    (tmp_path / "x.txt").unlink()
+    with pytest.raises(DataError, match="without files; links that lead nowhere: 6 left out"):
+        names(tmp_path)
+
+
+def test_a_link_loop_alone_is_a_folder_without_files(tmp_path: Path) -> None:
+    (tmp_path / "up").symlink_to(tmp_path)
+    with pytest.raises(
+        DataError, match="without files; links to folders above it or read already: 1 left"
+    ):
+        names(tmp_path)
+
+
+def test_a_missing_file_of_records_is_an_error(tmp_path: Path) -> None:
+    """A link into a store from which a part is missing, as an interrupted download leaves it."""
+    write(tmp_path, "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("store/b")
+    with pytest.raises(DataError, match=r"b\.jsonl: a link that leads nowhere[\s\S]*data\.train"):
+        names(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "a.txt", "locked/b.txt")
+    scandir = os.scandir
+
+    def refuse(path: str | Path) -> object:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    # A superuser may read every folder, whatever its mode.
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"locked: Permission denied[\s\S]*data\.eval"):
+        list_files(Source(str(tmp_path)), "data.eval")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("", "an empty path"),
+        ("a\0b", "no such file or folder"),
+        ("a" * 300, "File name too long"),
+        ("~nobody-of-that-name/x", "home"),
+    ],
+)
+def test_an_odd_path_is_told(path: str, told: str) -> None:
+    with pytest.raises(DataError, match=told) as caught:
+        list_files(Source(path))
+    assert caught.value.source == "data.train"
+    assert "\0" not in str(caught.value)

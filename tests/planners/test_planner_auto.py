@@ -144,3 +144,16 @@ def test_a_gpu_takes_larger_chunks_than_a_cpu():
         for model in (H100, CPU)
     ]
     assert sizes[0] > sizes[1]
+
+
+@pytest.mark.parametrize(("seq_len", "most"), [(100, 1024), (40_000, 104), (200_000, 32)])
+def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_len, most):
+    drawn = []
+
+    def see(problem, methods):
+        drawn.append(len(problem.seq_lens))
+        raise ConfigError(given="", required="", source="", change="")
+
+    monkeypatch.setattr("furlong.planners.auto.search", see)
+    choose(lengths=count_lengths([seq_len] * 2000), sequences_per_step=10**12)
+    assert drawn == [most]

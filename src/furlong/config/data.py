@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,10 +13,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveInt,
     ValidationError,
 )
 from pydantic_core import PydanticCustomError
+
+from furlong.config.numbers import Number, Positive
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -27,7 +29,7 @@ class SourceConfig(BaseModel):
 
     path: str = Field(min_length=1)
     """File or folder."""
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    weight: Number = Field(default=1.0, gt=0, le=1000)
     """Sequences that an epoch draws from it, relative to those that it has."""
     split: str | None = None
     """Which split of a folder that holds several."""
@@ -40,20 +42,24 @@ def _listed(value: object) -> object:
 def _read_source(value: object) -> object:
     """One message about a source, where pydantic would have one per kind that it could be."""
     try:
-        return value if isinstance(value, str) else SourceConfig.model_validate(value)
+        if isinstance(value, str) and value:
+            return value
+        return SourceConfig.model_validate({"path": value} if value == "" else value)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         match first["type"]:
             case "extra_forbidden":
-                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.5)
+                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.75)
                 reason = f"{key} is none of them" + (f", did you mean {close[0]}?" if close else "")
             case "missing":
                 reason = f"{key} is missing"
+            case _ if isinstance(value, int | float) and not isinstance(value, bool):
+                reason = f"this is a number; as a path it is ./{value}"
             case _ if not key:
                 reason = f"this is of type {type(value).__name__}"
             case _:
-                reason = f"{key} {first['msg'].replace('Input should', 'should')}"
+                reason = f"{key} {re.sub('^(Input|String) should', 'should', first['msg'])}"
         raise PydanticCustomError(
             "source",
             "paths, or mappings of path, weight and split: {reason}",
@@ -93,7 +99,7 @@ class DataConfig(BaseModel):
     format: Literal["auto", "text", "chat", "completion", "tokens"] = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
     or input_ids."""
-    max_seq_len: PositiveInt = 131072
+    max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """What happens to a sequence above max_seq_len."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
+
+from furlong.config.numbers import Number, Positive
 
 
 class RopeConfig(BaseModel):
@@ -17,29 +19,29 @@ class RopeConfig(BaseModel):
 
     rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"]
     """default changes rope_theta only; which keys a type needs, transformers says."""
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    rope_theta: Annotated[Number, Field(gt=0)] | None = None
     """Base; null keeps the model's."""
-    factor: Annotated[float, Field(ge=1)] | None = None
+    factor: Annotated[Number, Field(ge=1)] | None = None
     """How many times as many positions."""
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: Positive | None = None
     """Positions before any scaling; null takes the model's."""
-    attention_factor: float | None = None
+    attention_factor: Number | None = None
     """yarn, longrope: scale of the attention; null infers it."""
-    beta_fast: float | None = None
+    beta_fast: Number | None = None
     """yarn: rotations above which nothing is interpolated."""
-    beta_slow: float | None = None
+    beta_slow: Number | None = None
     """yarn: rotations below which all is interpolated."""
-    mscale: float | None = None
+    mscale: Number | None = None
     """yarn: scale of the attention factor."""
-    mscale_all_dim: float | None = None
+    mscale_all_dim: Number | None = None
     """yarn: scale of its divisor."""
     truncate: bool | None = None
     """yarn: whether the range between the betas is rounded to whole dimensions."""
-    low_freq_factor: float | None = None
+    low_freq_factor: Number | None = None
     """llama3: below it all is interpolated."""
-    high_freq_factor: float | None = None
+    high_freq_factor: Number | None = None
     """llama3: above it nothing is."""
-    short_factor: tuple[float, ...] | None = None
+    short_factor: tuple[Number, ...] | None = None
     """longrope: one factor per frequency, for runs within the original length."""
-    long_factor: tuple[float, ...] | None = None
+    long_factor: tuple[Number, ...] | None = None
     """longrope: the same beyond it; data.max_seq_len decides, once for the run."""

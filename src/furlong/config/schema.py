@@ -1,7 +1,7 @@
 """The one schema of a run: it serves the run file, the flags, `--help` and Python.
 
-Numbers are lax, since YAML reads `1e-5` as text. A key that only a later release carries out
-accepts nothing but the value that means "off".
+Numbers may be given as text, as flags are (see `numbers`). A key that only a later release carries
+out accepts nothing but the value that means "off".
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveInt,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -23,8 +22,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
+from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
 from furlong.config.rope import RopeConfig
-from furlong.units import parse_bytes
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -42,15 +41,11 @@ def _only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _read_amount(value: object) -> object:
-    return value if value == "auto" or value is None else parse_bytes(str(value))
-
-
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Amount = Annotated[int | Literal["auto"], BeforeValidator(_read_amount)]
+Amount = AmountBytes | Literal["auto"]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
@@ -59,11 +54,11 @@ class LoraConfig(BaseModel):
 
     model_config = _SECTION
 
-    rank: PositiveInt = 8
+    rank: Positive = 8
     """Rank of the adapters."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Number = Field(default=16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
     target_modules: Literal["all-linear"] | Names = "all-linear"
     """all-linear (every linear layer but the head) or the names of the modules."""
@@ -91,9 +86,9 @@ class ChunksConfig(BaseModel):
 
     model_config = _SECTION
 
-    size: PositiveInt | Literal["auto"] = "auto"
+    size: Positive | Literal["auto"] = "auto"
     """Most tokens in a chunk."""
-    num_retained: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    num_retained: Natural | Literal["auto"] = "auto"
     """How many last chunks of a sequence keep their whole graph."""
     keep: Literal["auto", "input", "kv", "attention", "all"] = "auto"
     """What the other chunks keep between forward and backward."""
@@ -102,9 +97,9 @@ class ChunksConfig(BaseModel):
     order: Annotated[Literal["auto", "chunk-first", "layer-first"],
                      _only("auto", "chunk-first")] = "auto"  # fmt: skip
     """Order of the walk."""
-    stage_layers: Annotated[PositiveInt | Literal["auto"], _only("auto")] = "auto"
+    stage_layers: Annotated[Positive | Literal["auto"], _only("auto")] = "auto"
     """Layers of a stage."""
-    sample: Annotated[float | None, _only(None)] = None
+    sample: Annotated[Number | None, _only(None)] = None
     """Share of the chunks that are backpropagated; null = all, exactly."""
 
 
@@ -129,11 +124,11 @@ class ParallelConfig(BaseModel):
 
     model_config = _SECTION
 
-    dp: Annotated[PositiveInt | Literal["auto"], _only("auto", 1)] = "auto"
+    dp: Annotated[Positive | Literal["auto"], _only("auto", 1)] = "auto"
     """Data parallel ranks."""
-    sp: Annotated[PositiveInt, _only(1)] = 1
+    sp: Annotated[Positive, _only(1)] = 1
     """Ranks that share a sequence."""
-    pp: Annotated[PositiveInt, _only(1)] = 1
+    pp: Annotated[Positive, _only(1)] = 1
     """Pipeline stages."""
 
 
@@ -142,36 +137,36 @@ class TrainConfig(BaseModel):
 
     model_config = _SECTION
 
-    steps: PositiveInt | None = 100
+    steps: Positive | None = 100
     """Optimizer steps; null leaves it to epochs."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     """Passes over the training data, instead of steps."""
-    sequences_per_step: PositiveInt = 32
+    sequences_per_step: Positive = 32
     """Sequences in a global batch."""
-    lr: float = Field(default=2.0e-5, gt=0)
+    lr: Number = Field(default=2.0e-5, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
         0.9,
         0.95,
     )
     """AdamW's two decay rates."""
-    eps: float = Field(default=1.0e-8, gt=0)
+    eps: Number = Field(default=1.0e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Decay of trained weights with two or more axes; norms and biases never decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """What the learning rate does after warm-up."""
-    warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    warmup_ratio: Number = Field(default=0.03, ge=0, le=1)
     """Share of the steps in which the learning rate rises to lr."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm; null leaves them."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    seed: Whole = Field(default=0, ge=0, lt=2**32)
     """Seed of the data's order, of random weights and of dropout."""
-    save_every_steps: Annotated[int, Field(ge=0)] = 50
+    save_every_steps: Natural = 50
     """Steps between checkpoints, also one after the last step; 0 = none at all."""
-    eval_every_steps: Annotated[int, Field(ge=0)] = 50
+    eval_every_steps: Natural = 50
     """Steps between evaluations; 0 = before the first and after the last step only."""
-    eval_train_share: float = Field(default=0.0, ge=0, le=1)
+    eval_train_share: Number = Field(default=0.0, ge=0, le=1)
     """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
 
     @model_validator(mode="before")

@@ -13,6 +13,7 @@ wrote. What does not fit its manifest is written anew. Nothing is ever unpickled
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from furlong.errors import ConfigError
 
 VERSION = 1
 
+_SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _PARTIAL = ".partial"
 _STALE_S = 24 * 3600.0
 # A file written so shortly before it was read could be written again within the clock's tick.
@@ -66,10 +68,19 @@ class Entry:
 
 
 def cache_folder(given: str | None) -> Path:
-    """`data.cache_dir`, or furlong's folder in the user's cache directory."""
-    if given is not None:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "furlong"
+    """`data.cache_dir`, or furlong's folder in the user's cache directory. Raises ConfigError."""
+    try:
+        if given is not None:
+            return Path(given).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(base).expanduser() / "furlong"
+    except RuntimeError as error:
+        raise ConfigError(
+            given=f"no home directory: {error}",
+            required="a folder for tokenized data",
+            source=_SOURCE,
+            change="set data.cache_dir, or HOME",
+        ) from error
 
 
 def read_entry(folder: Path, key: str) -> Entry | None:
@@ -202,11 +213,16 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason, change = error.strerror or str(error), "make space there"
+        if not os.path.isdir(folder):
+            reason, change = f"cannot be created: {reason}", "make it possible to create it"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            change = "check its permissions"
         raise ConfigError(
-            given=f"{folder}: {error.strerror or error}",
+            given=f"{folder}: {reason}",
             required="a folder with space for 4 to 8 bytes per token",
-            source="data.cache_dir, by default furlong in the user's cache directory",
-            change="make space there, or set data.cache_dir to another folder",
+            source=_SOURCE,
+            change=f"{change}, or set data.cache_dir to another folder",
         ) from error
 
 
@@ -244,9 +260,13 @@ def _status(file: Path) -> list[Any]:
 
 def _content(file: Path) -> str:
     checksum = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while piece := opened.read(_READ_BYTES):
-            checksum.update(piece)
+    try:
+        with file.open("rb") as opened:
+            while piece := opened.read(_READ_BYTES):
+                checksum.update(piece)
+    except OSError as error:
+        # Only opening names the file.
+        raise OSError(error.errno, error.strerror, str(file)) from error
     return checksum.hexdigest()
 
 

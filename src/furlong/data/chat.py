@@ -9,15 +9,17 @@ reasoning of earlier answers.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.data.formats import messages_of
+from furlong.data.formats import check_size, messages_of
 from furlong.data.records import Record
 from furlong.errors import ConfigError, DataError
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN_CHARS = 24
+_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,20 @@ class Rendered:
     ranges: tuple[tuple[int, int], ...]
 
 
-def render_conversation(record: Record, tokenizer: Any) -> Rendered | None:
+def render_conversation(
+    record: Record, tokenizer: Any, before: Callable[[], object] = lambda: None
+) -> Rendered | None:
     """A record of messages as the model reads it; None if it has no message.
 
-    Raises DataError for a record or a template that cannot be rendered or masked, and ConfigError
-    for a tokenizer without a template.
+    `before` is called whenever the template is about to run. Raises DataError for a record or a
+    template that cannot be rendered or masked, and ConfigError for a tokenizer without a template.
     """
     tools = _tools_of(record)
     template = _template_of(tokenizer, tools)
     turns = messages_of(record, template)
     if not turns:
         return None
-    conversation = _Conversation(record, tokenizer, template, tools, turns)
+    conversation = _Conversation(record, tokenizer, template, tools, turns, before)
     if _TAG.search(template):
         return conversation.by_tags()
     return conversation.by_prefixes()
@@ -52,6 +56,7 @@ class _Conversation:
     template: str
     tools: list[dict[str, Any]] | None
     turns: list[dict[str, Any]]
+    before: Callable[[], object]
 
     def by_tags(self) -> Rendered:
         text, ranges = self._render(len(self.turns), tags=True)
@@ -86,9 +91,9 @@ class _Conversation:
         self, num_turns: int, *, prompt: bool = False, tags: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The first turns as text, and the ranges between tags."""
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        self.before()
         try:
             texts, ranges = render_jinja_template(
                 conversations=[self.turns[:num_turns]],
@@ -98,17 +103,20 @@ class _Conversation:
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program of someone else's
             part = "the prompt for" if prompt else "the conversation up to"
             number = num_turns + 1 if prompt else num_turns
-            raise self._fails(f"{part} message {number}: {error}") from error
+            raise self._fails(f"{part} message {number}: {_reason(error)}") from error
+        check_size(
+            self.record, f"a text by the chat template of {self.tokenizer.name_or_path}", texts[0]
+        )
         return texts[0], ranges[0] if tags else []
 
     def _fails(self, reason: str) -> DataError:
         return DataError(
-            given=f"a conversation that the chat template refuses, {reason}",
-            required="messages in the order that the template of"
-            f" {self.tokenizer.name_or_path} expects",
+            given="a conversation that the chat template of"
+            f" {self.tokenizer.name_or_path} refuses, {reason}",
+            required="messages in the order that the template expects",
             source=self.record.origin,
             change="mend or remove the record, or change the tokenizer's chat template",
         )
@@ -148,6 +156,14 @@ def _tools_of(record: Record) -> list[dict[str, Any]] | None:
             change="write tools as objects, not as text",
         )
     return tools
+
+
+def _reason(error: Exception) -> str:
+    """What a template raised on purpose in its own words, else what kind of error it is too."""
+    if isinstance(error, MemoryError):
+        return "MemoryError: it takes more memory than a template may"
+    text = " ".join(str(error).split())[:_REASON_CHARS]
+    return text if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {text}"
 
 
 def _difference(part: str, whole: str) -> str:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
-from furlong.data.sources import Source, SourceFile
+from furlong.data.records import BLANK
+from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
 from furlong.units import format_count, format_seconds
@@ -27,24 +28,25 @@ class TokenizedSource:
     """A source and its entry in the cache."""
 
     source: Source
-    files: tuple[SourceFile, ...]
+    listing: Listing
     entry: cache.Entry
     tokenized_s: float | None
     """Seconds that tokenizing took; None if the entry was there."""
 
     def origin(self, row: int) -> str:
         _, file, line, _ = self.entry.index[row]
-        return self.files[int(file)].origin(int(line))
+        return self.listing.files[int(file)].origin(int(line))
 
     def describe(self) -> str:
         """What `format: auto` found, and what was left out: one line."""
         notes = self.entry.notes
-        line = f"{self.source.path}: {len(self.entry.index):,} sequences, format {notes['format']}"
+        path = printable(self.source.path)
+        line = f"{path}: {len(self.entry.index):,} sequences, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
         if notes["unused"]:
-            listed = ", ".join(notes["unused"][:_MAX_LISTED])
+            listed = ", ".join(map(printable, notes["unused"][:_MAX_LISTED]))
             line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
         for what, number in notes["left_out"].items():
             line += f", {number:,} {what} {'replaced' if 'bytes' in what else 'left out'}"
@@ -156,6 +158,8 @@ class DataSet(Items[Sequence]):
             weight = part.source.weight
             drawn = f", weight {weight:g}: {draws:,} an epoch" if weight != 1 else ""
             lines.append(f"{self._key}: {part.describe()}{drawn}")
+            path = printable(part.source.path)
+            lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
             f"{self._key}: {len(self):,} sequences, {format_count(self.num_tokens)} tokens,"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
@@ -196,9 +200,18 @@ class DataSet(Items[Sequence]):
         )
 
     def _nothing_to_learn(self) -> DataError:
+        num_blank = sum(part.entry.notes["left_out"].get(BLANK, 0) for part in self.parts)
+        if not len(self) and not self.num_dropped:
+            return DataError(
+                given=f"{num_blank:,} records, all of them blank",
+                required="at least one with text, messages or tokens",
+                source=self._key,
+                change="check that the right files are named, and what their first records hold",
+            )
         return DataError(
             given=f"{len(self):,} sequences without a label"
-            + (f", {self.num_dropped:,} dropped" if self.num_dropped else ""),
+            + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
+            + (f", {num_blank:,} blank records left out" if num_blank else ""),
             required="at least one token that is to be predicted from one before it",
             source=self._key,
             change="add text or answers of the assistant, or raise data.max_seq_len",

@@ -12,13 +12,14 @@ holds for the whole source.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from furlong.data.records import FIELDS, MAX_TEXT_BYTES, Record, too_large
-from furlong.data.sources import SourceFile
+from furlong.data.sources import SourceFile, printable
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
@@ -37,19 +38,26 @@ OPTIONAL_FIELDS: dict[Format, tuple[str, ...]] = {
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
 
+_MAYBE_RECORDS = frozenset((".json", ".csv", ".tsv"))
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _INT32 = np.iinfo(np.int32)
 
 
-def decide_format(record: Record, file: SourceFile) -> Format:
-    """The shape of a source whose first record this is. Raises DataError."""
-    if file.kind == "text" and file.named and file.path.suffix.lower() == ".json":
+def check_endings(files: Items[SourceFile]) -> None:
+    """Raises DataError for a source of files that may be texts or hold records."""
+    ending = files[0].path.suffix.lower()
+    if {file.path.suffix.lower() for file in files} <= _MAYBE_RECORDS:
         raise DataError(
-            given=f"{file.path}: a .json file, which may hold records or be a text itself",
+            given=f"{files[0].origin(0)}: a {ending} file, which may hold records or be a text"
+            " itself",
             required="records as .jsonl (one JSON object in a line) or .parquet",
-            source=record.origin,
-            change="convert it, or set data.format: text to read the whole file as one text",
+            source=files[0].origin(0),
+            change="convert it, or set data.format: text to read every such file as one text",
         )
+
+
+def decide_format(record: Record) -> Format:
+    """The shape of a source whose first record this is. Raises DataError."""
     for format, needed in NEEDED_FIELDS.items():
         if all(record.fields.get(field) is not None for field in needed):
             return format
@@ -79,7 +87,7 @@ def text_of(record: Record, field: str = "text") -> str:
             source=record.origin,
             change=f"write {field} as a string{hint}",
         )
-    _check_size(record, field, text)
+    check_size(record, field, text)
     return text
 
 
@@ -96,6 +104,8 @@ def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
         turn = {name: value for name, value in given.items() if value is not None}
         role, content = turn.get("role"), turn.get("content")
         if not isinstance(role, str):
+            if "role" in given and role is None:
+                raise _bad_turn(record, f"message {number} whose role is null")
             raise _bad_turn(record, f"message {number} with {', '.join(turn) or 'no field'}")
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise DataError(
@@ -105,9 +115,10 @@ def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
                 change="rename the role; what the model is to learn is said by the assistant",
             )
         if not isinstance(content, str | list) and "tool_calls" not in turn:
-            raise _bad_turn(record, f"message {number} whose content is {_kind(content)}")
+            kind = _kind(content) if "content" in given else "missing"
+            raise _bad_turn(record, f"message {number} whose content is {kind}")
         turns.append(turn)
-    _check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
+    check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
     return turns
 
 
@@ -130,7 +141,8 @@ def tokens_of(record: Record) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int
     return ids, labels
 
 
-def _check_size(record: Record, field: str, *texts: str) -> None:
+def check_size(record: Record, field: str, *texts: str) -> None:
+    """Raises DataError for texts that are too large together."""
     # Counting bytes takes a copy; a character has at most four.
     if 4 * sum(map(len, texts)) > MAX_TEXT_BYTES:
         num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
@@ -161,7 +173,7 @@ def _is_flat(values: Any) -> bool:
 def _kind(value: Any) -> str:
     match value:
         case None:
-            return "missing"
+            return "null"
         case list():
             kinds = {type(item).__name__ for item in value}
             return f"a list of {' and '.join(sorted(kinds)) or 'nothing'}"
@@ -169,8 +181,12 @@ def _kind(value: Any) -> str:
 
 
 def _lacks(record: Record, required: str) -> DataError:
-    known = [field for field in record.fields if field in FIELDS]
-    others = [str(field) for field in record.fields if field not in FIELDS]
+    known = [
+        field if value is not None else f"{field} (null)"
+        for field, value in record.fields.items()
+        if field in FIELDS
+    ]
+    others = [printable(field) for field in record.fields if field not in FIELDS]
     return DataError(
         given=f"a record with {', '.join((known + others)[:12]) or 'no field'}",
         required=f"the field{'s' if ' ' in required else ''} {required}",

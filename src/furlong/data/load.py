@@ -12,9 +12,22 @@ from typing import Any, Literal
 
 from furlong.data import cache
 from furlong.data.dataset import DataSet, TokenizedSource, TooLong
-from furlong.data.formats import NEEDED_FIELDS, Format, decide_format, unused_fields
+from furlong.data.formats import (
+    NEEDED_FIELDS,
+    Format,
+    check_endings,
+    decide_format,
+    unused_fields,
+)
 from furlong.data.records import Record, read_records
-from furlong.data.sources import Source, SourceFile, list_files
+from furlong.data.sources import (
+    Listing,
+    Source,
+    SourceFile,
+    list_files,
+    printable,
+    unreadable,
+)
 from furlong.data.tokenize import Encoded, encode, fingerprint
 from furlong.errors import DataError
 
@@ -35,35 +48,53 @@ def load_data(
     """
     folder = cache.cache_folder(cache_dir)
     print_of_tokenizer = fingerprint(tokenizer)
+    listings = [list_files(source, key) for source in sources]
+    _refuse_repeated(listings, key)
     parts = tuple(
-        _tokenized(source, tokenizer, print_of_tokenizer, format, folder, key) for source in sources
+        _tokenized(source, listing, tokenizer, print_of_tokenizer, format, folder, key)
+        for source, listing in zip(sources, listings, strict=True)
     )
     return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
 
 
+def _refuse_repeated(listings: Items[Listing], key: str) -> None:
+    """A file that two sources hold would be learnt twice as often, and nothing would say so."""
+    seen: set[Path] = set()
+    for listing in listings:
+        own = {file.path.resolve(): file.path for file in listing.files}
+        for resolved, path in own.items():
+            if resolved in seen:
+                raise DataError(
+                    given=f"{printable(path)}, which two sources name",
+                    required="every file in one source",
+                    source=key,
+                    change="name it once; {path: ..., weight: 2.0} draws from a source twice as"
+                    " often",
+                )
+        seen |= own.keys()
+
+
 def _tokenized(
     source: Source,
+    listing: Listing,
     tokenizer: Any,
     print_of_tokenizer: str,
     format: Format | Literal["auto"],
     folder: Path,
     key: str,
 ) -> TokenizedSource:
-    files = list_files(source, key)
+    files = listing.files
+    if format == "auto":
+        check_endings(files)
     try:
         before = cache.status_key(files)
         content = cache.content_key(files, folder)
     except OSError as error:
-        raise DataError(
-            given=f"{error.filename}: {error.strerror}",
-            required="files that can be read",
-            source=key,
-            change="check their permissions",
-        ) from error
+        raise unreadable(source.path, key, error) from error
     entry_key = cache.entry_key(content, print_of_tokenizer, format)
     entry = cache.read_entry(folder, entry_key)
     if entry is not None:
-        return TokenizedSource(source, files, entry, None)
+        return TokenizedSource(source, listing, entry, None)
     started_s = time.perf_counter()
     notes: dict[str, Any] = {}
     encoded = _encoded(files, tokenizer, format, key, notes)
@@ -79,7 +110,7 @@ def _tokenized(
             )
 
     entry = cache.write_entry(folder, entry_key, unchanged(), notes)
-    return TokenizedSource(source, files, entry, time.perf_counter() - started_s)
+    return TokenizedSource(source, listing, entry, time.perf_counter() - started_s)
 
 
 def _encoded(
@@ -93,7 +124,7 @@ def _encoded(
     left_out: Counter[str] = Counter()
     records = read_records(files, left_out, key)
     first: Record = next(records)
-    decided = decide_format(first, files[first.file]) if format == "auto" else format
+    decided = decide_format(first) if format == "auto" else format
     notes["format"] = decided
     is_file = files[first.file].kind == "text"
     notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from furlong.data.tokenize import Sequence
-from furlong.errors import DataError
+from furlong.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,25 @@ def _draw(size: int, draws: int, seed: tuple[int, int], epoch: int) -> npt.NDArr
 def batches_per_epoch(num_draws: int, sequences_per_step: int) -> int:
     """Global batches of one epoch; the last one may be smaller."""
     return math.ceil(num_draws / sequences_per_step)
+
+
+def describe_batches(num_draws: int, sequences_per_step: int) -> str:
+    """The sizes of an epoch's global batches, for people.
+
+    Raises ConfigError if an epoch is smaller than one batch.
+    """
+    if sequences_per_step > num_draws:
+        raise ConfigError(
+            given=f"train.sequences_per_step = {sequences_per_step:,}",
+            required=f"at most {num_draws:,}, the training sequences of an epoch",
+            source="train.sequences_per_step, by default 32",
+            change=f"set train.sequences_per_step to {num_draws} or less, or add data",
+        )
+    count = batches_per_epoch(num_draws, sequences_per_step)
+    line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch"
+    line += f" in {count:,} batch{'es' if count > 1 else ''}"
+    rest = num_draws % sequences_per_step
+    return f"{line} of {sequences_per_step:,}" + (f", the last one of {rest:,}" if rest else "")
 
 
 def iterate_batches(

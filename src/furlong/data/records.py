@@ -30,6 +30,8 @@ FIELDS = ("text", "messages", "tools", "prompt", "completion", "input_ids", "lab
 
 BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"
 
+_READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
+_COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
@@ -80,10 +82,11 @@ def read_records(
         empty = empty and empty_file
     if empty:
         raise DataError(
-            given=f"{len(files)} files without a record, {files[0].path} among them",
-            required="at least one record or text",
+            given=f"{len(files):,} files without a record, {left_out[BINARY]:,} of them binary,"
+            f" {files[0].origin(0)} among them",
+            required=f"at least one record or text in {_READ}",
             source=key,
-            change="name other files, in UTF-8",
+            change="decompress or convert them, or name others",
         )
 
 
@@ -132,7 +135,7 @@ def _read_json_lines(
 
 def _parse(line: str, origin: str) -> Mapping[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         reason = (
             f"{error.msg} at column {error.colno}"
@@ -154,6 +157,15 @@ def _parse(line: str, origin: str) -> Mapping[str, Any]:
         )
     # Half of a UTF-16 pair can be written in JSON; no tokenizer takes it.
     return _without_surrogates(record) if "\\ud" in line or "\\uD" in line else record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice} is there twice")
+    return values
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -182,8 +194,7 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
         others = dict.fromkeys(column for column in columns if column not in FIELDS)
         for number, row in enumerate(rows, start=1):
-            # A column that this row has no value for is a field that it has not.
-            yield number, {name: value for name, value in row.items() if value is not None} | others
+            yield number, dict(row) | others
     except (
         pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError,
         datasets.exceptions.DatasetsError,
@@ -206,6 +217,9 @@ def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path)
+    for name, times in Counter(table.schema_arrow.names).items():
+        if times > 1:
+            raise ValueError(f"the column {name} is there twice")
     features = datasets.Features.from_arrow_schema(table.schema_arrow)
     wanted = [column for column in features if column in FIELDS]
     used = datasets.Features({column: features[column] for column in wanted})
@@ -230,9 +244,12 @@ def _decode(content: bytes) -> tuple[str, int]:
 
 
 def _binary(file: SourceFile, key: str) -> DataError:
+    ending = file.path.suffix.lower()
+    kind = "a binary file, or text in another encoding than UTF-8"
     return DataError(
-        given=f"{file.path}: a binary file, or text in another encoding than UTF-8",
-        required="text in UTF-8, .jsonl or .parquet",
+        given=f"{file.origin(0)}: "
+        + (f"a compressed file ({ending})" if ending in _COMPRESSED else kind),
+        required=_READ,
         source=key,
         change="decompress or convert it (iconv -t utf-8), or remove it from the list",
     )
@@ -240,7 +257,7 @@ def _binary(file: SourceFile, key: str) -> DataError:
 
 def _empty(file: SourceFile, key: str) -> DataError:
     return DataError(
-        given=f"{file.path}: an empty file",
+        given=f"{file.origin(0)}: an empty file",
         required="at least one record or text",
         source=key,
         change="remove it from the list, or fill it",
@@ -249,7 +266,7 @@ def _empty(file: SourceFile, key: str) -> DataError:
 
 def _unreadable(file: SourceFile, key: str, error: OSError) -> DataError:
     return DataError(
-        given=f"{file.path}: {error.strerror}",
+        given=f"{file.origin(0)}: {error.strerror}",
         required="a file that can be read",
         source=key,
         change="check its permissions, or remove it from the list",

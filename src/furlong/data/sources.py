@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from furlong.data.walk import DANGLING, walk
 from furlong.errors import DataError
 
 Kind = Literal["text", "json lines", "parquet", "arrow", "dataset"]
@@ -28,6 +29,7 @@ _SPLIT_NAMES = frozenset(
 # Of a folder of data files these describe the data and are none of it.
 _CARD_NAMES = ("readme", "license", "licence", "notice", "citation")
 _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +54,47 @@ class SourceFile:
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The files whose bytes are its content."""
+        """The files whose bytes are its content. Raises OSError."""
         if self.kind != "dataset":
             return (self.path,)
-        return tuple(sorted(file for file in self.path.rglob("*") if file.is_file()))
+        return tuple(walk(self.path).files)
 
     def origin(self, line: int) -> str:
         """Where a record is, for messages; line 0 is the whole file."""
+        path = printable(self.path)
         if line == 0:
-            return str(self.path)
-        return f"{self.path}:{line}" if self.kind == "json lines" else f"{self.path}, row {line}"
+            return path
+        return f"{path}:{line}" if self.kind == "json lines" else f"{path}, row {line}"
 
 
-def list_files(source: Source, key: str = "data.train") -> tuple[SourceFile, ...]:
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Files of a source."""
+
+    files: tuple[SourceFile, ...]
+    left_out: list[str]
+    """Lines that count and name what is in the folder and is no file."""
+
+
+def list_files(source: Source, key: str = "data.train") -> Listing:
     """The files of a source in a fixed order, folders sorted by path, hidden files left out.
 
-    `key` is where the source was named. Raises DataError.
+    Links are followed. `key` is where the source was named. Raises DataError, also for a folder
+    that cannot be read.
     """
-    path = Path(source.path).expanduser()
-    if path.is_dir():
-        return _files_of(path, source, key)
-    if not path.is_file():
+    try:
+        path = Path(source.path).expanduser()
+        if not source.path:
+            raise RuntimeError("an empty path")
+        if path.is_dir():
+            return _files_of(path, source, key)
+        is_file, exists = path.is_file(), path.exists()
+    except (OSError, RuntimeError) as error:  # without a home `~` is a RuntimeError
+        raise unreadable(source.path, key, error) from error
+    if not is_file:
         raise DataError(
-            given=f"{source.path}: "
-            + ("neither a file nor a folder" if path.exists() else "no such file or folder"),
+            given=f"{printable(path)}: "
+            + ("neither a file nor a folder" if exists else "no such file or folder"),
             required="text, .jsonl or .parquet files, or folders of them",
             source=key,
             change="check the path; it is relative to the folder you call furlong from",
@@ -87,35 +106,72 @@ def list_files(source: Source, key: str = "data.train") -> tuple[SourceFile, ...
             source=key,
             change="remove split, or name the folder",
         )
-    return (SourceFile(path, _kind_of(path)),)
+    return Listing((SourceFile(path, _kind_of(path)),), [])
 
 
-def _files_of(folder: Path, source: Source, key: str) -> tuple[SourceFile, ...]:
+def unreadable(path: object, key: str, error: Exception) -> DataError:
+    """The message about a file or folder that the system does not let us read."""
+    reason = getattr(error, "strerror", None) or str(error)
+    named = getattr(error, "filename", None) or path
+    return DataError(
+        given=f"{printable(named)}: {reason}" if named else reason,
+        required="files and folders that exist and can be read",
+        source=key,
+        change="check the path and its permissions, or name only the parts that can be read",
+    )
+
+
+def printable(path: object) -> str:
+    """A path as text that every terminal takes, whatever bytes its name has."""
+    text = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _files_of(folder: Path, source: Source, key: str) -> Listing:
     if (folder / "dataset_dict.json").is_file():
         split = _choose_split(_splits_on_disk(folder), source, key)
         folder = folder / (split or "")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return (SourceFile(folder, "dataset"),)
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-        and file.is_file()
-    )
-    records = [file for file in files if _kind_of(file) != "text"]
+        return Listing((SourceFile(folder, "dataset"),), [])
+    found = walk(folder)
+    left_out = [_count(what, paths, folder) for what, paths in found.left_out.items()]
+    records = [file for file in found.files if _kind_of(file) != "text"]
     if not records:
-        if not files:
-            raise _empty_folder(folder, key)
+        if not found.files:
+            raise _empty_folder(folder, left_out, key)
         _choose_split((), source, key)
-        return tuple(SourceFile(file, "text", named=False) for file in files)
-    _refuse_mixture(folder, records, files, key)
+        files = tuple(SourceFile(file, "text", named=False) for file in found.files)
+        return Listing(files, left_out)
+    _refuse_missing(found.left_out.get(DANGLING, []), key)
+    _refuse_mixture(folder, records, found.files, key)
     by_split = {file: _split_of(file.relative_to(folder)) for file in records}
     split = _choose_split(sorted({name or "" for name in by_split.values()}), source, key)
-    return tuple(
+    files = tuple(
         SourceFile(file, _kind_of(file), named=False)
         for file in records
         if (by_split[file] or "") == split
     )
+    return Listing(files, left_out)
+
+
+def _count(what: str, paths: Items[Path], folder: Path) -> str:
+    """`links that lead nowhere: 6 left out (a, b, c and 3 more)`."""
+    named = ", ".join(printable(path.relative_to(folder)) for path in paths[:_MAX_NAMED])
+    more = f" and {len(paths) - _MAX_NAMED:,} more" if len(paths) > _MAX_NAMED else ""
+    return f"{what}: {len(paths):,} left out ({named}{more})"
+
+
+def _refuse_missing(links: Iterable[Path], key: str) -> None:
+    """Among records a link without its file is a part of the data that is missing."""
+    missing = [link for link in links if _kind_of(link) != "text"]
+    if missing:
+        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise DataError(
+            given=f"{printable(missing[0])}: a link that leads nowhere{more}",
+            required="records that are complete",
+            source=key,
+            change="fetch the file that it should lead to, or remove the link",
+        )
 
 
 def _kind_of(file: Path) -> Kind:
@@ -149,7 +205,9 @@ def _splits_on_disk(folder: Path) -> list[str]:
     file = folder / "dataset_dict.json"
     try:
         splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
-        return [str(split) for split in splits if (folder / str(split)).is_dir()]
+        # A name with a folder in it would lead out of this one.
+        names = [str(split) for split in splits if Path(str(split)).name == str(split)]
+        return [name for name in names if (folder / name).is_dir()]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             given=f"{file}: no list of splits",
@@ -178,10 +236,10 @@ def _choose_split(splits: Items[str], source: Source, key: str) -> str:
     )
 
 
-def _empty_folder(folder: Path, key: str) -> DataError:
+def _empty_folder(folder: Path, left_out: Items[str], key: str) -> DataError:
     return DataError(
-        given=f"{folder}: a folder without files",
-        required="at least one text, .jsonl or .parquet file",
+        given="; ".join((f"{printable(folder)}: a folder without files", *left_out)),
+        required="at least one text, .jsonl or .parquet file that is not hidden",
         source=key,
         change="name the files themselves, or another folder",
     )

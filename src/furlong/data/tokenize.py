@@ -6,16 +6,19 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.chat import Rendered, render_conversation
+from furlong.data.chat import Rendered
 from furlong.data.formats import IGNORE_INDEX, Format, check_fields, text_of, tokens_of
 from furlong.data.records import BLANK, Record
+from furlong.data.rendering import rendering
 from furlong.errors import ConfigError, DataError
 
 __all__ = ["IGNORE_INDEX", "Encoded", "Sequence", "encode", "fingerprint", "load_tokenizer"]
@@ -137,23 +140,25 @@ def encode(
 def _render(
     records: Iterable[Record], tokenizer: Any, format: Format, left_out: Counter[str]
 ) -> Iterator[tuple[Record, Rendered]]:
-    for record in records:
-        check_fields(record, format)
-        rendered: Rendered | None
-        match format:
-            case "chat":
-                rendered = render_conversation(record, tokenizer)
-            case "completion":
-                prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
-                text = prompt + completion
-                rendered = Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
-            case _:
-                text = text_of(record)
-                rendered = Rendered(text, ((0, len(text)),)) if text.strip() else None
-        if rendered is None:
-            left_out[BLANK] += 1
-        else:
-            yield record, rendered
+    by_text = nullcontext(partial(_render_text, format=format))
+    with rendering(tokenizer) if format == "chat" else by_text as render:
+        for record in records:
+            check_fields(record, format)
+            rendered = render(record)
+            if rendered is None:
+                left_out[BLANK] += 1
+            else:
+                yield record, rendered
+
+
+def _render_text(record: Record, format: Format) -> Rendered | None:
+    """A record with a text, or with a prompt and a completion; None if it is blank."""
+    if format == "completion":
+        prompt = text_of(record, "prompt")
+        text = prompt + text_of(record, "completion")
+    else:
+        prompt, text = "", text_of(record)
+    return Rendered(text, ((len(prompt), len(text)),)) if text.strip() else None
 
 
 def _batches(

@@ -12,9 +12,11 @@ larger chunk gains next to nothing and costs twice the memory.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,10 @@ FREE_RAM = "three fifths of the free RAM"
 SEARCHED_DIALS = ("size", "num_retained", "keep")
 _MIN_SEQUENCES = 32
 """Of the steps whose time is predicted, together."""
+_MAX_SEQUENCES = 1024
+"""Of these steps: more of them change the prediction by less than its own error."""
+_MAX_TOKENS = 2**22
+"""Of these steps beyond the least number of sequences."""
 _MAX_CHUNKS = 2048
 """Of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -83,7 +89,8 @@ def decide(
         words = f"more than {_MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         return Decision(fixed_options(longest, given), words)
     num_steps = -(-_MIN_SEQUENCES // sequences_per_step)
-    seq_lens = draw_lengths(lengths, num_steps * sequences_per_step, seed)
+    seq_lens = draw_lengths(lengths, min(num_steps * sequences_per_step, _MAX_SEQUENCES), seed)
+    seq_lens = _bounded(seq_lens)
     runnable = _Runnable(given, sequences_per_step, longest)
     problem = Problem(
         seq_lens=seq_lens, model=model, dp=1, sp=1, pp=1, budget_bytes=budget_bytes, slack=SLACK
@@ -200,6 +207,12 @@ class _Runnable:
         size = min(1024, fixed_options(self.longest).size)
         small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
         return ChunkOptions(**(small | dict(self.given)))
+
+
+def _bounded(seq_lens: tuple[int, ...]) -> tuple[int, ...]:
+    """The first sequences, at least the fewest to predict from, without tokens beyond the most."""
+    num_fitting = bisect_right(list(accumulate(seq_lens)), _MAX_TOKENS)
+    return seq_lens[: max(_MIN_SEQUENCES, num_fitting)]
 
 
 def _moved(chunk: Chunk, first: int) -> Chunk:

@@ -17,7 +17,7 @@ from furlong.config.data import DataConfig, SourceConfig
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data
-from furlong.data.loader import batches_per_epoch, iterate_batches
+from furlong.data.loader import batches_per_epoch, describe_batches, iterate_batches
 from furlong.data.sources import Source
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import CheckpointError
@@ -88,6 +88,8 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     check_model(config.model.name, rope=_rope(config), max_seq_len=config.data.max_seq_len)
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
+    draws_per_epoch = sum(data["train"].mixture.draws)
+    print(f"data.train: {describe_batches(draws_per_epoch, config.train.sequences_per_step)}")
     decision = None
     options = run.options
     if options is None:
@@ -98,7 +100,7 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     for split in data.values():
         split.check_vocabulary(model.get_input_embeddings().num_embeddings)
     engine = Engine(model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype)
-    num_steps = _count_steps(config.train, sum(data["train"].mixture.draws))
+    num_steps = _count_steps(config.train, draws_per_epoch)
     _announce(config, model, options, decision, device, num_steps)
     settings = config.train
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,138 @@
+"""Conversations rendered in a process of its own, whose time and memory the system bounds.
+
+A chat template is a program that came with a tokenizer: it may loop for ever or ask for all memory,
+and within this process nothing could stop it, whatever thread it runs in.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import psutil
+
+from furlong.data.chat import Rendered, render_conversation
+from furlong.data.records import Record
+from furlong.errors import DataError
+from furlong.units import format_bytes
+
+LIMIT_S = 5.0
+"""Seconds of computing for a template over one conversation, or over a prompt within it."""
+LIMIT_BYTES = 2**30
+"""Memory that rendering may take beside what the process begins with."""
+
+_LOOK_S = 1.0
+
+
+@contextmanager
+def rendering(tokenizer: Any) -> Iterator[Callable[[Record], Rendered | None]]:
+    """`render_conversation` for `tokenizer`, within `LIMIT_S` and `LIMIT_BYTES`."""
+    # Loaded here, so that the new process finds it there.
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
+    with _quiet_fork():
+        process.start()
+    theirs.close()
+    try:
+        yield partial(_ask, ours, process, tokenizer.name_or_path)
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _ask(
+    connection: Connection, process: BaseProcess, tokenizer: str, record: Record
+) -> Rendered | None:
+    try:
+        content = ForkingPickler.dumps(record)
+    except Exception as error:  # what a table's cells decode to may be anything
+        raise DataError(
+            given=f"a conversation of which no copy can be made: {type(error).__name__}: {error}",
+            required="messages of texts, lists and objects, not deeply nested",
+            source=record.origin,
+            change="mend or remove the record",
+        ) from error
+    try:
+        connection.send_bytes(content)
+        while not connection.poll(_LOOK_S):
+            if not process.is_alive() and not connection.poll():
+                raise EOFError
+        answer: Rendered | Exception | None = connection.recv()
+    except (EOFError, OSError) as error:
+        process.join()
+        raise _ended(process.exitcode, tokenizer, record) from error
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> None:
+    """The life of the process: records in, rendered conversations or errors out."""
+    # Otherwise the pipe would never end for this process.
+    other_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    limit_bytes = psutil.Process().memory_info().vms + LIMIT_BYTES
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+    if hardest != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hardest)
+    with suppress(ValueError, OSError):  # some systems know no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hardest))
+    # Without a handler the signal ends the process, also in the midst of one long operation.
+    wind_up = partial(signal.setitimer, signal.ITIMER_PROF, LIMIT_S)
+    while True:
+        try:
+            record = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: Rendered | Exception | None = render_conversation(record, tokenizer, wind_up)
+        except Exception as error:  # goes on in the process that asked
+            answer = error
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send(answer)
+
+
+def _ended(exit_code: int | None, tokenizer: str, record: Record) -> DataError:
+    if exit_code == -signal.SIGPROF:
+        reason = f"takes more than {LIMIT_S:g} s"
+    else:
+        reason = f"ends its process with {exit_code}"
+    return DataError(
+        given=f"a conversation for which the chat template of {tokenizer} {reason}",
+        required=f"a template that renders a conversation within {LIMIT_S:g} s and"
+        f" {format_bytes(LIMIT_BYTES)}",
+        source=record.origin,
+        change="use another tokenizer or mend its chat template, if its author can be trusted",
+    )
+
+
+@contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Without the remarks of Python and tokenizers: the new process uses no thread of this one."""
+    name = "TOKENIZERS_PARALLELISM"
+    is_set = name in os.environ
+    try:
+        os.environ.setdefault(name, "true")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        if not is_set:
+            del os.environ[name]

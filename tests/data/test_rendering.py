@@ -1,0 +1,145 @@
+"""Templates that do not end or ask for all memory, and what rendering apart costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_tokenizers import CHATML, byte_tokenizer
+
+from furlong.data import rendering as module
+from furlong.data.chat import render_conversation
+from furlong.data.records import Record
+from furlong.data.rendering import rendering
+from furlong.data.tokenize import encode
+from furlong.errors import DataError
+
+TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+TIME, MEMORY = "takes more than 0.3 s", "MemoryError: it takes more memory"
+# What only the second conversation, of one message, sets off.
+LATER = "{% if messages | length == 1 and not add_generation_prompt %}BOMB{% endif %}" + CHATML
+BOMBS = {
+    "loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME,
+    ),
+    "power": ("{{ 9 ** (9 ** (8 + messages | length)) }}", TIME),
+    "text": ("{{ 'x' * 10 ** 10 }}", MEMORY),
+    "format": ("{{ '%9999999999d' % 1 }}", MEMORY),
+    "doubling": (
+        "{% set s = namespace(x='x') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}"
+        "{% endfor %}", MEMORY,
+    ),
+    "long text": (
+        "{{ 'x' * (messages | length > 0) * 2 * 10 ** 7 }}",
+        "a text by the chat template of some/model of 19.1 MiB",
+    ),
+}  # fmt: skip
+
+
+def record(messages: Any, line: int = 1) -> Record:
+    return Record({"messages": messages}, 0, line, f"a.jsonl:{line}")
+
+
+def encode_all(template: str, *conversations: Any) -> list[int]:
+    tokenizer = byte_tokenizer(template)
+    tokenizer.name_or_path = "some/model"
+    records = [record(messages, number) for number, messages in enumerate(conversations, start=1)]
+    return [len(found.input_ids) for found in encode(records, tokenizer, "chat", Counter())]
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("where", ["first", pytest.param("later", marks=pytest.mark.slow)])
+def test_a_template_without_end_is_an_error(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb, told = BOMBS[name]
+    if told == TIME:
+        monkeypatch.setattr(module, "LIMIT_S", 0.3)
+    monkeypatch.setattr(module, "LIMIT_BYTES", 2**28)
+    template = bomb if where == "first" else LATER.replace("BOMB", bomb)
+    before_bytes = psutil.Process().memory_info().rss
+    with pytest.raises(DataError) as caught:
+        encode_all(template, TURNS, TURNS[:1])
+    assert told in caught.value.given
+    assert "some/model" in str(caught.value)
+    assert caught.value.source == f"a.jsonl:{1 if where == 'first' else 2}"
+    assert psutil.Process().memory_info().rss - before_bytes < 2**28
+    assert psutil.Process().children() == []
+
+
+def test_any_thread_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 0.3)
+    told: list[str] = []
+
+    def work() -> None:
+        with pytest.raises(DataError) as caught:
+            encode_all(BOMBS["loops"][0], TURNS)
+        told.append(caught.value.given)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [TIME in given for given in told] == [True, True]
+
+
+def test_what_is_rendered_apart_is_the_same() -> None:
+    tokenizer = byte_tokenizer()
+    conversations = [record(TURNS * n, n) for n in range(4)]
+    with rendering(tokenizer) as render:
+        apart = [render(one) for one in conversations]
+        with pytest.raises(DataError, match="of role 'bot'"):
+            render(record([{"role": "bot", "content": "x"}]))
+        assert render(conversations[1]) == apart[1]
+    assert apart == [render_conversation(one, tokenizer) for one in conversations]
+    assert apart[0] is None and psutil.Process().children() == []
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    with rendering(byte_tokenizer()) as render:
+        psutil.Process().children()[0].kill()
+        with pytest.raises(DataError, match="ends its process with -9"):
+            render(record(TURNS))
+
+
+def test_nothing_is_said_about_the_process(tmp_path: Path) -> None:
+    """Neither Python nor tokenizers remark on it, and no end of the command leaves it behind."""
+    program = (
+        "import os, sys\n"
+        "from collections import Counter\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from tiny_tokenizers import byte_tokenizer\n"
+        "from furlong.data.records import Record\n"
+        "from furlong.data.tokenize import encode\n"
+        f"record = Record({json.dumps({'messages': TURNS})}, 0, 1, 'x')\n"
+        "for _ in range(2):\n"
+        "    print(len(list(encode([record] * 9, byte_tokenizer(), 'chat', Counter()))))\n"
+        "print('TOKENIZERS_PARALLELISM' in os.environ)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:multiprocessing", "-c", program,
+         str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("9\n9\nFalse\n", "")
+
+
+def test_a_conversation_that_is_nested_too_deeply_is_told() -> None:
+    tool: dict[str, Any] = {}
+    for _ in range(5000):
+        tool = {"a": tool}
+    one = Record({"messages": TURNS, "tools": [tool]}, 0, 7, "a.jsonl:7")
+    with rendering(byte_tokenizer()) as render:
+        with pytest.raises(DataError, match=r"no copy can be made: RecursionError[\s\S]*jsonl:7"):
+            render(one)
+        assert render(record(TURNS)) is not None
