@@ -7,7 +7,7 @@ Writes docs/models.md. Promises:
   - a family that the committed docs/models.md calls exact or rounded has not fallen from it.
 Exits 1 on a miss.
 
-Takes about a minute on two cores. Every model has a process and a time limit of its own.
+Takes one to four minutes on two cores. Every model has a process and a time limit of its own.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def main(words: Sequence[str] | None = None) -> int:
         DOCUMENT.write_text(document(rows), encoding="utf-8")
         console.print(f"written: {DOCUMENT.relative_to(DOCUMENT.parents[1])}")
     for miss in missed:
-        console.print(f"MISSED: {miss}", style="bold red", markup=False)
+        console.print(f"MISSED: {miss}", style="bold red", markup=False, soft_wrap=True)
     return int(bool(missed))
 
 

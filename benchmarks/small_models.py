@@ -11,14 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-VOCAB_SIZE = 96
+from furlong.verify.shrink import VOCAB_SIZE
+
 FIRST_PLAIN_TOKEN = 16
 """Ids below it are left to special tokens."""
 WINDOW = 6
 _MAX_PREFIX = 8
-_SPREAD = 5.0
-"""Freshly drawn weights give attention that looks at all tokens alike, which would prove little."""
-
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _NUM_LAYERS = re.compile(
     r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(de|en)coder_layers|depth|num_blocks"
