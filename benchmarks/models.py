@@ -7,7 +7,7 @@ Writes docs/models.md. Promises:
   - a family that the committed docs/models.md calls exact or rounded has not fallen from it.
 Exits 1 on a miss.
 
-Takes one to four minutes on two cores. Every model has a process and a time limit of its own.
+Takes a few minutes on two cores. Every model has a process and a time limit of its own.
 """
 
 from __future__ import annotations
