@@ -31,6 +31,7 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?(num_attention_heads|n_heads?|num_heads|attention_heads|num_v?k?q?_heads)", 4),
     (r"(.*_)?(num_key_value_heads|num_kv_heads|num_query_groups)", lambda v: min(v, 2)),
     (r"linear_num_(key|value)_heads", 4),
+    (r"query_pre_attn_scalar", 8),  # scores are divided by its root
     (r"(.*_)?(head_dim|d_head|head_size|kv_channels|dim_head|d_kv|headdim|mamba_d_head)", 8),
     (r"(.*_)?(intermediate_size(_\w+)?|ffn_dim|dim_ff|d_?ff|d_inner|feed_forward_size|n_inner"
      r"|mlp_dim|ffn_hidden_size)", 64),
