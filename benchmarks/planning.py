@@ -6,6 +6,9 @@ Promises (median of --rounds):
   search       1,024 sequences on 1,024 devices: 20 s
   simulate     100,000 actions: 2 s
   check        the same: 1 s
+  liveness     of 25,000 chunks of one sequence: 1 s
+  pack         100,000 sequences: 3 s
+  join         128 replicas of 8 stages, 80,000 actions: 2.5 s
   import       `import furlong`, and `furlong train --help`: 0.5 s each
 Exits 1 on a miss.
 """
@@ -13,6 +16,7 @@ Exits 1 on a miss.
 from __future__ import annotations
 
 import argparse
+import random
 import subprocess
 import sys
 import time
@@ -27,12 +31,16 @@ from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.plan.check import check
+from furlong.plan.liveness import kv_frees
 from furlong.plan.values import ChunkPlan
-from furlong.planners.balance import sequence_work
+from furlong.planners.balance import by_order, sequence_work
+from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.methods import SEARCHED
 from furlong.planners.options import ChunkOptions
+from furlong.planners.pack import pack
 from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.planners.replicas import join_replicas
 from furlong.planners.search import Problem, search
 from furlong.planners.skrull import schedule_skrull
 from furlong.simulate.clock import simulate
@@ -54,6 +62,9 @@ def main() -> int:
         _at_most(f"simulate {_NUM_ACTIONS:,} actions: seconds",
                  lambda: simulate(plan, UnitCosts(plan)), rounds, 2),
         _at_most(f"check {_NUM_ACTIONS:,} actions: seconds", lambda: check(plan), rounds, 1),
+        _at_most("liveness of 25,000 chunks: seconds", _liveness(), rounds, 1),
+        _at_most("pack 100,000 sequences: seconds", _pack(), rounds, 3),
+        _at_most("join 1,024 ranks: seconds", _join(), rounds, 2.5),
         _at_most("import furlong: seconds", _python("-c", "import furlong"), rounds, 0.5),
         _at_most("furlong train --help: seconds",
                  _python(str(Path(sys.executable).with_name("furlong")), "train", "--help"),
@@ -101,6 +112,24 @@ def _search() -> None:
         f"search: {found.best.candidate}, {found.best.step_s:.3g} s per step; "
         f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"
     )
+
+
+def _liveness() -> Callable[[], object]:
+    plan = plan_chunkflow([100_000], ChunkOptions(size=4, keep="kv"), num_layers=1)
+    return lambda: kv_frees(plan, 0)
+
+
+def _pack() -> Callable[[], object]:
+    draw = random.Random(0)
+    seq_lens = {seq_id: draw.randint(1, 4096) for seq_id in range(100_000)}
+    return lambda: pack(seq_lens, 4096)
+
+
+def _join() -> Callable[[], object]:
+    lens = [64] * (128 * 20)
+    dealt = by_order(len(lens), 128)
+    plan = plan_chunkflow_pipeline([64] * 20, ChunkOptions(size=64), stages=(4,) * 8)
+    return lambda: join_replicas([plan] * 128, dealt, lens)
 
 
 def _large_plan() -> ChunkPlan:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-import time
 
 import pytest
+from counted_work import LINEAR, lines_run
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
@@ -349,12 +349,22 @@ def test_plans_without_a_place_to_point_at():
         check(ChunkPlan(seq_lens=(1,), chunks=(), stages=(1,), actions=((),)))
 
 
+@pytest.mark.parametrize(
+    "lens", [lambda n: [200 * n], lambda n: [24] * 7 * n + [2] * 5 * n, lambda n: [600] * (n // 3)]
+)
+def test_the_work_grows_like_the_number_of_actions(lens):
+    work = []
+    for size in (6, 12):
+        plan = plan_chunkflow(lens(size), ChunkOptions(size=6, keep="input"), num_layers=2)
+        again = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions)
+        assert len(plan.actions[0]) > 50 * size
+        work.append(lines_run(lambda again=again: check(again)))
+    assert work[1] < LINEAR * work[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seq_lens", [[200_000], [24] * 7_000 + [2] * 5_000, [3_000] * 67])
-def test_hundred_thousand_actions_take_about_a_second(seq_lens):
+def test_hundred_thousand_actions_are_checked(seq_lens):
     plan = plan_chunkflow(seq_lens, ChunkOptions(size=6, keep="input"), num_layers=2)
     assert len(plan.actions[0]) > 90_000
-    again = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions)
-    start = time.perf_counter()
-    check(again)
-    assert time.perf_counter() - start < 3
+    check(ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions))

@@ -19,7 +19,7 @@ from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import PUBLISHED, chunkflow, combined
 from furlong.planners.replicas import join_replicas
 from furlong.planners.search import Problem, search
-from furlong.simulate.clock import time_actions
+from furlong.simulate.clock import simulate, time_actions
 
 GIB = 2**30
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=1))
@@ -35,9 +35,21 @@ def test_the_plan_is_valid_and_its_figures_are_its_own():
     best = found.best
     check(best.plan, MODEL.memory())
     assert best.plan.seq_lens == LENS
-    assert best.step_s == time_actions(best.plan, MODEL.costs(best.plan)).duration_s
-    assert best.peak_bytes == fit(best.plan, MODEL)
+    # no rank can do its work in less, and all ranks one after the other need no more
+    costs = MODEL.costs(best.plan)
+    works = [
+        sum(costs.compute_s(a, rank) for a in own) for rank, own in enumerate(best.plan.actions)
+    ]
+    assert max(works) <= best.step_s <= sum(works)
+    timeline = simulate(best.plan, costs, memory=MODEL.memory())
+    assert best.peak_bytes == max(record.device_bytes for record in timeline.records)
     assert all(other.step_s >= best.step_s for other in found.others)
+
+
+def test_on_one_device_a_step_is_the_sum_of_its_actions():
+    best = search(problem(num_devices=1), {"furlong": combined}).best
+    costs = MODEL.costs(best.plan)
+    assert best.step_s == pytest.approx(sum(costs.compute_s(a, 0) for a in best.plan.actions[0]))
 
 
 @pytest.mark.parametrize("method", [chunkflow, combined])

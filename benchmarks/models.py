@@ -1,0 +1,215 @@
+"""Every causal language model of the installed transformers, built small, through furlong.
+
+Writes docs/models.md. Promises:
+  - no family's gradients are wrong: the relative L2 error of every parameter's gradient and of the
+    loss is at most 1e-12, or 2e-6 where transformers rounds to float32 inside a float64 model;
+  - what furlong does not take it refuses with a UserError; it never crashes;
+  - a family that the committed docs/models.md calls exact or rounded has not fallen from it.
+Exits 1 on a miss.
+
+Takes a few minutes on two cores. Every model has a process and a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from harness import console
+from model_gradients import CHUNK_SIZE, KEEPS, LENS, OUTCOMES, Row, measure
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+RIGHT = ("rounded", "exact")
+"""Outcomes that must not be lost, the better one last."""
+_LIMIT_BYTES = 6 * 2**30
+_PRELOADED = ["torch", "transformers.modeling_utils", "furlong.api", "model_gradients"]
+
+INTRODUCTION = """\
+# Every causal language model of transformers
+
+Written by `python benchmarks/models.py` with transformers {transformers} and torch {torch}: every
+model type of `AutoModelForCausalLM`, from its config class's defaults with small numbers and random
+weights, in train mode and float64 on the CPU; dropout, router noise and router losses are off.
+Three sequences of {lens} tokens go through `furlong.forward_backward` in chunks of {size} with
+`keep` {keeps}. The loss and every parameter's gradient are compared with those of the
+model's own unchunked forward; the largest relative L2 error is shown. For each model sequences that
+are cut with nothing handed on must give other gradients, or its row would prove nothing.
+
+A family that is right here can still be refused in another configuration: the start-up self-check
+looks at the model that it is given.
+"""
+
+
+def measure_all(
+    model_types: Sequence[str],
+    *,
+    jobs: int,
+    limit_s: float,
+    tell: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """A Row per model type, each from its own process, which is ended after `limit_s` seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    waiting, rows = list(model_types), []
+    running: dict[Connection, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_measure_alone, args=(waiting[0], theirs))
+            process.start()
+            theirs.close()
+            running[ours] = (waiting.pop(0), process, time.monotonic() + limit_s)
+        next_end_s = min(end for _, _, end in running.values()) - time.monotonic()
+        answered = wait(list(running), timeout=max(next_end_s, 0))
+        for connection, (model_type, process, end) in list(running.items()):
+            if connection not in answered and time.monotonic() < end:
+                continue
+            row = _row_of(model_type, connection, process, limit_s, connection in answered)
+            del running[connection]
+            rows.append(row)
+            tell(row)
+    return sorted(rows, key=lambda row: (list(OUTCOMES).index(row.outcome), row.model_type))
+
+
+def _row_of(
+    model_type: str, connection: Connection, process: Any, limit_s: float, has_answered: bool
+) -> Row:
+    detail = f"no answer within {limit_s:g} s"
+    if has_answered:
+        try:
+            row: Row = connection.recv()
+            process.join()
+            return row
+        except EOFError:
+            process.join()
+            detail = f"its process ended with {process.exitcode}"
+    process.kill()
+    process.join()
+    return _not_run(model_type, detail)
+
+
+def _measure_alone(model_type: str, connection: Connection) -> None:
+    """One model type in a process of its own, which is quiet and cannot eat the machine."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_BYTES, _LIMIT_BYTES))
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        row = measure(model_type)
+    except Exception as error:  # a family's own code in a place where nobody thought of it
+        row = _not_run(model_type, f"the measurement fails: {type(error).__name__}: {error}")
+    connection.send(row)
+
+
+def _not_run(model_type: str, reason: str) -> Row:
+    return Row(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not run", reason)
+
+
+def document(rows: Sequence[Row]) -> str:
+    """docs/models.md."""
+    counts = Counter(row.outcome for row in rows)
+    text = INTRODUCTION.format(
+        transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
+        lens=", ".join(map(str, LENS)), size=CHUNK_SIZE, keeps=", ".join(KEEPS),
+    )  # fmt: skip
+    text += f"\n{len(rows)} model types:\n\n"
+    text += "".join(
+        f"- {counts[outcome]} {outcome}: {meaning}\n"
+        for outcome, meaning in OUTCOMES.items()
+        if counts[outcome]
+    )
+    text += "\n| model type | class | outcome | worst error, or why |\n| --- | --- | --- | --- |\n"
+    return text + "".join(
+        f"| {row.model_type} | {row.class_name} | {row.outcome} | {row.detail} |\n" for row in rows
+    )
+
+
+def outcomes_of(text: str) -> dict[str, str]:
+    """Model type -> outcome of a document that `document` wrote."""
+    cells = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {
+        row[1].strip(): row[3].strip()
+        for row in cells
+        if len(row) == 6 and row[3].strip() in OUTCOMES
+    }
+
+
+def misses(rows: Sequence[Row], before: Mapping[str, str]) -> list[str]:
+    """What breaks a promise, by the outcomes that were committed before."""
+    found = []
+    for row in rows:
+        was = before.get(row.model_type, "")
+        if row.outcome in ("wrong", "crash"):
+            found.append(f"{row.model_type} ({row.class_name}) {row.outcome}: {row.detail}")
+        elif was in RIGHT and row.outcome not in RIGHT[RIGHT.index(was) :]:
+            found.append(
+                f"{row.model_type} ({row.class_name}) was {was}, is {row.outcome}: {row.detail}"
+            )
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = _parse(words)
+    names = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if arguments.only:
+        names = [
+            name for name in names
+            if {name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]} & set(arguments.only)
+        ]  # fmt: skip
+        if not names:
+            console.print(f"no model type or class is called {' or '.join(arguments.only)}")
+            return 2
+    start_s = time.monotonic()
+    rows = measure_all(names, jobs=arguments.jobs, limit_s=arguments.limit_s, tell=_tell)
+    before = outcomes_of(DOCUMENT.read_text("utf-8")) if DOCUMENT.is_file() else {}
+    missed = misses(rows, before)
+    counts = Counter(row.outcome for row in rows)
+    console.print(
+        ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+        + f" in {time.monotonic() - start_s:.0f} s"
+    )
+    if not arguments.only and not arguments.check:
+        DOCUMENT.write_text(document(rows), encoding="utf-8")
+        console.print(f"written: {DOCUMENT.relative_to(DOCUMENT.parents[1])}")
+    for miss in missed:
+        console.print(f"MISSED: {miss}", style="bold red", markup=False, soft_wrap=True)
+    return int(bool(missed))
+
+
+def _tell(row: Row) -> None:
+    console.print(
+        f"{row.model_type} ({row.class_name}): {row.outcome}: {row.detail}",
+        style="bold red" if row.outcome in ("wrong", "crash") else None, markup=False,
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="model types or classes; writes nothing"
+    )
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit-s", type=float, default=120, help="seconds for one model")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

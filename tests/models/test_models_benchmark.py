@@ -1,0 +1,139 @@
+"""The table of every model: what is right, refused or not run, and that it can say 'wrong'."""
+
+from __future__ import annotations
+
+import model_gradients
+import models
+import pytest
+import torch
+from model_gradients import Row, cut, measure, worst_error
+
+import furlong
+
+
+def test_a_right_model():
+    row = measure("llama")
+    assert row.outcome == "exact" and float(row.detail) <= 1e-12
+
+
+@pytest.mark.slow  # transformers' imports
+def test_a_refused_model_and_one_that_does_not_run_alone():
+    refused, not_run = map(measure, ("bloom", "gemma4_unified_assistant"))
+    assert refused.outcome == "refused" and "AttentionInterface" in refused.detail
+    assert not_run.outcome == "not run" and "shared_kv_states" in not_run.detail
+
+
+def test_an_engine_that_hands_nothing_on_is_wrong(monkeypatch):
+    whole = furlong.forward_backward
+
+    def without_relay(model, sequences, options, **settings):
+        return whole(model, cut(sequences), furlong.ChunkOptions(size=64), **settings)
+
+    monkeypatch.setattr(furlong, "forward_backward", without_relay)
+    row = measure("llama")
+    assert row.outcome == "wrong" and float(row.detail.split()[0]) > 0.1
+
+
+def test_one_wrong_parameter_is_wrong(monkeypatch):
+    whole = furlong.forward_backward
+
+    def damaged(model, *arguments, **settings):
+        result = whole(model, *arguments, **settings)
+        model.model.norm.weight.grad[3] *= 1 + 1e-6
+        return result
+
+    monkeypatch.setattr(furlong, "forward_backward", damaged)
+    row = measure("llama")
+    assert row.outcome == "wrong" and "model.norm.weight" in row.detail
+
+
+def test_a_lost_gradient_and_nan_are_infinitely_wrong(monkeypatch):
+    whole = furlong.forward_backward
+
+    def damaged(model, *arguments, **settings):
+        result = whole(model, *arguments, **settings)
+        model.model.norm.weight.grad[3] = float("nan")
+        return result
+
+    monkeypatch.setattr(furlong, "forward_backward", damaged)
+    assert measure("llama").detail.startswith("inf (model.norm.weight")
+
+
+def test_a_crash_is_no_refusal(monkeypatch):
+    def crash(*_, **__):
+        raise AttributeError("no such thing | at all")
+
+    monkeypatch.setattr(furlong, "forward_backward", crash)
+    row = measure("llama")
+    assert (row.outcome, row.detail) == ("crash", "AttributeError: no such thing / at all")
+
+
+@pytest.mark.filterwarnings("ignore:.*dropout modules are active")
+def test_a_model_of_chance_proves_nothing(monkeypatch):
+    small_config = model_gradients.small_config
+
+    def with_dropout(config_class):
+        config = small_config(config_class)
+        config.resid_pdrop = 0.1
+        return config
+
+    monkeypatch.setattr(model_gradients, "small_config", with_dropout)
+    row = measure("phi3")
+    assert row.outcome == "unprovable" and "from run to run" in row.detail
+
+
+def test_a_control_that_does_not_move_proves_nothing(monkeypatch):
+    monkeypatch.setattr(model_gradients, "cut", lambda sequences: sequences)
+    row = measure("llama")
+    assert row.outcome == "unprovable" and "without a relay" in row.detail
+
+
+def test_only_what_rounds_by_itself_may_be_rounded():
+    """gemma casts norms' weights to float32 and sums their gradients in it, llama does not."""
+    moved = {}
+    for family in ("llama", "gemma"):
+        model = model_gradients.build(family, torch.float64, "sdpa")
+        sequences = model_gradients._sequences()
+        _, truth = model_gradients._true_gradients(model, sequences)
+        moved[family] = model_gradients.own_rounding(model, sequences, truth)
+    assert moved["llama"] < 1e-13 and 1e-9 < moved["gemma"] < 1e-6
+
+
+def test_a_gradient_of_zero_but_for_rounding_counts_against_all():
+    truth = {"a": torch.tensor([3.0, 4.0]).double(), "zero": torch.tensor([1e-17]).double()}
+    rounding = {"a": truth["a"], "zero": torch.tensor([-1e-17]).double()}
+    assert worst_error(rounding, truth)[0] < 1e-16
+    wrong = {"a": truth["a"], "zero": torch.tensor([1e-9]).double()}
+    assert worst_error(wrong, truth) == (pytest.approx(2e-10), "zero")
+
+
+def test_what_was_right_must_stay_right():
+    before = models.outcomes_of(
+        models.document([
+            Row("a", "A", "exact", "1e-15"), Row("b", "B", "rounded", "1e-7"),
+            Row("c", "C", "refused", "reason"), Row("d", "D", "exact", "1e-15"),
+        ])
+    )  # fmt: skip
+    assert before == {"a": "exact", "b": "rounded", "c": "refused", "d": "exact"}
+    better = [Row("b", "B", "exact", "1e-15"), Row("c", "C", "exact", "1e-15")]
+    assert models.misses(better, before) == []
+    worse = [
+        Row("a", "A", "rounded", "1e-7"), Row("b", "B", "refused", "reason"),
+        Row("c", "C", "not run", "reason"), Row("d", "D", "unprovable", "reason"),
+        Row("e", "E", "wrong", "0.5 (x)"), Row("f", "F", "crash", "KeyError"),
+    ]  # fmt: skip
+    assert [miss.split()[0] for miss in models.misses(worse, before)] == ["a", "b", "d", "e", "f"]
+
+
+@pytest.mark.slow  # three new processes
+def test_a_process_each_a_time_limit_and_the_exit_code(monkeypatch, tmp_path, capsys):
+    document = tmp_path / "models.md"
+    document.write_text(models.document([Row("bloom", "BloomForCausalLM", "exact", "1e-15")]))
+    monkeypatch.setattr(models, "DOCUMENT", document)
+    assert models.main(["--only", "LlamaForCausalLM"]) == 0
+    assert models.main(["--only", "bloom"]) == 1
+    assert "MISSED: bloom (BloomForCausalLM) was exact, is refused" in capsys.readouterr().out
+    assert models.main(["--only", "no such model"]) == 2
+    (late,) = models.measure_all(["gpt2"], jobs=1, limit_s=0)
+    assert (late.outcome, late.detail) == ("not run", "no answer within 0 s")
+    assert "bloom" in document.read_text()
