@@ -1,4 +1,4 @@
-"""What surrounds a call: torch's modes, other processes, hooks and draws that a caller may count on."""
+"""Surroundings of a call: torch's modes, other processes, hooks, random numbers."""
 
 from __future__ import annotations
 
