@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from furlong.cli.plan_flags import MAX_BATCH
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, draw_lengths, read_lengths
 from furlong.report.words import count_words
@@ -78,6 +79,13 @@ def draw(
     lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
 ) -> Batch:
     """`count` sequences in a random order, each once unless there are fewer."""
+    if count is not None and count > MAX_BATCH:
+        raise ConfigError(
+            given=f"a batch of {count:,} sequences",
+            required=f"at most {MAX_BATCH:,}",
+            source="train.sequences_per_step, of which furlong plan makes its batch",
+            change="plan for fewer with --sequences N",
+        )
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
         raise ConfigError(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
+from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cost.hardware import THIS_CPU, hardware
 from furlong.cost.known_models import MODELS, model_shape
 from furlong.cost.model import CostModel
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
 
 
+MAX_CHUNKS = 8192
+"""Chunks of the longest sequence that a plan may have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A problem, and the words for it."""
@@ -40,6 +45,19 @@ class Subject:
     model_name: str
     config: RunConfig | None = None
     """Of a run file."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of the model after the run's `model.rope`; None where they are unknown."""
+        shape = self.problem.model.shape
+        rope = self.config.model.rope if self.config is not None else None
+        if rope is None or shape.num_positions is None:
+            return shape.num_positions
+        original = rope.original_max_position_embeddings or shape.original_positions
+        if rope.factor is not None:
+            return floor(rope.factor * (original or shape.num_positions))
+        assert self.config is not None  # it has the rope
+        return max(shape.num_positions, self.config.data.max_seq_len)
 
     def model_words(self) -> str:
         model = self.problem.model
@@ -156,6 +174,7 @@ def _build(
 ) -> Subject:
     sizes = _sizes(chosen, config)
     num_devices = chosen.devices or prod(size or 1 for size in sizes.values())
+    _check_bounds(num_devices, max(batch.seq_lens), dials)
     spec = hardware(chosen.hardware or THIS_CPU)
     fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
     budget = chosen.memory
@@ -174,6 +193,26 @@ def _build(
         pp=sizes["pp"],
     )
     return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config)
+
+
+def _check_bounds(num_devices: int, longest: int, dials: Mapping[str, Any]) -> None:
+    """Raises ConfigError for more than can be planned for."""
+    if num_devices > MAX_DEVICES:
+        raise ConfigError(
+            given=f"{num_devices:,} devices, the product of dp, sp and pp",
+            required=f"at most {MAX_DEVICES:,}",
+            source="the sizes of parallel",
+            change="use fewer devices",
+        )
+    size = dials["size"]
+    if isinstance(size, int) and longest > size * MAX_CHUNKS:
+        raise ConfigError(
+            given=f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest"
+            f" sequence of {longest:,}",
+            required=f"at most {MAX_CHUNKS:,} chunks of one sequence",
+            source="chunks.size and the lengths",
+            change=f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
+        )
 
 
 def _sizes(chosen: argparse.Namespace, config: RunConfig | None) -> dict[str, int | None]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from furlong.cost.config_values import MAX_LAYERS
 from furlong.errors import ConfigError, UnsupportedModelError
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
-MAX_LAYERS = 1024
 MAX_EXPERTS = 16_384
 
 _DTYPES = ("dtype", "torch_dtype")
