@@ -74,7 +74,7 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
         )
     if chosen.picture is not None:
         panels.sort(key=lambda panel: panel.timeline.duration_s)
-        save([with_few_ranks(panel, most=4) for panel in panels], chosen.picture)
+        save([with_few_ranks(panel, most=2) for panel in panels], chosen.picture)
         if not chosen.json:
             print(f"wrote {chosen.picture}: plans of at most {_SLOWEST} times the best one's time")
 

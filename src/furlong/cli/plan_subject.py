@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
 
 
-MAX_CHUNKS = 8192
+MAX_CHUNKS = 2048
 """Chunks of the longest sequence that a plan may have."""
 
 
