@@ -98,7 +98,7 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> Non
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers: from 1 to 1,024"),
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers: from 1 to 512"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers = 'three'"),
         ({"num_hidden_layers": True}, "num_hidden_layers = True"),
         ({"num_hidden_layers": 24.0}, "num_hidden_layers = 24.0"),

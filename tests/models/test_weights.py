@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError
@@ -107,6 +109,39 @@ def test_a_shard_that_is_cut_off_is_named(sharded: Path) -> None:
 def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
     (sharded / INDEX).write_text(text)
     assert INDEX in refusal(sharded).given
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    weights = load_file(folder / WEIGHTS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    (folder / WEIGHTS).unlink()
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    error = refusal(folder)
+    assert f"{name} is of dtype" in error.given
+    assert "bfloat16" in error.change
+
+
+def test_tensors_that_are_left_out_are_told(folder: Path, capsys: Any) -> None:
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    more = weights | {"extra.weight": torch.zeros(3), "mask": torch.ones(2, dtype=torch.bool)}
+    save_file(more, folder / WEIGHTS, metadata={"format": "pt"})
+    build_model(str(folder))
+    assert "2 tensors are no weights of the model and are left out" in capsys.readouterr().out
+
+
+def test_links_that_lead_nowhere_and_pipes_are_told(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("nowhere")
+    assert "No such file" in refusal(folder).given
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(WEIGHTS)
+    assert WEIGHTS in refusal(folder).given
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+    assert "a pipe or a device" in refusal(folder).given
 
 
 def test_distributed_checkpoints_are_refused(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from furlong.errors import ConfigError
 
-MAX_LAYERS = 1024
+MAX_LAYERS = 512
 MAX_SIZE = 2**24
 """Heads, widths, experts and entries of a vocabulary: more than any model has."""
 MAX_POSITIONS = 2**40

@@ -40,5 +40,6 @@ def add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
             given=f"model.lora.target_modules = {told}" + ("" if unknown else f": {reason(error)}"),
             required=f"all-linear, or names among {', '.join(sorted(linear))}",
             source="model.lora",
-            change="name modules that the model has",
+            change="name modules that the model has"
+            + ("" if unknown else ", or lower model.lora.rank"),
         ) from error

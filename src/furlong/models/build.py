@@ -29,7 +29,7 @@ from furlong.models.files import (
     reason,
     with_adapters,
 )
-from furlong.models.rope import apply_rope, check_length
+from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.weights import check_weights
 
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
@@ -154,6 +154,7 @@ def read_config(
         check_config_values(values, source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **_OWN_KERNELS)
         check_sizes(config, source)
+        check_rope(config, source)
         if rope is not None:
             apply_rope(config, rope, max_seq_len=max_seq_len)
         if max_seq_len is not None:
@@ -165,7 +166,9 @@ def read_config(
             given=f"{source}, config.json: {reason(error, values)}",
             required="a model whose config.json transformers can read without remote code",
             source="model.name",
-            change="check the name, the connection to the hub, or use a local folder",
+            change="mend config.json, or use the model's own"
+            if Path(source).is_dir()
+            else "check the name, the connection to the hub, or use a local folder",
         ) from error
     return config
 
@@ -243,6 +246,9 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
                 source="model.name",
                 change="use the whole model's folder, or model.init: random",
             )
+    if unused := sorted(loaded["unexpected_keys"]):
+        print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
+              f" {unused[0]} among them")  # fmt: skip
     return model
 
 

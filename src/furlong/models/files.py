@@ -6,6 +6,7 @@ by name.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,14 @@ from furlong.errors import ConfigError, UnsupportedModelError
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 MAX_EXPERTS = 16_384
+MAX_LABELS = 1_000_000
 
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+_FIXED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What a forward gives; another value could not be run or exported."""
 _DTYPES = ("dtype", "torch_dtype")
 # what transformers would obey although only a model's author wrote it
 _COMMANDS = {
@@ -81,8 +89,13 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
             )
         if key in _DTYPES and not _is_dtype(value):
             raise _wrong(key, value, "the name of a dtype, such as bfloat16", where)
+        if key in _FIXED and value not in (None, _FIXED[key]):
+            raise _wrong(
+                key, value, f"{key}: {json.dumps(_FIXED[key])}, as every run has it", where
+            )
         limit = MAX_LAYERS if key.endswith(("layer", "layers")) else None
         limit = MAX_EXPERTS if key.endswith("experts") else limit
+        limit = MAX_LABELS if key == "num_labels" else limit
         if limit is not None and type(value) in (int, float) and value > limit:
             raise _wrong(key, value, f"at most {limit:,}", where)
 
@@ -90,10 +103,16 @@ def check_config_values(values: Mapping[str, Any], source: str) -> None:
 def check_sizes(config: Any, source: str) -> None:
     """Raise ConfigError where a transformers config has sizes below 1."""
     text = config.get_text_config()
-    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+    where = f"{source}, {CONFIG}"
+    for key in _SIZES:
         value = getattr(text, key, None)
         if isinstance(value, int) and value < 1:
-            raise _wrong(key, value, "a whole number of at least 1", f"{source}, {CONFIG}")
+            raise _wrong(key, value, "a whole number of at least 1", where)
+    heads = getattr(text, "num_attention_heads", None)
+    key_value_heads = getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(key_value_heads, int) and heads % key_value_heads:
+        required = f"a divisor of num_attention_heads = {heads}"
+        raise _wrong("num_key_value_heads", key_value_heads, required, where)
 
 
 def check_generation(source: str) -> None:
@@ -170,6 +189,8 @@ def _wrong(key: str, value: Any, required: str, where: str) -> ConfigError:
 def check_readable(file: Path) -> None:
     """Raise ConfigError for a file that cannot be read."""
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError(0, "no file but a pipe or a device")  # it might never end
         with file.open("rb") as opened:
             opened.read(1)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from furlong.models.files import check_readable, reason
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_INEXACT = ("F8", "F6", "F4", "C64", "C128")
 _DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -27,14 +30,14 @@ def check_weights(source: str) -> None:
             f"{folder} holds a distributed checkpoint (shard-*-model-*.safetensors)",
             "write the weights with save_pretrained into another folder",
         )
-    if (folder / WEIGHTS).exists():
+    if os.path.lexists(folder / WEIGHTS):  # also a link that leads nowhere
         names = [WEIGHTS]
-    elif (folder / INDEX).exists():
+    elif os.path.lexists(folder / INDEX):
         names = _shards(folder / INDEX)
     else:
         raise _without_safetensors(folder)
     missing = [name for name in names if not (folder / name).exists()]
-    if missing:
+    if missing and names != [WEIGHTS]:
         raise _no_weights(
             f"{folder} without {len(missing)} of the {len(names)} files that {INDEX} lists,"
             f" {missing[0]} among them",
@@ -50,13 +53,20 @@ def _check_header(file: Path) -> None:
 
     check_readable(file)
     try:
-        with safe_open(str(file), framework="pt"):
-            pass
+        with safe_open(str(file), framework="pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise _no_weights(
             f"{file}, which is cut off or no safetensors file: {reason(error)}",
             "download or copy the file once more",
         ) from error
+    for name, dtype in dtypes.items():
+        # buffers, such as masks of old families, may be of any other kind
+        if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(_INEXACT)):
+            raise _no_weights(
+                f"{file}, whose {name} is of dtype {dtype}: quantized, or no float at all",
+                "use the model's checkpoint in bfloat16 or float32",
+            )
 
 
 def _shards(index: Path) -> list[str]:
