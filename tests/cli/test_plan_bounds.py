@@ -41,11 +41,15 @@ def assert_refused(capsys: Any, *parts: str) -> None:
     ("flags", "told"),
     [
         (["--devices", "1000000000"], "at most 65,536"),
-        (["--sequences", "100000000"], "at most 65,536"),
+        (["--sequences", "100000000"], "at most 16,384"),
         (["--seed", "1" + 30 * "0"], "at most 9,223"),
         (["--seed", "9" * 5000], "999999..."),
         (["--max-seq-len", "1" + 30 * "0"], "at most 2,147,483,648"),
         (["--lora-rank", "1000000000"], "at most 65,536"),
+        (["--hardware", ""], "hardware ''"),
+        (["--model", "x" * 5000], "model 'xxx"),
+        (["--lengths", "x" * 5000], "length preset 'xxx"),
+        (["--out", "a.json", "--trace", "a.json"], "two files"),
         (["--parallel.pp", "99999999"], "at most 65,536"),
         (["--parallel.dp", "60000", "--parallel.sp", "2"], "120,000 devices"),
         (["--chunks.size", "99999999999"], "at most 2,147,483,648"),
@@ -143,9 +147,7 @@ def longest_line(text: str) -> str:
     return " ".join(line.strip() for line in lines[first : first + 2])
 
 
-def test_the_longest_sequence_stays_within_the_positions(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_the_longest_sequence_stays_within_the_positions(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "config.json"
     for positions, told in (
         (131_072, "131,072 tokens in one sequence alone would still fit"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def batch_of_flags(chosen: argparse.Namespace) -> Batch:
     """The batch of --lengths, --sequences, --seed and --max-seq-len. Raises ConfigError."""
     seed = chosen.seed or 0
     name = chosen.lengths
-    if Path(name).exists() or name.endswith(".json"):
+    if os.path.exists(name) or name.endswith(".json"):
         lengths = read_lengths(Path(name))
         return draw(lengths, name, chosen.sequences, seed, chosen.max_seq_len)
     from furlong.cost.lengths import sample_lengths
@@ -57,7 +58,7 @@ def batch_of_flags(chosen: argparse.Namespace) -> Batch:
 
 def batch_of_run(file: str, config: RunConfig, chosen: argparse.Namespace) -> Batch:
     """As many sequences of a run's data as it takes per step. Raises ConfigError."""
-    if chosen.lengths is not None and not Path(chosen.lengths).exists():
+    if chosen.lengths is not None and not os.path.exists(chosen.lengths):
         return batch_of_flags(chosen)
     counted = Path(chosen.lengths) if chosen.lengths else _counted(Path(file), config)
     seed = config.train.seed if chosen.seed is None else chosen.seed

@@ -13,7 +13,7 @@ from furlong.plan.lengths import MAX_TOKENS
 from furlong.units import parse_bytes
 
 MAX_DEVICES = 65_536
-MAX_BATCH = 65_536
+MAX_BATCH = 16_384
 """Sequences of one step's batch."""
 MAX_SEED = 2**63 - 1
 _MAX_RANK = 65_536
@@ -78,6 +78,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
                 source="the command line",
                 change=f"make the folder {path.parent}, or choose another one",
             )
+    if chosen.out is not None and chosen.out == chosen.trace:
+        raise ConfigError(
+            given=f"--out and --trace {chosen.out}",
+            required="two files: a plan and a trace",
+            source="the command line",
+            change="give one of them another name",
+        )
     if chosen.compare and (chosen.out or chosen.trace):
         raise ConfigError(
             given=f"--compare with {'--out' if chosen.out else '--trace'}",

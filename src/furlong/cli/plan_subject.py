@@ -6,6 +6,7 @@ Flags come first, then the run file, then defaults.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor, prod
@@ -119,7 +120,7 @@ def model_shape_of(name: str) -> ModelShape:
     Raises ConfigError.
     """
     path = Path(name).expanduser()
-    if path.exists() or path.suffix == ".json":
+    if os.path.exists(path) or path.suffix == ".json":
         return ModelShape.from_file(path)
     last = name.rpartition("/")[2].lower()
     if last in {known.lower() for known in MODELS}:
@@ -174,8 +175,9 @@ def _build(
 ) -> Subject:
     sizes = _sizes(chosen, config)
     num_devices = chosen.devices or prod(size or 1 for size in sizes.values())
-    _check_bounds(num_devices, max(batch.seq_lens), dials)
-    spec = hardware(chosen.hardware or THIS_CPU)
+    check_num_devices(num_devices, "the product of dp, sp and pp")
+    _check_chunks(max(batch.seq_lens), dials["size"])
+    spec = hardware(THIS_CPU if chosen.hardware is None else chosen.hardware)
     fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
     budget = chosen.memory
     if budget is None and config is not None and config.memory.device != "auto":
@@ -195,16 +197,19 @@ def _build(
     return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config)
 
 
-def _check_bounds(num_devices: int, longest: int, dials: Mapping[str, Any]) -> None:
-    """Raises ConfigError for more than can be planned for."""
+def check_num_devices(num_devices: int, source: str) -> None:
+    """Raises ConfigError for more devices than can be planned for."""
     if num_devices > MAX_DEVICES:
         raise ConfigError(
-            given=f"{num_devices:,} devices, the product of dp, sp and pp",
+            given=f"{num_devices:,} devices",
             required=f"at most {MAX_DEVICES:,}",
-            source="the sizes of parallel",
+            source=source,
             change="use fewer devices",
         )
-    size = dials["size"]
+
+
+def _check_chunks(longest: int, size: object) -> None:
+    """Raises ConfigError for more chunks of a sequence than can be planned for."""
     if isinstance(size, int) and longest > size * MAX_CHUNKS:
         raise ConfigError(
             given=f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest"

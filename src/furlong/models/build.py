@@ -79,7 +79,7 @@ def check_folder(name: str) -> str:
     """The folder that `name` stands for, or `name` itself if it is a hub id. Raises ConfigError."""
     check_python()
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return str(folder)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(
