@@ -16,7 +16,10 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _BYTES_PER_UNIT:
         raise ValueError(f"{text!r} is no amount of memory; write one like 512MiB, 24GiB or 80GB")
-    return int(float(match[1]) * _BYTES_PER_UNIT[match[2].upper()])
+    amount = float(match[1]) * _BYTES_PER_UNIT[match[2].upper()]
+    if amount >= 2**63:
+        raise ValueError(f"{str(text)[:40]!r} is more memory than there is: less than 8 EiB")
+    return int(amount)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -93,7 +93,7 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
         file.unlink()
     assert_refused(folder, "without a tokenizer", capsys)
     # For some families transformers then makes one that knows nothing but special tokens.
-    transformers.Qwen2Config(**TINY).save_pretrained(folder)
+    transformers.Qwen2Config(**TINY, num_key_value_heads=2).save_pretrained(folder)
     assert_refused(folder, "without a tokenizer: there is no vocabulary", capsys)
 
 
@@ -111,6 +111,12 @@ def test_a_tokenizer_that_is_broken_is_told(folder: Path, capsys: Any) -> None:
         ('{"model_type": "nobody-knows"}', "nobody-knows"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "config.json: integer"),
+        ('{"model_type": "llama", "hidden_act": "nope"}', "hidden_act = 'nope'"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "at most 512"),
+        (
+            '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
+            "quant_method bitsandbytes",
+        ),
     ],
 )
 def test_a_config_that_nobody_can_read_is_told(
@@ -142,6 +148,7 @@ def test_weights_that_are_no_safetensors_are_not_read(folder: Path, capsys: Any)
     weights = transformers.LlamaForCausalLM(config).state_dict()
     torch.save(weights, folder / "pytorch_model.bin")
     assert_refused(folder, "required: weights (safetensors)", capsys, "--model.init=pretrained")
+    assert_refused(folder, "pytorch_model.bin is a pickle", capsys, "--model.init=pretrained")
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     assert_refused(folder, "required: weights (safetensors)", capsys, "--model.init=pretrained")
 

@@ -100,3 +100,20 @@ def test_help_loads_nothing_heavy():
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "PLAN.json" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("[" * 100_000, "no JSON"), ("sp_size", "1,000,000,000,000 devices")]
+)
+def test_plans_that_nobody_can_have_are_told(saved, text, told, capsys):
+    if text == "sp_size":
+        text = json.dumps(json.loads(saved.read_text()) | {"sp_size": 250_000_000_000})
+    saved.write_text(text)
+    assert main(["plan", str(saved)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_measured_step_that_is_nested_without_end_is_told(tmp_path, capsys):
+    (tmp_path / "timeline.json").write_text("[" * 100_000)
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "timeline.json" in capsys.readouterr().err

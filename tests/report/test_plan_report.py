@@ -166,10 +166,16 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     )
     budget = 20 * 2**30
     longest = longest_sequence(candidate, costs, budget_bytes=budget)
-    assert longest.is_bound
+    assert longest.limit == "memory"
 
     def peak(num_tokens):
         return report_plan(build((num_tokens,), size=4096, retained=0), costs).peak_bytes
 
     assert peak(longest.num_tokens) <= budget < peak(longest.num_tokens * 102 // 100)
     assert longest_sequence(candidate, costs, budget_bytes=2**20).num_tokens == 0
+    # memory has room for more than the model has positions
+    few = longest.num_tokens // 2
+    within = longest_sequence(candidate, costs, budget_bytes=budget, num_positions=few)
+    assert (within.num_tokens, within.limit) == (few, "positions")
+    many = longest_sequence(candidate, costs, budget_bytes=budget, num_positions=10**9)
+    assert many == longest

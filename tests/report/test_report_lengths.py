@@ -61,3 +61,14 @@ def test_a_title_that_is_too_long_keeps_its_end(tmp_path: Path) -> None:
 def test_one_length_can_be_drawn(tmp_path: Path) -> None:
     save_lengths_picture(count_lengths([1]), tmp_path / "one.png", "one")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["[/red].txt", "[bold]a", "$x^{$.txt", "[link=x]y[/link]"])
+def test_a_files_name_is_neither_markup_nor_a_formula(tmp_path: Path, name: str) -> None:
+    console = Console(width=120, record=True, file=None)
+    with console.capture() as captured:
+        console.print(lengths_table(LENGTHS, name))
+    assert name in captured.get()
+    file = tmp_path / "a.svg"
+    save_lengths_picture(LENGTHS, file, name)
+    assert name in file.read_text()

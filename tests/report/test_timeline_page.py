@@ -51,6 +51,25 @@ def test_needs_no_network_and_no_placeholder_is_left(tmp_path):
     assert text.count("</script>") == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a<!--b", "</script>", "<script>", "<!--<script>", "<img src=x onerror=alert(1)>", 'a"b\\c',
+     "\u2028", "a & b", "]]>", "{{data}}", "<" * 50],
+)  # fmt: skip
+def test_any_name_is_data_and_comes_back_whole(tmp_path, name):
+    path = tmp_path / "a.html"
+    save_timelines([panel(name), panel("second")], path)
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script [^>]*id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert "<" not in found[1]
+    first, second = json.loads(found[1])
+    assert first["name"] == name
+    assert first["title"].startswith(f"{name}   ·   bubble")
+    assert second["name"] == "second"
+    assert text.count("<script") == text.count("</script>") == 2
+    assert f"<title>{html.escape(name)}   ·   bubble" in text
+
+
 ACT = """
 const found = { errors: window.errors, tooltips: {} };
 const canvas = document.getElementById("canvas"), tooltip = document.getElementById("tooltip");
@@ -144,7 +163,7 @@ def test_zoom_pan_and_tooltips_in_a_browser(tmp_path):
     save_timelines([panel(), panel("another", num_stages=1)], path)
     found, console = in_browser(path, tmp_path)
     assert (found["errors"], console) == ([], [])
-    assert found["title"].startswith("A </script> title   ·   bubble")
+    assert found["title"].startswith("a </script> title   ·   bubble")
     assert found["colours"] > 50
     duration = panel().timeline.duration_s
     assert found["range"] == found["fitted"] == f"0 units to {duration:g} units"

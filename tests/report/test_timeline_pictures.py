@@ -13,6 +13,7 @@ from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_chunkflow_pipeline
+from furlong.report.legend import with_shared_owners
 from furlong.report.looks import COLOURS, PACKED_COLOUR, fill, tint
 from furlong.report.picture import MAX_RANKS
 from furlong.report.scene import PACKED, Panel, make_scene
@@ -59,7 +60,7 @@ def test_svg_says_what_a_stranger_needs(tmp_path):
     words = words_of(svg)
     joined = "\n".join(words)
     assert re.search(
-        r"A plan   ·   bubble \d+\.\d%   ·   step [\d.]+ units   ·   peak 5 GiB", joined
+        r"a plan   ·   bubble \d+\.\d%   ·   step [\d.]+ units   ·   peak 5 GiB", joined
     )
     assert "5 sequences, 16 tokens, 4 chunks, 2 stages, 2 ranks" in joined
     for word in ("forward", "recompute", "backward", "activation message", "idle", "F0", "B0",
@@ -70,13 +71,44 @@ def test_svg_says_what_a_stranger_needs(tmp_path):
 
 def test_png_grows_with_its_panels(tmp_path):
     sizes = []
-    for panels in ([panel(pipeline())], [panel(pipeline())] * 2):
+    for panels in ([panel(pipeline())], [panel(pipeline())] * 2, [panel(pipeline())] * 13):
         path = tmp_path / "a.png"
         save_timelines(panels, path)
         width, height = struct.unpack(">II", path.read_bytes()[16:24])
         sizes.append((width, height))
-    assert sizes[0][0] == sizes[1][0] >= 1500
-    assert 1.8 < sizes[1][1] / sizes[0][1] < 2.1
+    assert sizes[0][0] == sizes[1][0] == sizes[2][0] >= 1500
+    # several are drawn lower, under one legend
+    assert 1.3 < sizes[1][1] / sizes[0][1] < 1.8
+    assert sizes[2][1] < 13 * 0.75 * sizes[0][1]
+
+
+def test_several_panels_have_one_legend_with_one_colour_per_sequence(tmp_path):
+    path = tmp_path / "a.svg"
+    backwards = plan_chunkflow_pipeline(
+        (9, 1, 2, 12, 1), ChunkOptions(size=4, keep="kv"), stages=(1, 1)
+    )
+    save_timelines([panel(pipeline(num_retained=1)), panel(backwards)], path)
+    words = words_of(path.read_text())
+    for word in ("forward", "backward", "idle", "limit of device memory", "packed sequences"):
+        assert words.count(word) == 1, word
+    assert sum(word.startswith("sequence 0, ") for word in words) == 1
+    scenes = with_shared_owners([make_scene(panel(pipeline())), make_scene(panel(backwards))])
+    assert scenes[0].owners[0] == scenes[1].owners[0]
+    assert scenes[1].owners[3].colour == COLOURS[0]
+    assert scenes[0].owners[0].colour == COLOURS[1]
+    assert scenes[0].owners[PACKED].colour == PACKED_COLOUR
+
+
+@pytest.mark.parametrize(
+    "name", ["Ep", "ep", r"$\frac{", "a$b$c", "$x^{$", "R<script>", "<!--", "a&b"]
+)
+def test_a_title_is_the_name_as_it_was_written(tmp_path, name):
+    path = tmp_path / "a.svg"
+    plan = pipeline()
+    save_timelines([Panel(simulate(plan, Linked(plan)), plan, name, note=name)] * 2, path)
+    ElementTree.fromstring(path.read_text())
+    if not set(name) & set("<&"):
+        assert any(word.startswith(f"{name}   ·   bubble") for word in words_of(path.read_text()))
 
 
 def test_most_ranks_of_a_cluster_are_left_out_and_counted(tmp_path):

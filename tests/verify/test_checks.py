@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -134,3 +135,20 @@ def test_a_nan_is_no_small_error(llama: Subject, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Engine, "forward_backward", poisoned)
     assert not run(check_gradients, llama).passed
+
+
+def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path):
+    from furlong.config.data import DataConfig
+    from furlong.config.schema import ModelConfig, RunConfig
+    from furlong.errors import ConfigError
+    from furlong.verify.run import verify
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {"model_type": "llama", "hidden_act": "nope", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    run = RunConfig(
+        model=ModelConfig(name=str(tmp_path)), data=DataConfig(train=("none",), max_seq_len=64)
+    )
+    with pytest.raises(ConfigError, match="hidden_act = 'nope'") as raised:
+        verify(run)
+    assert str(tmp_path) in raised.value.given

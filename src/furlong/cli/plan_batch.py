@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from furlong.cli.plan_flags import MAX_BATCH
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, draw_lengths, read_lengths
 from furlong.report.words import count_words
@@ -43,7 +45,7 @@ def batch_of_flags(chosen: argparse.Namespace) -> Batch:
     """The batch of --lengths, --sequences, --seed and --max-seq-len. Raises ConfigError."""
     seed = chosen.seed or 0
     name = chosen.lengths
-    if Path(name).exists() or name.endswith(".json"):
+    if os.path.exists(name) or name.endswith(".json"):
         lengths = read_lengths(Path(name))
         return draw(lengths, name, chosen.sequences, seed, chosen.max_seq_len)
     from furlong.cost.lengths import sample_lengths
@@ -56,7 +58,7 @@ def batch_of_flags(chosen: argparse.Namespace) -> Batch:
 
 def batch_of_run(file: str, config: RunConfig, chosen: argparse.Namespace) -> Batch:
     """As many sequences of a run's data as it takes per step. Raises ConfigError."""
-    if chosen.lengths is not None and not Path(chosen.lengths).exists():
+    if chosen.lengths is not None and not os.path.exists(chosen.lengths):
         return batch_of_flags(chosen)
     counted = Path(chosen.lengths) if chosen.lengths else _counted(Path(file), config)
     seed = config.train.seed if chosen.seed is None else chosen.seed
@@ -78,6 +80,13 @@ def draw(
     lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
 ) -> Batch:
     """`count` sequences in a random order, each once unless there are fewer."""
+    if count is not None and count > MAX_BATCH:
+        raise ConfigError(
+            given=f"a batch of {count:,} sequences",
+            required=f"at most {MAX_BATCH:,}",
+            source="train.sequences_per_step, of which furlong plan makes its batch",
+            change="plan for fewer with --sequences N",
+        )
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
         raise ConfigError(

@@ -15,6 +15,7 @@ from furlong.planners.candidates import Candidate
 from furlong.planners.longest import Longest, longest_sequence
 from furlong.planners.methods import SEARCHED
 from furlong.planners.search import Found
+from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line
 from furlong.report.words import count_words
@@ -26,18 +27,26 @@ _SAME = 1 + 1e-6
 
 def run(chosen: argparse.Namespace) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
+    with patience("searching for a plan") as tell:
+        _run(chosen, tell)
+
+
+def _run(chosen: argparse.Namespace, tell: Tell) -> None:
     methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
     subject = with_run_budget(subject_of(chosen))
     problem = subject.problem
     decision = decision_of(subject, chosen)
     found = decision.found if decision is not None else None
     if found is None:
-        found = search_with(subject, methods, strict=True)
+        found = search_with(subject, methods, strict=True, tell=tell)
     best = found.best
+    tell("a plan is found, it is measured")
     report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
+    tell("looking for the longest sequence that would fit")
+    positions, own = subject.num_positions, max(problem.seq_lens)
     longest = longest_sequence(
-        best.candidate, problem.model,
-        budget_bytes=problem.budget_bytes, start=max(problem.seq_lens),
+        best.candidate, problem.model, budget_bytes=problem.budget_bytes, start=own,
+        num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     if chosen.json:
         auto = {} if decision is None else {"auto": decision.words}
@@ -46,7 +55,7 @@ def run(chosen: argparse.Namespace) -> None:
         print(subject.words())
         print(line("plan", str(best.candidate)))
         print(format_report(report))
-        print(line("longest", _longest_words(longest)))
+        print(line("longest", _longest_words(longest, subject)))
         if decision is None:
             print(line("next best", _next_words(found)))
         else:
@@ -61,12 +70,20 @@ def run(chosen: argparse.Namespace) -> None:
     draw(report.panel(candidate.method, note), chosen)
 
 
-def _longest_words(longest: Longest) -> str:
+def _longest_words(longest: Longest, subject: Subject) -> str:
     if not longest.num_tokens:
         return "not even one token would fit with these dials"
-    bound = "" if longest.is_bound else "at least "
-    tokens = format_count(longest.num_tokens)
-    return f"{bound}{tokens} tokens in one sequence alone would still fit, with the same dials"
+    alone = "in one sequence alone would still fit, with the same dials"
+    if longest.limit == "positions":
+        return (
+            f"{longest.num_tokens:,} tokens {alone}: the model's {longest.num_tokens:,} positions"
+        )
+    bound = "" if longest.limit == "memory" else "at least "
+    words = f"{bound}{format_count(longest.num_tokens)} tokens {alone}"
+    positions = subject.num_positions
+    if positions is not None and positions < max(subject.problem.seq_lens):
+        words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
+    return words
 
 
 def _rivals(found: Found) -> list[tuple[float, bool, Candidate]]:
@@ -115,7 +132,8 @@ def _to_json(
         **_candidate_json(found.best.candidate),
         **report.to_json(),
         "longest_sequence_tokens": longest.num_tokens,
-        "longest_sequence_is_bound": longest.is_bound,
+        "longest_sequence_is_bound": longest.limit != "trials",
+        "longest_sequence_limit": longest.limit,
         "next_best": None
         if not rivals
         else _candidate_json(rivals[0][2]) | {"step_s": rivals[0][0], "is_bound": not rivals[0][1]},

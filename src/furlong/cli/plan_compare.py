@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 
 from furlong.cli.plan_files import save, with_few_ranks
 from furlong.cli.plan_search import OURS, methods_named, search_with
@@ -12,6 +13,7 @@ from furlong.errors import ConfigError, PlanError, UserError
 from furlong.planners.flexsp import estimate_flexsp
 from furlong.planners.search import Found, Problem
 from furlong.report.comparison import Row, comparison_json, format_comparison
+from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import report_plan
 from furlong.report.words import count_words
 from furlong.units import format_seconds
@@ -22,13 +24,19 @@ _SLOWEST = 2
 
 def run(chosen: argparse.Namespace) -> None:
     """Print the table and draw the panels. Raises ConfigError where no method has a plan."""
+    with patience("comparing methods") as tell:
+        _run(chosen, tell)
+
+
+def _run(chosen: argparse.Namespace, tell: Tell) -> None:
     methods = methods_named(chosen.method)
     subject = subject_of(chosen)
     found: dict[str, Found] = {}
     rows: list[Row] = []
     for name, method in methods.items():
         try:
-            found[name] = search_with(subject, {name: method}, strict=False)
+            own = partial(_tell_of, name, tell)
+            found[name] = search_with(subject, {name: method}, strict=False, tell=own)
         except (UserError, PlanError) as error:
             rows.append(Row(name, refusal=_reason(error)))
     if found and OURS in methods:
@@ -66,9 +74,13 @@ def run(chosen: argparse.Namespace) -> None:
         )
     if chosen.picture is not None:
         panels.sort(key=lambda panel: panel.timeline.duration_s)
-        save([with_few_ranks(panel, most=4) for panel in panels], chosen.picture)
+        save([with_few_ranks(panel, most=2) for panel in panels], chosen.picture)
         if not chosen.json:
             print(f"wrote {chosen.picture}: plans of at most {_SLOWEST} times the best one's time")
+
+
+def _tell_of(method: str, tell: Tell, words: str) -> None:
+    tell(f"{method}: {words}")
 
 
 def _flexsp(problem: Problem) -> list[Row]:

@@ -26,7 +26,7 @@ def draw(panel: Panel, chosen: argparse.Namespace) -> None:
 
 
 def with_few_ranks(panel: Panel, most: int = 16) -> Panel:
-    """The panel with at most so many rows."""
+    """The panel with at most `most` rows."""
     shown = choose_ranks(panel.plan, panel.timeline, most)
     if not shown.note:
         return panel

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from furlong.errors import ConfigError
+from furlong.plan.lengths import MAX_TOKENS
 from furlong.units import parse_bytes
 
+MAX_DEVICES = 65_536
+MAX_BATCH = 16_384
+"""Sequences of one step's batch."""
+MAX_SEED = 2**63 - 1
+_MAX_RANK = 65_536
 PICTURES, TRACES = (".png", ".svg", ".html"), (".json",)
 RUN_FILES = (".yaml", ".yml")
 
@@ -72,6 +78,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
                 source="the command line",
                 change=f"make the folder {path.parent}, or choose another one",
             )
+    if chosen.out is not None and chosen.out == chosen.trace:
+        raise ConfigError(
+            given=f"--out and --trace {chosen.out}",
+            required="two files: a plan and a trace",
+            source="the command line",
+            change="give one of them another name",
+        )
     if chosen.compare and (chosen.out or chosen.trace):
         raise ConfigError(
             given=f"--compare with {'--out' if chosen.out else '--trace'}",
@@ -91,16 +104,19 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sequences",
-        type=_positive,
+        type=_number(1, MAX_BATCH),
         metavar="N",
         help="sequences of one step's batch, drawn from the lengths"
         " (default: the run's, or all of a file of at most 64, or 64)",
     )
     group.add_argument(
-        "--seed", type=_natural, metavar="N", help="of that draw (default: the run's, or 0)"
+        "--seed",
+        type=_number(0, MAX_SEED),
+        metavar="N",
+        help="of that draw (default: the run's, or 0)",
     )
     group.add_argument(
-        "--max-seq-len", type=_positive, metavar="N", help="leave longer sequences out"
+        "--max-seq-len", type=_number(1, MAX_TOKENS), metavar="N", help="leave longer sequences out"
     )
     group.add_argument(
         "--model",
@@ -115,7 +131,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lora-rank",
-        type=_positive,
+        type=_number(1, _MAX_RANK),
         metavar="R",
         help="train adapters of all linear layers, and freeze the rest",
     )
@@ -138,7 +154,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--devices",
-        type=_positive,
+        type=_number(1, MAX_DEVICES),
         metavar="N",
         help="how many (default: the product of the sizes below)",
     )
@@ -148,19 +164,39 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         ("pp", "pipeline stages"),
     ):
         group.add_argument(
-            f"--parallel.{name}", dest=name, type=_positive_or_auto, metavar="N", help=what
+            f"--parallel.{name}",
+            dest=name,
+            type=_number(1, MAX_DEVICES, auto=True),
+            metavar="N",
+            help=what,
         )
+    _add_chunks(group)
+    group.add_argument(
+        "--memory.device",
+        dest="memory",
+        type=_amount_or_auto,
+        metavar="AMOUNT",
+        help="budget of a device, such as 40GB (default: the hardware's)",
+    )
+    group.add_argument(
+        "--method",
+        metavar="NAME",
+        help="search the plans of one method only; --compare lists them all",
+    )
+
+
+def _add_chunks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chunks.size",
         dest="size",
-        type=_positive_or_auto,
+        type=_number(1, MAX_TOKENS, auto=True),
         metavar="TOKENS",
         help="most tokens of a chunk",
     )
     group.add_argument(
         "--chunks.num_retained",
         dest="num_retained",
-        type=_natural_or_auto,
+        type=_number(0, MAX_TOKENS, auto=True),
         metavar="N",
         help="last chunks of a sequence that keep their graph",
     )
@@ -175,18 +211,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         dest="tier",
         choices=("auto", "device", "host", "disk"),
         help="where K,V live (auto: device or host)",
-    )
-    group.add_argument(
-        "--memory.device",
-        dest="memory",
-        type=_amount_or_auto,
-        metavar="AMOUNT",
-        help="budget of a device, such as 40GB (default: the hardware's)",
-    )
-    group.add_argument(
-        "--method",
-        metavar="NAME",
-        help="search the plans of one method only; --compare lists them all",
     )
 
 
@@ -207,30 +231,24 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    return _at_least(1, text)
+def _number(lowest: int, most: int, *, auto: bool = False) -> Callable[[str], int | None]:
+    """A reader of whole numbers between two bounds; `auto`, where it may be given, is None."""
 
+    def read(text: str) -> int | None:
+        if auto and text == "auto":
+            return None
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if not lowest <= value <= most:
+            shown = text if len(text) <= 40 else text[:40] + "..."
+            raise argparse.ArgumentTypeError(
+                f"{shown!r} is no whole number of at least {lowest} and at most {most:,}"
+            )
+        return value
 
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _positive_or_auto(text: str) -> int | None:
-    return None if text == "auto" else _at_least(1, text)
-
-
-def _natural_or_auto(text: str) -> int | None:
-    return None if text == "auto" else _at_least(0, text)
-
-
-def _at_least(lowest: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = lowest - 1
-    if value < lowest:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {lowest}")
-    return value
+    return read
 
 
 def _amount_or_auto(text: str) -> int | None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_subject import model_shape_of, training_of
+from furlong.cli.plan_subject import check_num_devices, model_shape_of, training_of
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
@@ -100,6 +100,7 @@ def _load(file: str) -> ChunkPlan:
     try:
         plan = load_plan(Path(file).read_text(encoding="utf-8"))
         check(plan)
+        check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             given=f"{file}: {getattr(error, 'strerror', None) or error}",

@@ -12,6 +12,7 @@ from furlong.errors import ConfigError
 from furlong.planners.candidates import Candidate, Ladder, Room
 from furlong.planners.methods import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search import Found, search
+from furlong.report.patience import Tell
 from furlong.report.words import count_words
 
 OURS = "furlong"
@@ -43,7 +44,9 @@ class _FixedRoom(Room):
         )
 
 
-def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool) -> Found:
+def search_with(
+    subject: Subject, methods: Mapping[str, Method], *, strict: bool, tell: Tell | None = None
+) -> Found:
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
     dials = dict(subject.dials)
@@ -72,7 +75,8 @@ def search_with(subject: Subject, methods: Mapping[str, Method], *, strict: bool
         return ladders
 
     try:
-        return search(subject.problem, {name: fixed(method) for name, method in methods.items()})
+        among = {name: fixed(method) for name, method in methods.items()}
+        return search(subject.problem, among, tell=tell)
     except ConfigError:
         if num_offered or not num_rooms:
             raise

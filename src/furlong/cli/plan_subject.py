@@ -6,13 +6,15 @@ Flags come first, then the run file, then defaults.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
+from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cost.hardware import THIS_CPU, hardware
 from furlong.cost.known_models import MODELS, model_shape
 from furlong.cost.model import CostModel
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
 
 
+MAX_CHUNKS = 2048
+"""Chunks of the longest sequence that a plan may have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A problem, and the words for it."""
@@ -40,6 +46,19 @@ class Subject:
     model_name: str
     config: RunConfig | None = None
     """Of a run file."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of the model after the run's `model.rope`; None where they are unknown."""
+        shape = self.problem.model.shape
+        rope = self.config.model.rope if self.config is not None else None
+        if rope is None or shape.num_positions is None:
+            return shape.num_positions
+        original = rope.original_max_position_embeddings or shape.original_positions
+        if rope.factor is not None:
+            return floor(rope.factor * (original or shape.num_positions))
+        assert self.config is not None  # it has the rope
+        return max(shape.num_positions, self.config.data.max_seq_len)
 
     def model_words(self) -> str:
         model = self.problem.model
@@ -101,7 +120,7 @@ def model_shape_of(name: str) -> ModelShape:
     Raises ConfigError.
     """
     path = Path(name).expanduser()
-    if path.exists() or path.suffix == ".json":
+    if os.path.exists(path) or path.suffix == ".json":
         return ModelShape.from_file(path)
     last = name.rpartition("/")[2].lower()
     if last in {known.lower() for known in MODELS}:
@@ -156,7 +175,9 @@ def _build(
 ) -> Subject:
     sizes = _sizes(chosen, config)
     num_devices = chosen.devices or prod(size or 1 for size in sizes.values())
-    spec = hardware(chosen.hardware or THIS_CPU)
+    check_num_devices(num_devices, "the product of dp, sp and pp")
+    _check_chunks(max(batch.seq_lens), dials["size"])
+    spec = hardware(THIS_CPU if chosen.hardware is None else chosen.hardware)
     fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
     budget = chosen.memory
     if budget is None and config is not None and config.memory.device != "auto":
@@ -174,6 +195,29 @@ def _build(
         pp=sizes["pp"],
     )
     return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config)
+
+
+def check_num_devices(num_devices: int, source: str) -> None:
+    """Raises ConfigError for more devices than can be planned for."""
+    if num_devices > MAX_DEVICES:
+        raise ConfigError(
+            given=f"{num_devices:,} devices",
+            required=f"at most {MAX_DEVICES:,}",
+            source=source,
+            change="use fewer devices",
+        )
+
+
+def _check_chunks(longest: int, size: object) -> None:
+    """Raises ConfigError for more chunks of a sequence than can be planned for."""
+    if isinstance(size, int) and longest > size * MAX_CHUNKS:
+        raise ConfigError(
+            given=f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest"
+            f" sequence of {longest:,}",
+            required=f"at most {MAX_CHUNKS:,} chunks of one sequence",
+            source="chunks.size and the lengths",
+            change=f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
+        )
 
 
 def _sizes(chosen: argparse.Namespace, config: RunConfig | None) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.cost.config_values import check_values, rope_original
 from furlong.cost.families import FAMILIES, Family, Mlp, layer_mlps, layer_windows
 from furlong.errors import ConfigError
 
@@ -39,6 +40,10 @@ class ModelShape:
     head_bias_parameters: int = 0
     exact: bool = True
     """False for a family that is not in the table and was read as if it were a Llama."""
+    num_positions: int | None = None
+    """Positions that the model knows; None where its config names no number."""
+    original_positions: int | None = None
+    """Positions before its RoPE was scaled; None where the config names no number."""
 
     @property
     def num_layers(self) -> int:
@@ -110,20 +115,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str = "the model's config") -> ModelShape:
-        """The shape that a config.json describes. Raises ConfigError for keys that are missing."""
-        config = {**config, **config["text_config"]} if "text_config" in config else config
+        """The shape that a config.json describes. Raises ConfigError for values that are missing
+        or no sizes of a decoder."""
+        inside = config.get("text_config")
+        config = {**config, **inside} if isinstance(inside, dict) else config
         name = str(config.get("model_type", ""))
         family = FAMILIES.get(name, Family())
-        wanted = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        for key in (*wanted, "intermediate_size"):
-            value = config.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    given=f"{key} = {value!r}" if key in config else f"no {key}",
-                    required=f"{', '.join(wanted)} and intermediate_size as whole numbers",
-                    source=source,
-                    change="give the config.json of a decoder of the Llama kind",
-                )
+        check_values(config, source)
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // heads)
@@ -146,6 +144,8 @@ class ModelShape:
             final_norm_parameters=norm,
             head_bias_parameters=vocab if family.head_bias else 0,
             exact=name in FAMILIES,
+            num_positions=config.get("max_position_embeddings") or None,
+            original_positions=rope_original(config),
         )
 
     @classmethod
@@ -162,7 +162,7 @@ class ModelShape:
                 source="the model's name",
                 change="check the path, or name a folder that holds config.json",
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 given=f"{path}: {error}",
                 required="JSON",

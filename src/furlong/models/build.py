@@ -9,18 +9,34 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from furlong.errors import ConfigError, UnsupportedModelError
-from furlong.models.rope import apply_rope, check_length
+from furlong.errors import ConfigError, UnsupportedModelError, UserError
+from furlong.models.adapters import add_adapters
+from furlong.models.files import (
+    check_config_values,
+    check_folder_files,
+    check_generation,
+    check_python,
+    check_sizes,
+    reason,
+    with_adapters,
+)
+from furlong.models.rope import apply_rope, check_length, check_rope
+from furlong.models.weights import check_weights
+
+# Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
+# config.json asks for: a name there could be that of a kernel on a hub, or a missing package.
+_OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
+_WITH_HUB_KERNELS = ("rwkv",)
+"""Model types that ask a hub for a kernel while they are built."""
 
 
 def build_model(
@@ -52,7 +68,7 @@ def build_model(
         else:
             model = _load_weights(source, config, loaded_dtype)
         if lora is not None:
-            model = _add_adapters(model, lora)
+            model = add_adapters(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
@@ -61,8 +77,9 @@ def build_model(
 
 def check_folder(name: str) -> str:
     """The folder that `name` stands for, or `name` itself if it is a hub id. Raises ConfigError."""
+    check_python()
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return str(folder)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(
@@ -127,42 +144,51 @@ def read_config(
 
     Raises ConfigError, also if the model has fewer positions than `max_seq_len`.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ConfigError(
-            given=f"{source} without config.json",
-            required="the folder of a Hugging Face model",
-            source="model.name",
-            change="point model.name at the folder that holds config.json",
-        )
+    if Path(source).is_dir():
+        check_folder_files(Path(source))
+    values: dict[str, Any] = {}
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        check_config_values(values, source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **_OWN_KERNELS)
+        check_sizes(config, source)
+        check_rope(config, source)
+        if rope is not None:
+            apply_rope(config, rope, max_seq_len=max_seq_len)
+        if max_seq_len is not None:
+            check_length(config, max_seq_len, has_rope=rope is not None)
+    except UserError:
+        raise
     except Exception as error:  # a family's own code may make anything of a broken file
         raise ConfigError(
-            given=f"{source}, config.json: {_first_line(error)}",
+            given=f"{source}, config.json: {reason(error, values)}",
             required="a model whose config.json transformers can read without remote code",
             source="model.name",
-            change="check the name, the connection to the hub, or use a local folder",
+            change="mend config.json, or use the model's own"
+            if Path(source).is_dir()
+            else "check the name, the connection to the hub, or use a local folder",
         ) from error
-    if rope is not None:
-        apply_rope(config, rope, max_seq_len=max_seq_len)
-    if max_seq_len is not None:
-        check_length(config, max_seq_len, has_rope=rope is not None)
     return config
 
 
 def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
-    """A model with random weights. Raises UnsupportedModelError if transformers knows none."""
+    """A model with random weights. Raises UnsupportedModelError if transformers knows none, and
+    ConfigError if it cannot build or write one of this config."""
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_OWN_KERNELS)
+        # What cannot be written would be found out when the run exports its model.
+        with TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+        return model
+    except Exception as error:  # a family's own code may make anything of wrong sizes
         raise ConfigError(
-            given=f"{source}, config.json: {_first_line(error)}",
-            required="sizes of which transformers can build the model",
+            given=f"{source}, config.json: {reason(error, vars(config))}",
+            required="sizes and names of which transformers can build the model",
             source="model.name",
             change="mend config.json, or use the model's own",
         ) from error
@@ -171,10 +197,10 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
 def _check_kind(config: Any, source: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in _WITH_HUB_KERNELS:
         raise UnsupportedModelError(
             given=f"model type {config.model_type}",
-            required="a decoder that AutoModelForCausalLM knows",
+            required="a decoder with causal attention that AutoModelForCausalLM knows",
             source=f"{source}, config.json",
             change="choose a causal language model",
         )
@@ -184,6 +210,8 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
+    check_weights(source)
+    check_generation(source)
     try:
         with _hushed():
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -194,14 +222,18 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
                 use_safetensors=True,  # the other kind is a pickle
                 ignore_mismatched_sizes=True,  # told below
                 output_loading_info=True,
+                **_OWN_KERNELS,
             )
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # of the family's code, of safetensors, of the hub
         raise ConfigError(
-            given=f"{source}: {_first_line(error)}",
-            required="weights (safetensors)",
+            given=f"{source}: {reason(error, vars(config))}",
+            required="weights (safetensors) of the model that config.json describes",
             source="model.name",
-            change="use a folder with weights, or model.init: random",
+            change="use a folder with whole weights and its own config.json, or set"
+            " model.init: random",
         ) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise with_adapters(source)
     # transformers fills what the files lack, or have in another shape, with random numbers.
     for what, names in (
         ("lacks", sorted(loaded["missing_keys"])),
@@ -214,36 +246,10 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
                 source="model.name",
                 change="use the whole model's folder, or model.init: random",
             )
+    if unused := sorted(loaded["unexpected_keys"]):
+        print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
+              f" {unused[0]} among them")  # fmt: skip
     return model
-
-
-def _add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
-    import peft
-
-    modules = lora["target_modules"]
-    settings = peft.LoraConfig(
-        r=lora["rank"],
-        lora_alpha=lora["alpha"],
-        lora_dropout=lora["dropout"],
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        with warnings.catch_warnings():
-            # peft asks transformers for it by an older name.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return peft.get_peft_model(model, settings)
-    except ValueError as error:
-        if "not found in the base model" not in str(error):
-            raise
-        linear = {name.rpartition(".")[2] for name, module in model.named_modules()
-                  if isinstance(module, nn.Linear)}  # fmt: skip
-        raise ConfigError(
-            given=f"model.lora.target_modules = {', '.join(modules)}",
-            required=f"all-linear, or names among {', '.join(sorted(linear))}",
-            source="model.lora",
-            change="name modules that the model has",
-        ) from error
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -273,7 +279,3 @@ def _hushed() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bar:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -81,6 +81,23 @@ def check_length(config: Any, max_seq_len: int, *, has_rope: bool) -> None:
     )
 
 
+def check_rope(config: Any, source: str) -> None:
+    """Raise ConfigError where a transformers config has a RoPE whose angles would not be finite."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for entry in nested or [parameters]:
+        for key in ("rope_theta", "factor", "partial_rotary_factor"):
+            value = entry.get(key)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ConfigError(
+                    given=f"{key} = {value!r} in rope_parameters",
+                    required="a number above 0",
+                    source=f"{source}, config.json",
+                    change="mend config.json, or use the model's own",
+                )
+
+
 def _original_length(text: Any, entries: list[dict[str, Any]]) -> int:
     """Positions before the scaling that the model already has, if it has one."""
     lengths = [entry.get("original_max_position_embeddings") for entry in entries]

@@ -18,6 +18,10 @@ from typing import Any
 from furlong.errors import ConfigError
 
 VERSION = 1
+MAX_TOKENS = 2**31
+"""Tokens of the longest sequence that is planned for."""
+MAX_SEQUENCES = 10**8
+"""Sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
 
@@ -128,7 +132,7 @@ def read_lengths(file: Path) -> Lengths:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _unreadable(file, error.strerror or str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(file, str(error)) from error
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise _unreadable(file, f"not version {VERSION} of a file of lengths")
@@ -138,14 +142,19 @@ def read_lengths(file: Path) -> Lengths:
         seq_len, count = entry if isinstance(entry, list) and len(entry) == 2 else (entry, 1)
         if not _is_positive(seq_len) or not _is_positive(count):
             raise _unreadable(file, f"{json.dumps(entry)[:60]} among its lengths")
+        if seq_len > MAX_TOKENS:
+            raise _too_much(file, f"a sequence of {seq_len:.4g} tokens", f"{MAX_TOKENS:,} tokens")
         counted[seq_len] += count
     if not counted:
         raise _unreadable(file, "no lengths")
+    if counted.total() > MAX_SEQUENCES:
+        number = f"{counted.total():.4g} sequences"
+        raise _too_much(file, number, f"{MAX_SEQUENCES:,} sequences; a sample of them does as well")
     return Lengths(tuple(sorted(counted.items())))
 
 
 def _exponent(seq_len: int) -> int:
-    """Of the bucket's upper end, a power of two."""
+    """The exponent of the power of two at the upper end of the bucket that holds `seq_len`."""
     return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
 
 
@@ -155,6 +164,15 @@ def _pairs(seq_len: int) -> int:
 
 def _is_positive(value: Any) -> bool:
     return type(value) is int and value > 0
+
+
+def _too_much(file: Path, given: str, most: str) -> ConfigError:
+    return ConfigError(
+        given=f"{given} in {file}",
+        required=f"at most {most}",
+        source="the file of lengths",
+        change="count the lengths again, or mend the number",
+    )
 
 
 def _unreadable(file: Path, reason: str) -> ConfigError:

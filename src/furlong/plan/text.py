@@ -162,7 +162,7 @@ def load_plan(text: str) -> ChunkPlan:
     """The plan that `save_plan` wrote. Says nothing about legality: that is `plan.check`."""
     try:
         saved = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(f"text that is no JSON ({error})", "a saved plan") from None
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None

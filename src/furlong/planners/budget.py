@@ -20,6 +20,21 @@ _ADVICE: dict[str, str] = {
     "logits": "use smaller chunks",
     "buffers": "use smaller chunks",
 }
+_ALONE: dict[str, str] = {
+    "state": "give it a larger memory.device, train LoRA adapters (model.lora), or a smaller model",
+    "activations": "give it a larger memory.device, use smaller chunks (chunks.size), or keep less"
+    " of them (chunks.keep, chunks.num_retained)",
+    "kv": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
+    "kv_gradients": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
+    "logits": "give it a larger memory.device, or use smaller chunks (chunks.size)",
+    "buffers": "give it a larger memory.device, or use smaller chunks (chunks.size)",
+}
+"""On one device, which is all that there is."""
+
+
+def advice(part: str, *, alone: bool = False) -> str:
+    """What makes a plan fit whose memory goes into `part`; `alone`: on one given device."""
+    return (_ALONE if alone else _ADVICE)[part]
 
 
 class DoesNotFitError(ConfigError):
@@ -34,7 +49,8 @@ class DoesNotFitError(ConfigError):
         rest = {part: n for part, n in peak.items() if part not in _STATE and n > 0}
         largest = max(rest, key=rest.__getitem__, default="state")
         # with the state alone above the budget nothing else helps
-        advice = _ADVICE["state" if state > budget_bytes else largest]
+        self.part: str = "state" if state > budget_bytes else largest
+        """What takes the most: `state`, or a part of memory besides it."""
         parts = ", ".join(
             f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
             for part, n in sorted(peak.items(), key=lambda pair: -pair[1])
@@ -47,7 +63,7 @@ class DoesNotFitError(ConfigError):
             required=f"at most {format_bytes(budget_bytes)}, which lacks "
             f"{format_bytes(self.lacking_bytes)}",
             source="the memory of a device",
-            change=advice,
+            change=advice(self.part),
         )
 
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -76,38 +81,36 @@ def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tu
     work = [2.0 * shape.layer_active_parameters(i) + keys for i in range(shape.num_layers)]
     work[-1] += 2.0 * shape.embedding_parameters
     before = [0.0, *accumulate(work)]
-    slowest, _ = _cut(before, num_stages, lambda so_far, stage: max(so_far, stage))
+    slowest, _ = _cut(before, num_stages, np.maximum)
     limit = slowest * (1 + 1e-9)
     # of all cuts with that slowest stage the most even one
     _, stages = _cut(
-        before, num_stages, lambda so_far, stage: so_far + stage**2 if stage <= limit else inf
+        before, num_stages, lambda so_far, stage: np.where(stage <= limit, so_far + stage**2, inf)
     )
     return stages
 
 
 def _cut(
-    before: Sequence[float], num_stages: int, add: Callable[[float, float], float]
+    before: Sequence[float], num_stages: int, add: Callable[[Floats, Floats], Floats]
 ) -> tuple[float, tuple[int, ...]]:
     """The cut with the least cost, and its layers per stage. `before[n]`: work of the first n
     layers; `add`: the cost of some stages and one more."""
     num_layers = len(before) - 1
-    costs = [0.0] + [inf] * num_layers
-    firsts: list[list[int]] = []
+    work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
+    costs = np.full(num_layers + 1, inf)
+    costs[0] = 0.0
+    firsts = []
     for stage in range(num_stages):
-        options = [
-            min(
-                ((add(costs[f], before[stop] - before[f]), f) for f in range(stage, stop)),
-                default=(inf, 0),
-            )
-            for stop in range(num_layers + 1)
-        ]
-        costs = [cost for cost, _ in options]
-        firsts.append([first for _, first in options])
+        options = add(costs[None, :], work)
+        options[:, :stage] = inf  # each stage before it has a layer
+        options[np.triu_indices(num_layers + 1)] = inf
+        firsts.append(options.argmin(axis=1))
+        costs = options.min(axis=1)
     stop, stages = num_layers, list[int]()
     for first in reversed(firsts):
-        stages.append(stop - first[stop])
-        stop = first[stop]
-    return costs[-1], tuple(reversed(stages))
+        stages.append(stop - int(first[stop]))
+        stop = int(first[stop])
+    return float(costs[-1]), tuple(reversed(stages))
 
 
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:

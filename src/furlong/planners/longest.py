@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
@@ -10,7 +11,8 @@ from furlong.planners.budget import fit
 from furlong.planners.candidates import Candidate
 
 MAX_CHUNKS = 2048
-"""Of the sequences that are tried: a walk over more takes too long to plan for a figure."""
+"""Chunks of the sequences that are tried: more take too long to plan for a figure."""
+MAX_TOKENS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +21,21 @@ class Longest:
 
     num_tokens: int
     """0 where not even one token fits."""
-    is_bound: bool
-    """Whether a longer one does not fit; else nothing longer was tried."""
+    limit: Literal["memory", "positions", "trials"]
+    """What ends it: a longer sequence does not fit; the model has no more positions; or nothing
+    longer was tried."""
 
 
 def longest_sequence(
-    candidate: Candidate, model: CostModel, *, budget_bytes: int | None = None, start: int = 1024
+    candidate: Candidate,
+    model: CostModel,
+    *,
+    budget_bytes: int | None = None,
+    start: int = 1024,
+    num_positions: int | None = None,
 ) -> Longest:
-    """By bisection, to 1 % or a token; `start`: a length to try first.
+    """By bisection, to 1 % or a token. `start`: a length to try first; `num_positions`: the most
+    that the model has, None where that is unknown.
 
     The other replicas share the state and hold less; one that a method deals to itself holds a
     sequence of one token.
@@ -45,13 +54,16 @@ def longest_sequence(
             return None
         return len(plan.chunks)
 
-    low, high = 0, max(1, start)
+    most = num_positions or MAX_TOKENS
+    low, high = 0, min(max(1, start), most)
     while (num_chunks := try_length(high)) is not None:
         low = high
-        if num_chunks >= MAX_CHUNKS or high >= 2**28:
-            return Longest(low, is_bound=False)
-        high *= 2
+        if high == num_positions:
+            return Longest(low, "positions")
+        if num_chunks >= MAX_CHUNKS or high >= most:
+            return Longest(low, "trials")
+        high = min(2 * high, most)
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (middle, high) if try_length(middle) is not None else (low, middle)
-    return Longest(low, is_bound=True)
+    return Longest(low, "memory")

@@ -12,7 +12,7 @@ the best step are planned for the whole batch. `auto` means this search.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from furlong.cost.model import CostModel
@@ -20,7 +20,7 @@ from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice, Tier
 from furlong.planners.balance import Balance, deal_sequences, sequence_work
 from furlong.planners.bounds import stage_bounds_s
-from furlong.planners.budget import DoesNotFitError, fit
+from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.candidates import Candidate, Ladder, Room
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.methods import Method
@@ -89,19 +89,23 @@ class Found:
     seconds: float
 
 
-def search(problem: Problem, methods: Mapping[str, Method]) -> Found:
+def search(
+    problem: Problem, methods: Mapping[str, Method], *, tell: Callable[[str], None] | None = None
+) -> Found:
     """The fastest plan of `problem` over all candidates of `methods`.
 
-    Raises ConfigError where no candidate fits: by how much the nearest one fails, what to change.
+    `tell` is called with words for how far it is. Raises ConfigError where no candidate fits: by
+    how much the nearest one fails, what to change.
     """
-    state = _Search(problem)
+    state = _Search(problem, tell or (lambda words: None))
     state.run(methods)
     return state.found()
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, tell: Callable[[str], None]) -> None:
         self._problem = problem
+        self._tell = tell
         self._started_s = time.monotonic()
         self._work = sequence_work(problem.seq_lens, problem.model.shape)
         self._dealt: dict[tuple[int, Balance], list[list[int]]] = {}
@@ -112,13 +116,14 @@ class _Search:
         self._num_pruned = 0
 
     def run(self, methods: Mapping[str, Method]) -> None:
-        ladders = [
-            (max(room_s, self._least_s(ladder, room)), ladder)
-            for room_s, room in self._rooms()
-            for method in methods.values()
-            for ladder in method(room)
-        ]
-        for bound_s, ladder in sorted(ladders, key=lambda pair: pair[0]):
+        ladders: list[tuple[float, Ladder]] = []
+        for room_s, room in self._rooms():
+            for method in methods.values():
+                for ladder in method(room):
+                    self._tell(f"bounds of {len(ladders)} ways to cut chunks")
+                    ladders.append((max(room_s, self._least_s(ladder, room)), ladder))
+        for number, (bound_s, ladder) in enumerate(sorted(ladders, key=lambda pair: pair[0])):
+            self._tell(f"{number} of {len(ladders)} ways to cut chunks tried")
             if bound_s >= self._limit_s:
                 self._num_pruned += len(ladder.rungs)
                 continue
@@ -266,12 +271,13 @@ class _Search:
         near = [(c, error) for c, error in errors if isinstance(error, DoesNotFitError)]
         if near:
             candidate, error = min(near, key=lambda pair: pair[1].lacking_bytes)
+            sizes = (self._problem.dp, self._problem.sp, self._problem.pp)
             return ConfigError(
                 given=f"of {len(errors)} candidates none fits; nearest is {candidate}, whose "
                 f"{error.given}",
                 required=error.required,
                 source=f"the search over {len(errors)} candidates",
-                change=error.change,
+                change=advice(error.part, alone=sizes == (1, 1, 1)),
             )
         for _, other in errors:
             if isinstance(other, UserError):

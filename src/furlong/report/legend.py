@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from furlong.report.looks import (
+    COLOURS,
     FAINT,
     HATCHES,
     HOST,
@@ -21,7 +22,8 @@ from furlong.report.looks import (
     fill,
     tint,
 )
-from furlong.report.scene import Scene
+from furlong.report.scene import PACKED, Owner, Scene
+from furlong.units import format_count
 
 _MAX_OWNERS = 12
 _SIZE = 8.5
@@ -44,11 +46,11 @@ class _Entry:
 
 
 class Legend:
-    """The legend of one scene within `width` inches, from `left` on."""
+    """The legend of scenes, which agree on owners, within `width` inches, from `left` on."""
 
-    def __init__(self, scene: Scene, left: float, width: float) -> None:
+    def __init__(self, scenes: Sequence[Scene], left: float, width: float) -> None:
         self._left = left
-        self._lines = [*_flow(_shades(scene), width), *_flow(_owners(scene), width)]
+        self._lines = [*_flow(_shades(scenes), width), *_flow(_owners(scenes), width)]
         self.height = len(self._lines) * _LINE + 0.22
         """Inches, with the space below it."""
 
@@ -61,23 +63,53 @@ class Legend:
                 x += entry.width
 
 
-def _shades(scene: Scene) -> list[_Entry]:
+def with_shared_owners(scenes: Sequence[Scene]) -> list[Scene]:
+    """The scenes with one colour and one name per sequence, longest first, whichever runs it."""
+    tokens: dict[int, int] = {}
+    for scene in scenes:
+        for key, owner in scene.owners.items():
+            # what a method pads is not what the sequence has
+            tokens[key] = min(tokens.get(key, owner.num_tokens), owner.num_tokens)
+    packed = Owner("packed sequences", PACKED_COLOUR, tokens.pop(PACKED, 0))
+    longest_first = sorted(tokens, key=lambda key: (-tokens[key], key))
+    owners = {
+        key: Owner(
+            f"sequence {key}, {format_count(tokens[key])} tokens",
+            COLOURS[place % len(COLOURS)],
+            tokens[key],
+        )
+        for place, key in enumerate(longest_first)
+    }
+    owners[PACKED] = packed
+    return [
+        replace(scene, owners={key: owners[key] for key in owners if key in scene.owners})
+        for scene in scenes
+    ]
+
+
+def _shades(scenes: Sequence[Scene]) -> list[_Entry]:
+    kinds = {kind for scene in scenes for kind in scene.legend_kinds}
     entries = [
-        _Entry(KIND_WORDS[kind], fill(PACKED_COLOUR, kind), HATCHES.get(kind))
-        for kind in scene.legend_kinds
+        _Entry(words, fill(PACKED_COLOUR, kind), HATCHES.get(kind))
+        for kind, words in KIND_WORDS.items()
+        if kind in kinds
     ]
     entries.append(_Entry("idle", LANE))
-    if scene.has_host_memory:
+    if any(scene.has_host_memory for scene in scenes):
         entries.append(_Entry("host memory", dashes=HOST))
-    if scene.has_memory and any(rank.limit_bytes for rank in scene.ranks):
+    limited = [rank for scene in scenes if scene.has_memory for rank in scene.ranks]
+    if any(rank.limit_bytes for rank in limited):
         entries.append(_Entry("limit of device memory", dashes=LIMIT))
     return entries
 
 
-def _owners(scene: Scene) -> list[_Entry]:
-    shown = scene.longest_owners(_MAX_OWNERS)
-    entries = [_Entry(scene.owners[owner].name, scene.owners[owner].colour) for owner in shown]
-    if more := len(scene.owners) - len(shown):
+def _owners(scenes: Sequence[Scene]) -> list[_Entry]:
+    owners = {key: owner for scene in scenes for key, owner in scene.owners.items()}
+    by_tokens = sorted(owners, key=lambda key: -owners[key].num_tokens)
+    some = set(by_tokens[:_MAX_OWNERS])
+    shown = [owner for key, owner in owners.items() if key in some]
+    entries = [_Entry(owner.name, owner.colour) for owner in shown]
+    if more := len(owners) - len(shown):
         entries.append(_Entry(f"and {more} shorter ones, in the same colours again"))
     return entries
 

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.table import Table
+from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
 from furlong.report.looks import FAINT, INK, LIMIT, tint
@@ -33,7 +34,8 @@ _FEWEST_BUCKETS = 6
 
 def lengths_table(lengths: Lengths, title: str) -> Table:
     """One row per bucket, the whole below."""
-    table = Table(title=title, title_justify="left", show_footer=True)
+    name = Text(title, style="table.title")  # no markup is read out of a file's name
+    table = Table(title=name, title_justify="left", show_footer=True)
     table.add_column("tokens", "all", justify="right")
     table.add_column("sequences", f"{lengths.num_sequences:,}", justify="right")
     table.add_column("share", justify="right")
@@ -75,8 +77,9 @@ def save_lengths_picture(
         (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
     )
     figure.text(
-        left / width, 1 - 0.28 / height, shown, fontsize=13, color=INK, weight="bold", va="center"
-    )
+        left / width, 1 - 0.28 / height, shown,
+        fontsize=13, color=INK, weight="bold", va="center", parse_math=False,
+    )  # fmt: skip
     figure.text(left / width, 1 - 0.58 / height, about, fontsize=9, color=FAINT, va="center")
     _draw_bars(axes, buckets, lengths)
     _draw_marks(axes, buckets, lengths, max_seq_len)

@@ -51,7 +51,7 @@ def read_measured(file: Path) -> MeasuredStep:
         raise _unreadable(file, error.strerror or str(error)) from error
     except UserError as error:
         raise _unreadable(file, error.given) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(file, str(error)) from error
 
 

@@ -27,8 +27,8 @@ def save_page(scenes: Sequence[Scene], path: Path) -> None:
         "title": html.escape(scenes[0].title),
         "style": (parts / "page.css").read_text("utf-8"),
         "script": "".join((parts / name).read_text("utf-8") for name in ("page.js", "control.js")),
-        # a script element ends at the first "</", also within a string
-        "data": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
+        # HTML looks for tags and comments within a script too; in JSON "<" stands in strings alone
+        "data": data.replace("<", "\\u003c"),
     }
     frame = (parts / "page.html").read_text("utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: texts[found[1]], frame)

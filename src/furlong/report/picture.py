@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from furlong.report.legend import Legend
+from furlong.report.legend import Legend, with_shared_owners
 from furlong.report.looks import DEVICE, FAINT, HATCHES, HOST, INK, LANE, LIMIT, fill, tint
 from furlong.report.scene import Bar, RankScene, Scene, bar_label
 from furlong.units import format_bytes
@@ -23,61 +23,74 @@ MAX_RANKS = 32
 """Rows of one panel; its subtitle says how many ranks were left out."""
 
 _LEFT, _RIGHT, _RIGHT_OF_MEMORY = 0.95, 0.25, 1.25
-_TITLE, _AXIS, _GAP, _BETWEEN = 0.82, 0.52, 0.15, 0.2
-_NOTE = 0.18
-"""Height of a line under the title."""
+_AXIS, _GAP, _BETWEEN = 0.52, 0.15, 0.2
+_TITLE, _NOTE = 0.27, 0.18
+"""Heights of the title and of a line under it."""
 _THIN = 0.1
 """Height of the track of messages and of that of copies."""
+_WIDEST, _WIDEST_OF_SEVERAL = 18.0, 12.5
 _DPI = 150
 
 
 def save_picture(scenes: Sequence[Scene], path: Path) -> None:
-    """Write the scenes, one below the other on one time scale, as `path` says: .png or .svg."""
+    """Write the scenes, one below the other on one time scale, as `path` says: .png or .svg.
+
+    A single scene has its legend below; several share one above them, and are drawn lower.
+    """
+    several = len(scenes) > 1
+    scenes = with_shared_owners(scenes) if several else scenes
     width = _width(scenes)
     right = _RIGHT_OF_MEMORY if any(scene.has_memory for scene in scenes) else _RIGHT
-    rows = [_Rows(scene, width - _LEFT - right) for scene in scenes]
-    legends = [Legend(scene, _LEFT, width - _LEFT - 0.1) for scene in scenes]
-    height = (
-        0.1
-        + _BETWEEN * (len(scenes) - 1)
-        + sum(row.height for row in rows)
-        + sum(legend.height for legend in legends)
-    )
+    rows = [_Rows(scene, width - _LEFT - right, is_low=several) for scene in scenes]
+    legend = Legend(scenes, _LEFT, width - _LEFT - 0.1)
+    between = _BETWEEN * (len(scenes) - (0 if several else 1))
+    height = 0.1 + between + sum(row.height for row in rows) + legend.height
     figure = Figure(figsize=(width, height), facecolor="white")
     longest = max(scene.duration for scene in scenes) or 1.0
     top = height - 0.1
-    for row, legend in zip(rows, legends, strict=True):
+    if several:
+        legend.draw(figure, top)
+        top -= legend.height + _BETWEEN
+    for row in rows:
         row.draw(figure, top, longest)
-        legend.draw(figure, top - row.height)
-        top -= row.height + legend.height + _BETWEEN
+        top -= row.height + _BETWEEN
+    if not several:
+        legend.draw(figure, top + _BETWEEN)
     figure.savefig(path, dpi=_DPI)
 
 
 def _width(scenes: Sequence[Scene]) -> float:
-    """Wide enough that the bars of a long plan stay apart."""
+    """Inches, enough that the bars of a long plan stay apart."""
     most = max(
         sum(bar.track == "compute" for bar in rank.bars)
         for scene in scenes
         for rank in scene.ranks[:MAX_RANKS]
     )
-    return min(18.0, max(11.0, _LEFT + _RIGHT + most * 0.08))
+    widest = _WIDEST if len(scenes) == 1 else _WIDEST_OF_SEVERAL
+    return min(widest, max(11.0, _LEFT + _RIGHT + most * 0.08))
 
 
 class _Rows:
     """One panel: its title, the rows of its ranks, its time axis."""
 
-    def __init__(self, scene: Scene, width: float) -> None:
+    def __init__(self, scene: Scene, width: float, *, is_low: bool) -> None:
         self._scene = scene
         self._width = width
         self._ranks = scene.ranks[:MAX_RANKS]
-        few = len(self._ranks) <= 8
+        few = len(self._ranks) <= 8 and not is_low
         self._cells = 0.44 if few else 0.3
         self._memory = 0.5 if few else 0.32
+        self._gap = 0.05 if is_low else _GAP
         thin = [("link", ("activation", "gradient", "collective")), ("copy", ("copy",))]
         self._thin = [track for track, kinds in thin if scene.timed_kinds.intersection(kinds)]
         self._lane = self._cells + len(self._thin) * _THIN
-        self._per_rank = self._lane + _GAP + (self._memory + 0.04 if scene.has_memory else 0.0)
-        self._title = _TITLE + (_NOTE if scene.note else 0.0)
+        self._per_rank = self._lane + self._gap
+        self._per_rank += self._memory + 0.04 if scene.has_memory else 0.0
+        more = len(scene.ranks) - len(self._ranks)
+        batch = scene.batch + (f" ({more} of them are not shown)" if more else "")
+        lines = [f"{batch}   ·   {scene.shares}"] if is_low else [batch, scene.shares]
+        self._lines = list(filter(None, (scene.note, *lines)))
+        self._title = _TITLE + len(self._lines) * _NOTE + 0.19 - self._gap
         self.height = self._title + len(self._ranks) * self._per_rank + _AXIS
 
     def draw(self, figure: Figure, top: float, longest: float) -> None:
@@ -85,16 +98,14 @@ class _Rows:
         scene = self._scene
         total_width, total_height = figure.get_size_inches()
         left = _LEFT / total_width
-        more = len(scene.ranks) - len(self._ranks)
-        batch = scene.batch + (f" ({more} of them are not shown)" if more else "")
+        # names are shown as they are: no formula is made of what stands between dollars
         figure.text(
             left, top / total_height, scene.title,
-            fontsize=13, color=INK, weight="bold", va="top",
+            fontsize=13, color=INK, weight="bold", va="top", parse_math=False,
         )  # fmt: skip
-        y = top - 0.27
-        for text in filter(None, (scene.note, batch, scene.shares)):
-            figure.text(left, y / total_height, text, fontsize=9, color=FAINT, va="top")
-            y -= _NOTE
+        for number, text in enumerate(self._lines):
+            y = (top - _TITLE - number * _NOTE) / total_height
+            figure.text(left, y, text, fontsize=9, color=FAINT, va="top", parse_math=False)
         figures = scene.figures
         limits = [rank.limit_bytes or 0 for rank in self._ranks]
         highest = 1.1 * max([*figures.peak_device_bytes, *figures.peak_host_bytes, *limits, 1])

@@ -47,8 +47,7 @@ def title_words(name: str, figures: StepFigures, time_unit: str) -> str:
     ]
     if peak := max(figures.peak_device_bytes, default=0):
         parts.append(f"peak {format_bytes(peak)}")
-    text = "   ·   ".join(parts)
-    return text[:1].upper() + text[1:]
+    return "   ·   ".join(parts)
 
 
 def batch_words(plan: ChunkPlan) -> str:

@@ -85,7 +85,12 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # What fails without weights and data fails first.
-    check_model(config.model.name, rope=_rope(config), max_seq_len=config.data.max_seq_len)
+    check_model(
+        config.model.name,
+        init=config.model.init,
+        rope=_rope(config),
+        max_seq_len=config.data.max_seq_len,
+    )
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
     draws_per_epoch = sum(data["train"].mixture.draws)

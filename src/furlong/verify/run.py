@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
-from furlong.models.build import check_folder, read_config
+from furlong.models.build import check_folder, model_of_config, read_config
 from furlong.planners.auto import given_dials
 from furlong.planners.options import fixed_options
 from furlong.units import format_seconds
@@ -59,7 +61,10 @@ def _run(check: Callable[[], Finding]) -> Finding:
 def _model_config(run: RunConfig) -> Any:
     rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
     source = check_folder(run.model.name)
-    return read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
+    config = read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
+    with torch.device("meta"):  # what cannot be built is told of this model, not of its shrunk copy
+        model_of_config(config, source, dtype=torch.float32)
+    return config
 
 
 def _default_run() -> RunConfig:

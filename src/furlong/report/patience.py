@@ -1,0 +1,38 @@
+"""A line now and then while something takes long, so that nobody has to guess whether it hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from furlong.units import format_seconds
+
+Tell = Callable[[str], None]
+
+
+@contextmanager
+def patience(what: str, *, every_s: float = 10.0) -> Iterator[Tell]:
+    """Within it stderr gets a line every `every_s` seconds: `what`, the seconds so far and what the
+    function that is given out was last told."""
+    last = [""]
+    over = threading.Event()
+    started_s = time.monotonic()
+
+    def tell(words: str) -> None:
+        last[0] = words
+
+    def report() -> None:
+        while not over.wait(every_s):
+            took = format_seconds(time.monotonic() - started_s)
+            print(f"{what}: {took} so far" + (f", {last[0]}" if last[0] else ""), file=sys.stderr)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,241 @@
+"""`furlong plan` with more than can be planned for: told at once, in four parts, without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.cli.main import main
+from furlong.cost.known_models import MODELS
+from furlong.report.patience import patience
+
+QUICK = ["--method", "ChunkFlow"]
+
+
+def plan(*flags: str) -> int:
+    """A plan of 4 sequences of a preset, but for what the flags change."""
+    given = {
+        "--lengths": "wikipedia", "--sequences": "4", "--model": "Qwen2.5-0.5B",
+        "--hardware": "RTX4090", "--method": "ChunkFlow",
+    }  # fmt: skip
+    given |= dict(zip(flags[::2], flags[1::2], strict=True))
+    return main(["plan", *(word for pair in given.items() for word in pair)])
+
+
+def assert_refused(capsys: Any, *parts: str) -> None:
+    message = capsys.readouterr().err
+    labels = re.findall("^(given|required|from|change): ", message, re.MULTILINE)
+    assert labels == ["given", "required", "from", "change"], message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--devices", "1000000000"], "at most 65,536"),
+        (["--sequences", "100000000"], "at most 16,384"),
+        (["--seed", "1" + 30 * "0"], "at most 9,223"),
+        (["--seed", "9" * 5000], "999999..."),
+        (["--max-seq-len", "1" + 30 * "0"], "at most 2,147,483,648"),
+        (["--lora-rank", "1000000000"], "at most 65,536"),
+        (["--hardware", ""], "hardware ''"),
+        (["--model", "x" * 5000], "model 'xxx"),
+        (["--lengths", "x" * 5000], "length preset 'xxx"),
+        (["--out", "a.json", "--trace", "a.json"], "two files"),
+        (["--parallel.pp", "99999999"], "at most 65,536"),
+        (["--parallel.dp", "60000", "--parallel.sp", "2"], "120,000 devices"),
+        (["--chunks.size", "99999999999"], "at most 2,147,483,648"),
+        (["--chunks.num_retained", "99999999999"], "at most 2,147,483,648"),
+        (["--chunks.num_retained", "-1"], "at least 0"),
+        (["--memory.device", "9" * 400 + "GB"], "more memory than there is"),
+        (["--memory.device", "100000000TiB"], "more memory than there is"),
+    ],
+)
+def test_flags_have_bounds(flags: list[str], told: str, capsys: Any) -> None:
+    started_s = time.monotonic()
+    assert plan(*flags) == 2
+    assert_refused(capsys, told)
+    assert time.monotonic() - started_s < 1
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ("[10, 1000000000000000]", "at most 100,000,000 sequences"),
+        ("1000000000000000000", "a sequence of 1e+18 tokens"),
+        ("2147483649", "at most 2,147,483,648 tokens"),
+        ("1" + "0" * 6000, "lens.json"),
+        ("-5", "among its lengths"),
+        ("true", "among its lengths"),
+        ("[true, 3]", "among its lengths"),
+        ("2.0", "among its lengths"),
+        ("1e9", "among its lengths"),
+        ("NaN", "among its lengths"),
+        ("[3, -1]", "among its lengths"),
+        ("[" * 100_000, "lens.json"),
+    ],
+)
+def test_lengths_have_bounds(tmp_path: Path, listed: str, told: str, capsys: Any) -> None:
+    file = tmp_path / "lens.json"
+    file.write_text(f'{{"version": 1, "lengths": [100, {listed}]}}')
+    started_s = time.monotonic()
+    assert plan("--lengths", str(file)) == 2
+    assert_refused(capsys, told, str(file))
+    assert time.monotonic() - started_s < 2
+
+
+def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "lens.json"
+    file.write_text('{"version": 1, "lengths": [16777216]}')
+    assert plan("--lengths", str(file), "--chunks.size", "16") == 2
+    assert_refused(capsys, "1,048,576 of them", "at most 2,048 chunks", "chunks.size to 8,192")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers: from 1 to 512"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers = 'three'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"num_hidden_layers": 24.0}, "num_hidden_layers = 24.0"),
+        ({"hidden_size": 10**30}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size = -1"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads = 'two'"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads = -2"),
+        ({"num_key_value_heads": 5}, "a divisor of the heads"),
+        ({"num_attention_heads": 4096, "num_key_value_heads": 1}, "4096 heads"),
+        ({"head_dim": [64]}, "head_dim = [64]"),
+        ({"sliding_window": "far"}, "sliding_window = 'far'"),
+        ({"layer_types": ["full_attention"]}, "a list of 24 names"),
+        ({"layer_types": 5}, "a list of 24 names"),
+        ({"max_position_embeddings": "all"}, "max_position_embeddings = 'all'"),
+        ({"text_config": 5, "hidden_size": None}, "hidden_size = None"),
+        ({"model_type": "mixtral", "num_local_experts": "x"}, "num_local_experts = 'x'"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9}, "9 of 2"),
+        ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1,
+          "mlp_only_layers": ["a"]}, "mlp_only_layers"),
+    ],
+)  # fmt: skip
+def test_a_config_without_the_sizes_of_a_decoder_is_told(
+    tmp_path: Path, values: dict[str, Any], told: str, capsys: Any
+) -> None:
+    file = tmp_path / "config.json"
+    config = MODELS["Qwen2.5-0.5B"] | {"sliding_window": 8, "use_sliding_window": True}
+    file.write_text(json.dumps(config | values))
+    assert plan("--model", str(tmp_path)) == 2
+    assert_refused(capsys, told)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN', "[" * 100_000, "\x00"])
+def test_a_config_that_is_no_json_object_is_told(tmp_path: Path, text: str, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert plan("--model", str(tmp_path)) == 2
+    assert_refused(capsys, "config.json")
+
+
+def longest_line(text: str) -> str:
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("longest"))
+    return " ".join(line.strip() for line in lines[first : first + 2])
+
+
+def test_the_longest_sequence_stays_within_the_positions(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "config.json"
+    for positions, told in (
+        (131_072, "131,072 tokens in one sequence alone would still fit"),
+        (64, "but the model has 64 positions: longer sequences need model.rope"),
+    ):
+        config = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": positions}
+        file.write_text(json.dumps(config))
+        assert plan("--model", str(file), "--lora-rank", "8") == 0
+        assert told in longest_line(capsys.readouterr().out)
+    values = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": 131_072}
+    file.write_text(json.dumps(values))
+    lengths = ["--lengths", "wikipedia", "--sequences", "4", *QUICK, "--lora-rank", "8", "--json"]
+    assert main(["plan", *lengths, "--model", str(file), "--hardware", "RTX4090"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["longest_sequence_tokens"] == 131_072
+    assert found["longest_sequence_limit"] == "positions"
+
+
+RUN = """\
+model: {{name: {folder}, dtype: float32{rope}}}
+data: {{train: [{folder}/data.txt], max_seq_len: {limit}}}
+train: {{sequences_per_step: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rope", "original", "positions"),
+    [
+        ("", None, 512),
+        (", rope: {rope_type: yarn, factor: 4}", None, 2048),
+        (", rope: {rope_type: yarn, factor: 4}", 256, 1024),
+        (
+            ", rope: {rope_type: linear, factor: 4, original_max_position_embeddings: 300}",
+            256,
+            1200,
+        ),
+        (", rope: {rope_type: default, rope_theta: 1.0e6}", None, 640),
+    ],
+)
+def test_a_runs_rope_counts_among_the_positions(
+    tmp_path: Path, rope: str, original: int | None, positions: int, capsys: Any
+) -> None:
+    config = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": 512}
+    if original:
+        config |= {"rope_scaling": {"original_max_position_embeddings": original}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "data.txt").write_text("text")
+    file = tmp_path / "run.yaml"
+    limit = 640 if "default" in rope else 400
+    file.write_text(RUN.format(folder=tmp_path, rope=rope, limit=limit))
+    file.with_name("run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
+    flags = ["--memory.device", "64GiB", *QUICK, "--lora-rank", "8"]
+    assert main(["plan", str(file), *flags]) == 0
+    assert f"the model's {positions:,} positions" in longest_line(capsys.readouterr().out)
+
+
+def test_a_run_on_one_device_is_not_told_to_use_more(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    (tmp_path / "data.txt").write_text("text")
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(folder=tmp_path, rope="", limit=400))
+    file.with_name("run.lengths.json").write_text('{"version": 1, "lengths": [300, 20]}')
+    for budget in ("1", "1MiB", "7GiB"):
+        assert main(["plan", str(file), "--memory.device", budget]) == 2
+        message = capsys.readouterr().err
+        change = message[message.index("change:") :]
+        assert "a larger memory.device" in change
+        for word in ("ZeRO", "devices", "stages", "sp ", "host"):
+            assert word not in change
+
+
+def test_long_work_says_that_it_goes_on(capsys: Any) -> None:
+    with patience("counting sheep", every_s=0.02) as tell:
+        time.sleep(0.05)
+        tell("12 of 30")
+        time.sleep(0.05)
+    printed = capsys.readouterr().err
+    assert re.search(r"counting sheep: [\d.]+ ms so far\n", printed)
+    assert re.search(r"counting sheep: [\d.]+ ms so far, 12 of 30\n", printed)
+    with patience("counting sheep", every_s=0.02):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_bounds_are_told_without_torch() -> None:
+    code = (
+        "import sys; from furlong.cli.main import main\n"
+        "assert main(['plan', '--lengths', 'github', '--devices', '9999999999']) == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
