@@ -134,11 +134,11 @@ def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
     from furlong.plan.lengths import write_lengths
     from furlong.report.lengths import lengths_table, save_lengths_picture, summary_line
 
-    Console().print(lengths_table(found.lengths, found.title))
-    print(summary_line(found.lengths))
+    # Files first: what is printed may be of no interest to anybody.
+    written = []
     if out is not None:
         write_lengths(out, found.lengths)
-        print(f"lengths written to {out}")
+        written.append(f"lengths written to {out}")
     if picture is not None:
         try:
             save_lengths_picture(found.lengths, picture, found.title, max_seq_len=found.max_seq_len)
@@ -149,4 +149,6 @@ def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
                 source="--picture",
                 change="choose another place",
             ) from error
-        print(f"picture written to {picture}")
+        written.append(f"picture written to {picture}")
+    Console().print(lengths_table(found.lengths, found.title))
+    print(summary_line(found.lengths), *written, sep="\n")
