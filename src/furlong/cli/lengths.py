@@ -134,11 +134,11 @@ def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
     from furlong.plan.lengths import write_lengths
     from furlong.report.lengths import lengths_table, save_lengths_picture, summary_line
 
-    # Files first: what is printed may be of no interest to anybody.
-    written = []
+    Console().print(lengths_table(found.lengths, found.title))
+    print(summary_line(found.lengths))
     if out is not None:
         write_lengths(out, found.lengths)
-        written.append(f"lengths written to {out}")
+        print(f"lengths written to {out}")
     if picture is not None:
         try:
             save_lengths_picture(found.lengths, picture, found.title, max_seq_len=found.max_seq_len)
@@ -149,6 +149,4 @@ def _show(found: _Found, out: Path | None, picture: Path | None) -> None:
                 source="--picture",
                 change="choose another place",
             ) from error
-        written.append(f"picture written to {picture}")
-    Console().print(lengths_table(found.lengths, found.title))
-    print(summary_line(found.lengths), *written, sep="\n")
+        print(f"picture written to {picture}")
