@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from furlong.config.sources import parse_run
 
@@ -14,8 +15,14 @@ def run(arguments: Sequence[str]) -> int:
         arguments,
         switches={_RESUME: "go on with the run in out, from its newest whole checkpoint"},
     )
-    # torch and transformers are loaded when the command line has been found sound.
-    from furlong.train.run import train
+    from furlong.train.start import open_run
 
-    train(config, resume=_RESUME in arguments)
+    with ExitStack() as stack:
+        opened = open_run(stack, config, resume=_RESUME in arguments)
+        if opened.report is not None:
+            return 0
+        # torch and transformers are loaded when all that they are not needed for is sound.
+        from furlong.train.run import train_opened
+
+        train_opened(stack, config, opened)
     return 0

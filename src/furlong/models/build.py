@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.folder import check_folder
 from furlong.models.rope import apply_rope, check_length
 
 
@@ -57,21 +58,6 @@ def build_model(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
     return model.train()
-
-
-def check_folder(name: str) -> str:
-    """The folder that `name` stands for, or `name` itself if it is a hub id. Raises ConfigError."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(
-            given=f"{name}: no such folder",
-            required="a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B",
-            source="model.name",
-            change="check the path; it is relative to the folder you call furlong from",
-        )
-    return name
 
 
 def check_export_folder(folder: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from furlong.models.build import check_folder, model_of_config, read_config
+from furlong.models.build import model_of_config, read_config
 from furlong.models.causal_lm import CausalLM
+from furlong.models.folder import check_folder
 
 
 def check_model(name: str, *, rope: dict[str, Any] | None = None, max_seq_len: int) -> None:

@@ -18,7 +18,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
-from furlong.models.build import check_folder, read_config
+from furlong.models.build import read_config
+from furlong.models.folder import check_folder
 from furlong.plan.lengths import count_lengths
 from furlong.planners.auto import (
     FREE_RAM,

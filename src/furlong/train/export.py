@@ -11,17 +11,18 @@ from furlong.config.sources import build_run
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.build import check_export_folder, export_model
-from furlong.train.checkpoint import (
+from furlong.train.architecture import check_architecture
+from furlong.train.checkpoint import load_tensors, one_process
+from furlong.train.checkpoint_folder import (
     MANIFEST,
     STATE,
     check_checkpoint,
-    load_tensors,
     newest_checkpoint,
-    one_process,
     read_state,
 )
-from furlong.train.run import build_run_model
-from furlong.train.run_folder import CHECKPOINTS, check_creatable, full_disk_told
+from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.run import build_run_model, read_architecture
+from furlong.train.run_folder import CHECKPOINTS
 from furlong.train.state import base_fingerprint, check_base, trained_tensors
 
 
@@ -45,6 +46,7 @@ def export(source: Path, *, merge: bool = False, out: Path | None = None) -> Pat
     out = out or checkpoint.absolute().parent.parent / name
     check_creatable(out, "the export")
     check_export_folder(out)
+    check_architecture(checkpoint, state, read_architecture(config), config.model.name)
     model = build_run_model(config)
     check_base(checkpoint, state, base_fingerprint(model))
     with one_process():
@@ -52,7 +54,7 @@ def export(source: Path, *, merge: bool = False, out: Path | None = None) -> Pat
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if merge:
         model = _merged(model)
-    with full_disk_told(out.parent):
+    with folder_errors_reported(out.parent):
         export_model(model, load_tokenizer(config.model.name), out, dtype=dtype)
     print(f"exported step {state['step']} to {out}")
     return out

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from furlong.errors import ConfigError
-from furlong.train.checkpoint import write_json
+from furlong.train.checkpoint_folder import write_json
 
 
 class Tracker(Protocol):
