@@ -17,7 +17,7 @@ from furlong.cli.main import main
 from furlong.train import disk
 from furlong.train.loop import MetricsLog
 
-TIMES = ("_s", "tokens_per_s", "peak_memory_bytes")
+TIMES = ("_s", "tokens_per_s", "_memory_bytes")
 LORA = ("--model.lora.rank=2", "--model.lora.dropout=0.3")
 
 
