@@ -109,3 +109,15 @@ def test_a_finished_run_needs_no_torch(tiny_run: TinyRun, tmp_path: Path) -> Non
     )
     assert finished.returncode == 0, finished.stderr
     assert "is finished" in finished.stdout
+
+
+def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    for arguments, part in (
+        ([str(tmp_path / "nowhere")], "which holds no checkpoint"),
+        ([str(run), "--merge"], "--merge for a checkpoint without adapters"),
+        ([str(run), f"--out={run / 'model'}"], "model exists"),
+        ([str(run), f"--out={run / 'report.json' / 'x'}"], "is no folder"),
+    ):
+        assert part in refused(["export", *arguments])
