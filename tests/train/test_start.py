@@ -121,3 +121,15 @@ def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
         ([str(run), f"--out={run / 'report.json' / 'x'}"], "is no folder"),
     ):
         assert part in refused(["export", *arguments])
+
+
+def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, expected in ((None, "64"), ("7", "7")):
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+        if given is not None:
+            monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
+        run = tmp_path / f"run-{expected}"
+        assert main(tiny_run.arguments(run, "--train.epochs=1", "--train.save_every_steps=0")) == 0
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == expected

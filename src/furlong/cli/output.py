@@ -64,7 +64,7 @@ def lasting_output() -> Iterator[Output]:
     nowhere = [open(os.devnull, "w") for stream in before if stream is None]  # noqa: SIM115
     unused = iter(nowhere)
     out, err = (Output(next(unused) if stream is None else stream) for stream in before)
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, err
     try:
         yield out
     finally:
