@@ -206,7 +206,8 @@ REFUSED = {
     "neftune_noise_alpha": ({"neftune_noise_alpha": 5.0}, {}),
     "optim=lomo": ({"optim": "lomo"}, {}),
     "optim=galore_adamw_layerwise": (
-        {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, {},
+        {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
+        {},
     ),
 }
 

@@ -17,16 +17,14 @@ import torch
 
 from furlong.errors import CheckpointError
 from furlong.train import checkpoint as module
-from furlong.train.checkpoint import (
+from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
+from furlong.train.checkpoint_folder import (
     DamagedCheckpointError,
     check_checkpoint,
     list_checkpoints,
-    load_tensors,
     newest_checkpoint,
     read_state,
-    save_checkpoint,
     set_aside,
-    stored_tensors,
 )
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
@@ -202,7 +200,8 @@ FULL_DISK = """
 import sys, torch
 from pathlib import Path
 from furlong.errors import CheckpointError
-from furlong.train.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
+from furlong.train.checkpoint import save_checkpoint
+from furlong.train.checkpoint_folder import list_checkpoints, newest_checkpoint
 folder = Path(sys.argv[1])
 tensors = {f"model.{i}": torch.full((100_000,), float(i)) for i in range(10)}
 saved = []

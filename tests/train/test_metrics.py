@@ -21,7 +21,8 @@ from furlong.train.step import StepFigures
 
 FIGURES = StepFigures(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
-    longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, forward_s=0.5, recompute_s=0.25,
+    longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, step_memory_bytes=2**28,
+    forward_s=0.5, recompute_s=0.25,
     backward_s=1.0, data_s=0.01, step_s=2.0,
 )  # fmt: skip
 
@@ -52,6 +53,7 @@ def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None
         "start": 1024, "stop": 2048, "loss": 1.0, "num_valid_tokens": 10,
     }  # fmt: skip
     assert lines[0].startswith("step  3/10  loss 2.5000") and "MFU" not in lines[0]
+    assert "  memory 768 MiB +256 MiB  " in lines[0]
     assert lines[1] == "held-out loss 2.0000 after step 3; by position <64 2.500  <2K 1.000"
     assert steps == [3]
     assert [at for at, _ in tracker.seen] == [3, 3, 3]

@@ -72,7 +72,9 @@ def plain_loop(
     if others:
         groups.append({"params": others, "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(groups, **SETTINGS)
-    scheduler = get_scheduler("cosine", optimizer, WARMUP_STEPS, NUM_STEPS)
+    scheduler = get_scheduler("cosine", optimizer, WARMUP_STEPS, NUM_STEPS + 1)
+    optimizer.step()  # without gradients: nothing but the order that torch wants
+    scheduler.step()  # its first rate is zero
     losses, norms = [], []
     for batch in batches:
         optimizer.zero_grad()

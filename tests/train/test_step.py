@@ -106,3 +106,22 @@ def test_a_batch_without_labels_is_skipped_and_counted(
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
     assert printed[0].startswith("step 1/2  loss 3.0000  grad 2  lr 1.00e-01")
+
+
+def test_the_memory_of_a_step_is_its_own(tmp_path: Path) -> None:
+    """What was resident before, and what is freed before the next step, is none of it."""
+
+    class Allocating(FixedEngine):
+        def forward_backward(self, *args: Any, **named: Any) -> StepResult:
+            self.kept = torch.ones(20 * 2**20, dtype=torch.uint8)
+            torch.ones(num_bytes.pop(0), dtype=torch.uint8)
+            return super().forward_backward(*args, **named)
+
+    num_bytes = [300 * 2**20, 50 * 2**20]
+    before = torch.ones(200 * 2**20, dtype=torch.uint8)
+    engine = Allocating(torch.nn.Linear(2, 2, bias=False), [1.0, 1.0], [1.0, 1.0])
+    run(tmp_path, engine, [make_batch(3)] * 2, 2)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = (record["step_memory_bytes"] / 2**20 for record in records)
+    assert 290 <= first < 400 and 40 <= second < 150
+    assert all(r["peak_memory_bytes"] - r["step_memory_bytes"] >= before.nbytes for r in records)

@@ -35,8 +35,12 @@ def run(arguments: Sequence[str]) -> int:
         "--out", metavar="FOLDER", help="new folder; default: beside the checkpoints of the run"
     )
     given = parser.parse_args(arguments)
-    from furlong.train.export import export
+    from furlong.train.exportable import find_exportable
 
     out = None if given.out is None else Path(given.out).expanduser()
-    export(Path(given.source).expanduser(), merge=given.merge, out=out)
+    found = find_exportable(Path(given.source).expanduser(), merge=given.merge, out=out)
+    # torch and transformers are loaded when all that they are not needed for is sound.
+    from furlong.train.export import export
+
+    export(found)
     return 0

@@ -1,7 +1,7 @@
 """The command `furlong`: verbs, exit codes, nothing heavy at import.
 
-Exit codes: 0; 2 with one message of four parts for what the user can mend; 1 for our own failures,
-with a traceback.
+Exit codes: 0; 2 with one message of four parts for what the user can mend; 128 and the signal's
+number (130 for Ctrl-C) where a signal ended the verb; 1 for our own failures, with a traceback.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from furlong import __version__
+from furlong.cli.output import Output, lasting_output
 from furlong.errors import ConfigError, UserError
+from furlong.train.stop import QuietEnd
 
 _VERBS = ("train", "plan", "lengths", "export", "verify")
+# Verbs whose result is what they print: elsewhere it lies in files.
+_PRINTED = ("plan", "lengths")
 _HELP = """\
 usage: furlong VERB [...]
 
@@ -34,11 +38,37 @@ verbs:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return _dispatch(given)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    with lasting_output() as out, QuietEnd() as end:
+        try:
+            code = _dispatch(given)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+        except BaseException:
+            # Libraries make other errors of a signal that comes while they are imported.
+            if end.number is None:
+                raise
+            print(end, file=sys.stderr)
+            return 128 + end.number
+        return code or _check_written(out, given)
+
+
+def _check_written(out: Output, arguments: list[str]) -> int:
+    """The exit code of a verb that has done its work, by what became of its output."""
+    out.flush()
+    if out.error is None:
+        return 0
+    if arguments[:1] not in ([verb] for verb in _PRINTED):
+        print(f"warning: the output is incomplete: {out.error}", file=sys.stderr)
+        return 0
+    error = ConfigError(
+        given=f"the output: {out.error}",
+        required="a place for what is printed; files that were asked for are written",
+        source="the standard output",
+        change="make room there, or send the output elsewhere",
+    )
+    print(error, file=sys.stderr)
+    return 2
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from furlong.config.sources import parse_run
 
 _RESUME = "--resume"
+# oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk and
+# keeps 1,024 of them unless it is told otherwise before its first use.
+_KERNELS, _NUM_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -14,8 +19,15 @@ def run(arguments: Sequence[str]) -> int:
         arguments,
         switches={_RESUME: "go on with the run in out, from its newest whole checkpoint"},
     )
-    # torch and transformers are loaded when the command line has been found sound.
-    from furlong.train.run import train
+    from furlong.train.start import open_run
 
-    train(config, resume=_RESUME in arguments)
+    with ExitStack() as stack:
+        opened = open_run(stack, config, resume=_RESUME in arguments)
+        if opened.report is not None:
+            return 0
+        os.environ.setdefault(_KERNELS, _NUM_KERNELS)
+        # torch and transformers are loaded when all that they are not needed for is sound.
+        from furlong.train.run import train_opened
+
+        train_opened(stack, config, opened)
     return 0

@@ -22,13 +22,11 @@ from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.models.adapters import add_adapters
 from furlong.models.files import (
     check_config_values,
-    check_folder_files,
     check_generation,
-    check_python,
     check_sizes,
     reason,
-    with_adapters,
 )
+from furlong.models.folder import check_folder, check_folder_files, with_adapters
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.weights import check_weights
 
@@ -73,22 +71,6 @@ def build_model(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
     return model.train()
-
-
-def check_folder(name: str) -> str:
-    """The folder that `name` stands for, or `name` itself if it is a hub id. Raises ConfigError."""
-    check_python()
-    folder = Path(name).expanduser()
-    if os.path.isdir(folder):
-        return str(folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(
-            given=f"{name}: no such folder",
-            required="a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B",
-            source="model.name",
-            change="check the path; it is relative to the folder you call furlong from",
-        )
-    return name
 
 
 def check_export_folder(folder: Path) -> None:

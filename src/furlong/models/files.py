@@ -7,7 +7,6 @@ by name.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +16,9 @@ import torch
 
 from furlong.cost.config_values import MAX_LAYERS
 from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.folder import CONFIG
 
-CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+GENERATION = "generation_config.json"
 MAX_EXPERTS = 16_384
 MAX_LABELS = 1_000_000
 
@@ -34,44 +34,6 @@ _COMMANDS = {
     "fusion_config": "rewrites the modules of the model's family",
     "transformers_weights": "names another file of weights",
 }
-
-
-def check_python() -> None:
-    """Raise ConfigError under `python -OO`, where transformers cannot be used."""
-    if sys.flags.optimize >= 2:
-        raise ConfigError(
-            given="python -OO (or PYTHONOPTIMIZE=2), which removes docstrings",
-            required="docstrings: transformers builds its models with their help",
-            source="the command that started Python",
-            change="leave -OO out; -O is fine",
-        )
-
-
-def check_folder_files(folder: Path) -> None:
-    """Raise ConfigError for a folder that is not one whole model with a config.json."""
-    config = folder / CONFIG
-    if (folder / ADAPTER).exists():
-        raise with_adapters(str(folder), beside_config=config.exists())
-    if not config.is_file():
-        raise ConfigError(
-            given=f"{folder} without {CONFIG}",
-            required="the folder of a Hugging Face model",
-            source="model.name",
-            change=f"point model.name at the folder that holds {CONFIG}",
-        )
-    check_readable(config)
-
-
-def with_adapters(source: str, *, beside_config: bool = True) -> ConfigError:
-    """The error for a folder or hub id that holds adapters."""
-    return ConfigError(
-        given=f"{source}: adapters ({ADAPTER})"
-        + (f" beside {CONFIG}" if beside_config else f", without {CONFIG}"),
-        required="the folder of a whole model: adapters are not trained further",
-        source="model.name",
-        change="merge them first: furlong export RUN --merge, and name the folder that it writes"
-        " (another library's adapters: peft's merge_and_unload)",
-    )
 
 
 def check_config_values(values: Mapping[str, Any], source: str) -> None:
@@ -184,19 +146,3 @@ def _wrong(key: str, value: Any, required: str, where: str) -> ConfigError:
         source=where,
         change=f"mend {CONFIG}, or use the model's own",
     )
-
-
-def check_readable(file: Path) -> None:
-    """Raise ConfigError for a file that cannot be read."""
-    try:
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise OSError(0, "no file but a pipe or a device")  # it might never end
-        with file.open("rb") as opened:
-            opened.read(1)
-    except OSError as error:
-        raise ConfigError(
-            given=f"{file}: {error.strerror}",
-            required="a file that can be read",
-            source="model.name",
-            change="make it a file that you may read, or copy the model to a place of your own",
-        ) from error

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from furlong.errors import ConfigError
-from furlong.models.files import check_readable, reason
+from furlong.models.files import reason
+from furlong.models.folder import check_readable
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

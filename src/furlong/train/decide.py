@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
-from furlong.models.build import check_folder, read_config
+from furlong.models.build import read_config
+from furlong.models.folder import check_folder
 from furlong.plan.lengths import count_lengths
 from furlong.planners.auto import (
     FREE_RAM,
@@ -30,6 +32,8 @@ from furlong.planners.auto import (
 )
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.train.device import nearest_hardware
+
+_KERNEL_WORDS = "not counted are the CPU's compiled kernels for bfloat16, half a GiB or more"
 
 
 def decide_options(
@@ -51,7 +55,7 @@ def decide_options(
         return Decision(fixed_options(limit, given), words)
     spec, free_bytes, free_words = _device(device)
     seed = config.train.seed
-    return decide(
+    decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
@@ -62,6 +66,10 @@ def decide_options(
         must_fit=budget != "auto",
         dials=given,
     )
+    if device.type == "cpu" and config.model.dtype == "bfloat16":
+        # oneDNN's kernels, one for every length of a chunk, and the heap's gaps between them.
+        decision = replace(decision, words=f"{decision.words}; {_KERNEL_WORDS}")
+    return decision
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:

@@ -32,23 +32,27 @@ def build_optimizer(
 def build_schedule(
     optimizer: torch.optim.Optimizer, schedule: Schedule, *, num_steps: int, warmup_ratio: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate per step: the same values as transformers' `get_scheduler`."""
-    warmup_steps = math.ceil(num_steps * warmup_ratio)
+    """The learning rate per step: that of transformers' `get_scheduler` for one step more, without
+    its first step, whose rate is zero, and with a warm-up of at least one step."""
+    warmup_steps = max(1, math.ceil(num_steps * warmup_ratio))
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(schedule, step, warmup_steps, num_steps)
     )
 
 
 def lr_factor(schedule: Schedule, step: int, warmup_steps: int, num_steps: int) -> float:
-    """Share of the peak learning rate that step number `step` (from 0) uses."""
+    """Share of the peak learning rate that step number `step` (from 0) uses.
+
+    It rises in equal parts up to 1 in the last of `warmup_steps` (at least 1), and falls in equal
+    parts towards 0, which it would reach one step after the last: no step is without effect.
+    """
     if step < warmup_steps:
-        return step / warmup_steps
-    num_decay_steps = max(1, num_steps - warmup_steps)
+        return (step + 1) / warmup_steps
+    progress = (step + 1 - warmup_steps) / (num_steps + 1 - warmup_steps)
     match schedule:
         case "cosine":
-            progress = (step - warmup_steps) / num_decay_steps
             return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
         case "linear":
-            return max(0.0, (num_steps - step) / num_decay_steps)
+            return max(0.0, 1.0 - progress)
         case "constant":
             return 1.0

@@ -20,7 +20,7 @@ from furlong.data.loader import Batch, LoaderState, in_order
 from furlong.data.tokenize import Sequence
 from furlong.planners.options import ChunkOptions
 from furlong.report.measured import MEASURED, MeasuredStep
-from furlong.train.checkpoint import list_checkpoints, write_json
+from furlong.train.checkpoint_folder import list_checkpoints, write_json
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.metrics import MetricsLog, open_bar
@@ -55,15 +55,18 @@ def run_resumable(
     model: nn.Module,
     options: ChunkOptions,
     data: RunData,
+    stop: StopRequest,
     *,
     num_steps: int,
+    architecture: dict[str, Any],
 ) -> LoopFigures:
-    """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`.
+    """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`, or up
+    to the one in which `stop` is asked.
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
     settings = config.train
-    state = _build_state(config, model, options, data.fingerprint, num_steps)
+    state = _build_state(config, model, options, data.fingerprint, num_steps, architecture)
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
         progress = state.restore(run.checkpoint, run.state)
@@ -73,7 +76,6 @@ def run_resumable(
     write_json(run.path / CONFIG, state.config)
     with ExitStack() as stack:
         log = _open_log(stack, config, run, progress.step, num_steps)
-        stop = stack.enter_context(StopRequest())
         cadence = Cadence(
             evaluate=_evaluator(engine, model, options, settings, data, lambda: stop.asked),
             eval_every_steps=settings.eval_every_steps,
@@ -107,6 +109,7 @@ def _build_state(
     options: ChunkOptions,
     data_fingerprint: str,
     num_steps: int,
+    architecture: dict[str, Any],
 ) -> RunState:
     settings = config.train
     optimizer = build_optimizer(
@@ -127,6 +130,7 @@ def _build_state(
         scheduler=scheduler,
         data_fingerprint=data_fingerprint,
         base_fingerprint=base_fingerprint(model),
+        architecture=architecture,
     )
 
 

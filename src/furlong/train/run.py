@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from furlong.api import Engine
-from furlong.config.data import DataConfig, SourceConfig
+from furlong.config.data import DataConfig
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data
 from furlong.data.loader import batches_per_epoch, describe_batches, iterate_batches
-from furlong.data.sources import Source
 from furlong.data.tokenize import load_tokenizer
-from furlong.errors import CheckpointError
-from furlong.models.build import build_model, export_model
+from furlong.models.build import build_model, export_model, read_config
 from furlong.models.check import check_model
+from furlong.models.folder import check_folder
 from furlong.planners.auto import Decision
 from furlong.planners.options import ChunkOptions
-from furlong.train.checkpoint import one_process, write_json
+from furlong.train.architecture import architecture_of, check_architecture
+from furlong.train.checkpoint import one_process
+from furlong.train.checkpoint_folder import write_json
 from furlong.train.decide import decide_options
+from furlong.train.disk import check_room, folder_errors_reported
 from furlong.train.loop import LoopFigures
+from furlong.train.report import TrainReport, list_export
 from furlong.train.resumable import RunData, run_resumable
 from furlong.train.run_folder import (
+    CHECKPOINTS,
     EXPORT,
     REPORT,
     RunFolder,
-    check_room,
+    clear_export,
     create_run_folder,
-    full_disk_told,
-    open_run_folder,
 )
-from furlong.train.trackers import check_packages
+from furlong.train.start import open_run, source_of
+from furlong.train.stop import StopRequest
 from furlong.units import format_count
 
 _DIALS = ("size", "num_retained", "keep", "tier", "order")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """The final figures of a run, as in its `report.json`."""
-
-    num_steps: int
-    num_tokens: int
-    train_loss: float
-    """Of the last step's global batch."""
-    eval_loss_before: float | None
-    eval_loss_after: float | None
-    tokens_per_s: float
-    peak_memory_bytes: int
-    num_skipped_batches: int
-    run_folder: str
-    export_folder: str
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
@@ -69,15 +53,15 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
     user can mend.
     """
     with ExitStack() as stack:
-        check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
-        run = open_run_folder(stack, config, resume=resume)
-        stack.enter_context(full_disk_told(run.path))
-        stack.enter_context(one_process())
-        if not run.is_finished:
-            return _train(config, run, stack)
-        report = _read_report(run.path / REPORT)
-        print(f"the run in {run.path} is finished: its model is {run.path / EXPORT}")
-        return report
+        return train_opened(stack, config, open_run(stack, config, resume=resume))
+
+
+def train_opened(stack: ExitStack, config: RunConfig, run: RunFolder) -> TrainReport | None:
+    """The same for a run that `open_run` has opened."""
+    if run.report is not None:
+        return run.report
+    stack.enter_context(one_process())
+    return _train(config, run, stack)
 
 
 def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport | None:
@@ -91,6 +75,9 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
         rope=_rope(config),
         max_seq_len=config.data.max_seq_len,
     )
+    architecture = read_architecture(config)
+    if run.checkpoint is not None and run.state is not None:
+        check_architecture(run.checkpoint, run.state, architecture, config.model.name)
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
     draws_per_epoch = sum(data["train"].mixture.draws)
@@ -111,23 +98,32 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     every = settings.save_every_steps
     num_saves = math.ceil(num_steps / every) if every else 0
-    check_room(folder, weight_bytes=trained_bytes, num_saves=num_saves)
-    if run.is_new:
-        create_run_folder(stack, folder)
-    figures = run_resumable(
-        config, run, engine, model, options, _run_data(config, data), num_steps=num_steps
-    )
-    if figures.stopped:
-        return None
-    return _finish(config, folder, model, tokenizer, figures)
+    checkpoints = folder / CHECKPOINTS
+    check_room(folder, checkpoints, weight_bytes=trained_bytes, num_saves=num_saves)
+    with folder_errors_reported(folder), StopRequest() as stop:
+        if run.is_new:
+            create_run_folder(stack, folder)
+        figures = run_resumable(
+            config,
+            run,
+            engine,
+            model,
+            options,
+            _run_data(config, data),
+            stop,
+            num_steps=num_steps,
+            architecture=architecture,
+        )
+        if figures.stopped:
+            return None
+        return _finish(config, folder, model, tokenizer, figures)
 
 
 def _finish(
     config: RunConfig, folder: Path, model: Any, tokenizer: Any, figures: LoopFigures
 ) -> TrainReport:
     """Exports the model and writes the report, which marks the run as finished."""
-    # Of a process that was killed between the two.
-    shutil.rmtree(folder / EXPORT, ignore_errors=True)
+    clear_export(folder)
     dtype = getattr(torch, config.model.dtype)
     exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype)
     progress = figures.progress
@@ -143,22 +139,11 @@ def _finish(
         num_skipped_batches=progress.num_skipped_batches,
         run_folder=str(folder),
         export_folder=str(exported),
+        export_files=list_export(exported),
     )
     write_json(folder / REPORT, asdict(report))
     print(f"exported to {exported}")
     return report
-
-
-def _read_report(file: Path) -> TrainReport:
-    try:
-        return TrainReport(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            given=f"{file}: {error}",
-            required="the report of a finished run",
-            source=str(file),
-            change="remove it: --resume then ends the run again from its newest checkpoint",
-        ) from error
 
 
 def build_run_model(config: RunConfig) -> Any:
@@ -175,6 +160,12 @@ def build_run_model(config: RunConfig) -> Any:
     )
 
 
+def read_architecture(config: RunConfig) -> dict[str, Any]:
+    """The architecture of the run's model, by its files as they are now."""
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    return architecture_of(read_config(source, rope=_rope(config), max_seq_len=limit))
+
+
 def _rope(config: RunConfig) -> dict[str, Any] | None:
     return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
 
@@ -185,7 +176,7 @@ def load_splits(settings: DataConfig, tokenizer: Any) -> dict[str, DataSet]:
     for split, named in (("train", settings.train), ("eval", settings.eval)):
         if named is not None:
             data[split] = load_data(
-                [_source(source) for source in named],
+                [source_of(source) for source in named],
                 tokenizer,
                 format=settings.format,
                 max_seq_len=settings.max_seq_len,
@@ -195,10 +186,6 @@ def load_splits(settings: DataConfig, tokenizer: Any) -> dict[str, DataSet]:
             )
             print(*data[split].describe(), sep="\n")
     return data
-
-
-def _source(named: str | SourceConfig) -> Source:
-    return Source(named) if isinstance(named, str) else Source(**named.model_dump())
 
 
 def _run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from furlong.config.schema import RunConfig
-from furlong.config.sources import load_run
+from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.train.checkpoint import (
-    NUM_KEPT,
+from furlong.report.measured import MEASURED
+from furlong.train.checkpoint_folder import (
+    DAMAGED,
+    STATE,
     list_checkpoints,
     newest_checkpoint,
     read_state,
     set_aside,
 )
-from furlong.units import format_bytes
+from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.report import TrainReport, missing_of_export, read_report
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
-CHECKPOINTS, EXPORT = "checkpoints", "model"
+CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
 _LOCK = ".lock"
-# How it is computed and what is told of it: these change neither weights nor their order.
+_FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
+_FOLDERS = (CHECKPOINTS, EXPORT)
+# What these change is time, memory and what is shown: neither weights nor their order.
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
 )  # fmt: skip
+_FREE_WORDS = (
+    "free are the sections chunks, memory, parallel and log, data.eval, data.cache_dir,"
+    " train.save_every_steps, train.eval_*"
+)
 _DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,8 @@ class RunFolder:
     state: dict[str, Any] | None = None
     """What the checkpoint holds beside its tensors."""
     is_new: bool = True
-    is_finished: bool = False
+    report: TrainReport | None = None
+    """That of a finished run whose exported model is whole."""
 
 
 def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
@@ -63,41 +69,110 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
     """
     path = Path(config.out).expanduser()
     check_creatable(path, "out")
-    if not resume or not _holds_run(path):
-        _check_empty(path, config.out)
-        if resume:
-            print(f"nothing to resume in {path}: a new run")
-        return RunFolder(path)
-    lock_folder(stack, path)
-    saved = load_run(path / CONFIG)
-    differing = differing_keys(saved, config)
-    refused = {key: pair for key, pair in differing.items() if not key.startswith(_FREE_KEYS)}
-    if refused:
-        raise ConfigError(
-            given="; ".join(f"{key} = {new!r}, the run has {old!r}"
-                            for key, (old, new) in refused.items()),
-            required="the config of the run that is resumed; free are the sections chunks, memory,"
-            " parallel and log, data.eval, data.cache_dir, train.save_every_steps, train.eval_*",
-            source=str(path / CONFIG),
-            change=f"furlong train {path / CONFIG} --resume, or another out for another run",
-        )  # fmt: skip
+    with folder_errors_reported(path):
+        if not resume or not _holds_run(path):
+            _check_empty(path, config.out)
+            if resume:
+                print(f"nothing to resume in {path}: a new run")
+            return RunFolder(path)
+        _check_kinds(path)
+        lock_folder(stack, path)
+        differing = differing_keys(load_run(path / CONFIG), config)
+        _check_same(differing, path)
+        if (report := _finished(path)) is not None:
+            print(f"the run in {path} is finished: its model is {path / EXPORT}")
+            return RunFolder(path, is_new=False, report=report)
+        return _resumed(path, config, differing)
+
+
+def _finished(path: Path) -> TrainReport | None:
+    """The report of a run with a whole exported model; None where there is something to do.
+
+    Raises CheckpointError where the model is missing and nothing can be exported.
+    """
+    if not (path / REPORT).exists():
+        return None
+    report = read_report(path / REPORT)
+    missing = missing_of_export(path / EXPORT, report.export_files)
+    if missing is None:
+        return report
+    if not list_checkpoints(path / CHECKPOINTS):
+        raise CheckpointError(
+            given=f"a finished run without {missing}, and no checkpoint to export it from",
+            required="the exported model, or a checkpoint",
+            source=str(path),
+            change=f"restore the model; or remove {path / REPORT} and --resume trains again from"
+            " the first step",
+        )
+    print(f"the run in {path} is finished, but {missing} is missing or cut: it is exported again")
+    return None
+
+
+def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> RunFolder:
+    """The run folder with the checkpoint that the run goes on from. Raises CheckpointError."""
     checkpoint = newest_checkpoint(path / CHECKPOINTS)
+    state = None
+    if checkpoint is None:
+        print(f"no checkpoint in {path}: the run begins again with its first step")
+    else:
+        state = read_state(checkpoint)
+        _check_own(checkpoint, state, config)
     set_aside(path / CHECKPOINTS, checkpoint)
-    state = None if checkpoint is None else read_state(checkpoint)
     return RunFolder(
         path,
         options=_decided_options(path, state, differing),
         checkpoint=checkpoint,
         state=state,
         is_new=False,
-        is_finished=(path / REPORT).exists(),
     )
+
+
+def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path) -> None:
+    """Raises ConfigError if a key that must be the run's own differs."""
+    refused = _not_free(differing)
+    if refused:
+        raise ConfigError(
+            given="; ".join(f"{key} = {new!r}, the run has {old!r}"
+                            for key, (old, new) in refused.items()),
+            required=f"the config of the run that is resumed; {_FREE_WORDS}",
+            source=str(path / CONFIG),
+            change=f"furlong train {path / CONFIG} --resume, or another out for another run",
+        )  # fmt: skip
+
+
+def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises CheckpointError if a checkpoint was written with another config than the run's."""
+    written = build_run(state["config"], str(checkpoint / STATE))
+    refused = _not_free(differing_keys(written, config))
+    if refused:
+        raise CheckpointError(
+            given="; ".join(f"{key} = {old!r} in checkpoint {checkpoint.name}, the run has {new!r}"
+                            for key, (old, new) in refused.items()),
+            required=f"a checkpoint that this run has written; {_FREE_WORDS}",
+            source=str(checkpoint / STATE),
+            change=f"move {checkpoint} away if it is of another run, or restore the run's config",
+        )  # fmt: skip
+
+
+def _not_free(differing: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    return {key: pair for key, pair in differing.items() if not key.startswith(_FREE_KEYS)}
 
 
 def create_run_folder(stack: ExitStack, path: Path) -> None:
     """The folder of a new run, locked until `stack` ends. Raises ConfigError, CheckpointError."""
-    lock_folder(stack, path)
-    _check_empty(path, str(path))  # another process may have been faster
+    with folder_errors_reported(path):
+        lock_folder(stack, path)
+        _check_empty(path, str(path))  # another process may have been faster
+
+
+def clear_export(path: Path) -> None:
+    """Makes room for the exported model: a damaged one of a finished run is kept beside it."""
+    export = path / EXPORT
+    if export.exists() and (path / REPORT).exists():
+        damaged = export.with_name(EXPORT + DAMAGED)
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.rename(export, damaged)
+    shutil.rmtree(export, ignore_errors=True)
 
 
 def lock_folder(stack: ExitStack, path: Path) -> None:
@@ -130,72 +205,24 @@ def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, A
     }
 
 
-def check_room(path: Path, *, weight_bytes: int, num_saves: int) -> None:
-    """Raises CheckpointError if the disk has no room for what the run is going to write.
-
-    `weight_bytes`: of the trained weights. A checkpoint holds them and AdamW's two moments; one
-    more than are kept is there while it is written, and the exported model in the end.
-    """
-    checkpoint_bytes = 3 * weight_bytes
-    num_kept = len(list_checkpoints(path / CHECKPOINTS))
-    num_checkpoints = max(min(num_saves, 1), min(num_saves + num_kept, NUM_KEPT + 1) - num_kept)
-    needed = checkpoint_bytes * num_checkpoints + weight_bytes
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise CheckpointError(
-            given=f"{format_bytes(free)} free on the disk of {path}",
-            required=f"{format_bytes(needed)}: {num_checkpoints} checkpoints of"
-            f" {format_bytes(checkpoint_bytes)}, and the exported model",
-            source="out and train.save_every_steps",
-            change="make room, set out to another disk, or train.save_every_steps: 0 for none",
-        )
-
-
-@contextmanager
-def full_disk_told(path: Path) -> Iterator[None]:
-    """Turns a full disk, whoever meets it, into an error that says so."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors tells the operating system's errors in words.
-        told = next((os.strerror(n) for n in _FULL_DISK if os.strerror(n) in str(error)), None)
-        if told is None:
-            raise
-        raise CheckpointError(
-            given=told,
-            required="room for figures, checkpoints and the exported model",
-            source=str(path),
-            change="make room, then go on with --resume",
-        ) from error
-
-
-def check_creatable(path: Path, key: str) -> None:
-    """Raises ConfigError if no folder can be at `path`, which `key` named: before work is done that
-    would then be lost."""
-    try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if there == path:
-            return
-        reason = None if there.is_dir() else f"{there} is no folder"
-        if reason is None and not os.access(there, os.W_OK | os.X_OK):
-            reason = f"{there} cannot be written to"
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise ConfigError(
-            given=f"{path}: {reason}",
-            required="a place where a folder can be made",
-            source=key,
-            change="check the path, or choose another place",
-        )
-
-
 def _holds_run(path: Path) -> bool:
     """A Hugging Face model's folder has a config.json as well."""
     return (path / CONFIG).exists() and any(
         (path / name).exists() for name in (OPTIONS, METRICS, CHECKPOINTS)
     )
+
+
+def _check_kinds(path: Path) -> None:
+    """Raises CheckpointError if a folder stands where a run has a file, or the reverse."""
+    for name in (*_FILES, *_FOLDERS):
+        entry, is_folder = path / name, name in _FOLDERS
+        if entry.exists() and entry.is_dir() != is_folder:
+            raise CheckpointError(
+                given=f"{entry}, which is a {'file' if is_folder else 'folder'}",
+                required=f"a {'folder' if is_folder else 'file'}, as a run has written it",
+                source=str(path),
+                change=f"move {entry} away or restore it",
+            )
 
 
 def _check_empty(path: Path, out: str) -> None:

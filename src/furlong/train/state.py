@@ -41,6 +41,8 @@ class RunState:
     """Identifies the training sequences and their order in the files."""
     base_fingerprint: str | None
     """Identifies what is not saved, see `base_fingerprint`."""
+    architecture: dict[str, Any]
+    """The model's config, see `architecture_of`."""
 
     def save(self, folder: Path, progress: Progress, *, metrics_bytes: int) -> Path:
         """Writes a checkpoint into `folder`; raises CheckpointError. `metrics_bytes`: length of
@@ -54,6 +56,7 @@ class RunState:
             "schedule": self.scheduler.state_dict(),
             "data_fingerprint": self.data_fingerprint,
             "base_fingerprint": self.base_fingerprint,
+            "architecture": self.architecture,
             "metrics_bytes": metrics_bytes,
             "written_by": {"furlong": __version__, "torch": torch.__version__},
         }

@@ -14,7 +14,7 @@ from torch import nn
 from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import peak_memory_bytes, reset_peak_memory
+from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
 from furlong.train.mfu import MfuMeter
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class StepFigures:
     longest_tokens: int
     tokens_per_s: float
     peak_memory_bytes: int
+    """Most bytes in use during the step: on CUDA those of the allocator, on a CPU the resident set
+    of the whole process."""
+    step_memory_bytes: int
+    """How far that peak lies above what was in use just before the step."""
     forward_s: float
     recompute_s: float
     backward_s: float
@@ -67,8 +71,9 @@ def train_step(
     """
     device = parameters[0].device
     started_s = time.perf_counter()
-    reset_peak_memory(device)
     optimizer.zero_grad()
+    reset_peak_memory(device)
+    before_bytes = memory_bytes(device)
     result = engine.forward_backward(batch.tensors(device), options, batch.num_valid_tokens)
     norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf))
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
@@ -79,6 +84,7 @@ def train_step(
     scheduler.step()
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
+    peak_bytes = peak_memory_bytes(device)
     if measured is not None:
         measured(result)
     seq_lens = [sequence.seq_len for sequence in batch.sequences]
@@ -91,7 +97,8 @@ def train_step(
         num_valid_tokens=batch.num_valid_tokens,
         longest_tokens=max(seq_lens),
         tokens_per_s=batch.num_tokens / step_s,
-        peak_memory_bytes=peak_memory_bytes(device),
+        peak_memory_bytes=peak_bytes,
+        step_memory_bytes=max(0, peak_bytes - before_bytes),
         forward_s=seconds.get("F", 0.0),
         recompute_s=seconds.get("R", 0.0) + seconds.get("K", 0.0),
         backward_s=seconds.get("B", 0.0),

@@ -1,32 +1,92 @@
-"""How a run is asked to end: SIGTERM, as schedulers send it, or Ctrl-C."""
+"""How a process is asked to end: Ctrl-C, and the signals of schedulers and closed terminals."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Python itself or its caller always handles these; a handler for the others has a purpose.
+_ALWAYS_TAKEN = (signal.SIGTERM, signal.SIGINT)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal came where nothing has to be saved."""
+
+
+class QuietEnd:
+    """Within it a stop signal raises `Ended`, and a second one ends the process at once.
+
+    Signals that are ignored, as SIGHUP is under nohup, stay ignored. Outside of the main thread,
+    where Python lets no one handle signals, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The signal that came, whatever a library made of the exception."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> QuietEnd:
+        _take_signals(self._before, self._end)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number
+        if _is_importing(frame):
+            # Nothing is open yet, and libraries that are half imported swallow exceptions.
+            with suppress(OSError):
+                os.write(2, f"{self}\n".encode())
+            os._exit(128 + number)
+        raise Ended
+
+    def __str__(self) -> str:
+        return "" if self.number is None else f"ended by {signal.Signals(self.number).name}"
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported in the calls that led to `frame`."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
 
 class StopRequest:
-    """Within it SIGTERM and the first SIGINT are noted and nothing else happens.
+    """Within it stop signals are noted, and nothing else happens.
 
-    A second Ctrl-C does what it did before: it ends the process at once. Outside of the main
+    A second Ctrl-C does what it did before: it ends the process at once. No other signal does, so
+    that a scheduler that sends several loses no checkpoint. Signals that are ignored stay ignored,
+    and a caller's own handlers of SIGHUP, SIGUSR1 and SIGUSR2 stay in place. Outside of the main
     thread, where Python lets no one handle signals, nothing is ever noted.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        """The first signal that came."""
+        self._before: dict[int, Any] = {}
 
     @property
     def asked(self) -> bool:
         return self.signal_name is not None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+        _take_signals(self._before, self._note)
         return self
 
     def __exit__(
@@ -39,5 +99,21 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
+
+
+def _take_signals(before: dict[int, Any], handler: Any) -> None:
+    """Sets `handler` for the stop signals and notes in `before` what handled them."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in STOP_SIGNALS:
+        present = signal.getsignal(number)
+        is_free = present is signal.SIG_DFL or isinstance(
+            getattr(present, "__self__", None), QuietEnd
+        )
+        # None: set by other than Python, which cannot set it again.
+        if present in (signal.SIG_IGN, None) or not (is_free or number in _ALWAYS_TAKEN):
+            continue
+        before[number] = signal.signal(number, handler)

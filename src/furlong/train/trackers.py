@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from furlong.errors import ConfigError
-from furlong.train.checkpoint import write_json
+from furlong.train.checkpoint_folder import write_json
 
 
 class Tracker(Protocol):
@@ -77,7 +77,7 @@ class _Wandb:
         import wandb
 
         file = folder / "wandb.json"
-        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        known = read_run_id(file) if file.exists() else None
         try:
             self._run = wandb.init(
                 project=project, id=known, resume="allow", dir=str(folder), config=config
@@ -96,3 +96,20 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def read_run_id(file: Path) -> str:
+    """The id of a run on the server. Raises ConfigError."""
+    try:
+        run_id = json.loads(file.read_text(encoding="utf-8"))["id"]
+        if isinstance(run_id, str):
+            return run_id
+        reason = "its id is no text"
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise ConfigError(
+        given=f"{file}: {reason}",
+        required="the id of the run on Weights & Biases, as furlong wrote it",
+        source=str(file),
+        change="restore it, or remove it: the figures then go into a new run there",
+    )

@@ -10,7 +10,8 @@ import torch
 
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
-from furlong.models.build import check_folder, model_of_config, read_config
+from furlong.models.build import model_of_config, read_config
+from furlong.models.folder import check_folder
 from furlong.planners.auto import given_dials
 from furlong.planners.options import fixed_options
 from furlong.units import format_seconds

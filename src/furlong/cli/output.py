@@ -1,0 +1,83 @@
+"""Standard output and error that never end the work: closed, full, or their reader gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+
+class Output:
+    """A text stream that drops everything from the first failed write on.
+
+    `error` is then what the operating system said. A reader that went away (`furlong ... | head`)
+    and a terminal that was closed took what they wanted: these leave no error.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._is_lost = False
+        self.error: str | None = None
+
+    def write(self, text: str) -> int:
+        if not self._is_lost:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if not self._is_lost:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self, error: OSError | ValueError) -> None:
+        self._is_lost = True
+        number = getattr(error, "errno", None)
+        if number not in (errno.EPIPE, errno.EIO):
+            self.error = getattr(error, "strerror", None) or str(error)
+        # What the stream still holds is written when Python ends: to nowhere, without a word.
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def lasting_output() -> Iterator[Output]:
+    """Within it stdout and stderr never raise; yields stdout, flushed at the end."""
+    _open_closed_streams()
+    before = sys.stdout, sys.stderr
+    nowhere = [open(os.devnull, "w") for stream in before if stream is None]  # noqa: SIM115
+    unused = iter(nowhere)
+    out, err = (Output(next(unused) if stream is None else stream) for stream in before)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+        for stream in nowhere:
+            stream.close()
+
+
+def _open_closed_streams() -> None:
+    """Opens what the process was started without (`>&-`): a file of the run would otherwise get
+    the stream's number, and with it whatever a library prints."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)

@@ -1,0 +1,59 @@
+"""The model's config as a run uses it: what trained weights mean, and with what they are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import CheckpointError
+
+# Where a config comes from, and how a program is to run it.
+_VOLATILE = (
+    "transformers_version", "_name_or_path", "_commit_hash", "architectures", "auto_map", "dtype",
+    "torch_dtype", "attn_implementation", "_attn_implementation", "use_cache",
+)  # fmt: skip
+_MAX_NAMED = 5
+
+
+def architecture_of(config: Any) -> dict[str, Any]:
+    """The keys of a transformers config, `model.rope` written into it, that say what is computed:
+    plain values, as JSON holds them."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return _without_volatile(values)
+
+
+def check_architecture(
+    checkpoint: Path, state: Mapping[str, Any], present: Mapping[str, Any], name: str
+) -> None:
+    """Raises CheckpointError unless `present`, the architecture of the model `name` today, is the
+    one that the checkpoint's weights were trained with."""
+    trained = state["architecture"]
+    differing = [
+        f"{key} = {_shown(present.get(key))}, trained with {_shown(trained.get(key))}"
+        for key in sorted(trained.keys() | present.keys())
+        if trained.get(key) != present.get(key)
+    ]
+    if differing:
+        more = len(differing) - _MAX_NAMED
+        raise CheckpointError(
+            given="; ".join(differing[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else ""),
+            required=f"the config.json of {name} with which the weights were trained",
+            source=f"{name}, config.json, and {checkpoint}",
+            change=f"restore the config.json of {name} (a hub id may have a new revision), or start"
+            " anew with another out",
+        )
+
+
+def _without_volatile(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_volatile(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in _VOLATILE
+    }
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

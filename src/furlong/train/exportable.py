@@ -1,0 +1,81 @@
+"""What is to be exported, and where to: all that can be checked before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from furlong.config.schema import RunConfig
+from furlong.config.sources import build_run
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.folder import check_files
+from furlong.train.checkpoint_folder import (
+    MANIFEST,
+    STATE,
+    check_checkpoint,
+    newest_checkpoint,
+    read_state,
+)
+from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.run_folder import CHECKPOINTS
+
+
+@dataclass(frozen=True, slots=True)
+class Exportable:
+    """A whole checkpoint, and a folder that can be created for its model."""
+
+    checkpoint: Path
+    state: dict[str, Any]
+    """What the checkpoint holds beside its tensors."""
+    config: RunConfig
+    """With which it was written."""
+    merge: bool
+    """Whether adapters are added to their base."""
+    out: Path
+
+
+def find_exportable(source: Path, *, merge: bool = False, out: Path | None = None) -> Exportable:
+    """The checkpoint `source`, or the newest one of the run `source`.
+
+    By default the model's folder lies beside the run's `checkpoints`. Raises CheckpointError or
+    ConfigError.
+    """
+    with folder_errors_reported(source):
+        checkpoint = _find_checkpoint(source)
+        state = read_state(checkpoint)
+    config = build_run(state["config"], str(checkpoint / STATE))
+    if merge and config.model.lora is None:
+        raise ConfigError(
+            given="--merge for a checkpoint without adapters",
+            required="a run with model.lora",
+            source=str(checkpoint),
+            change="leave --merge out: the checkpoint's weights are whole",
+        )
+    name = f"model-{checkpoint.name}{'-merged' if merge else ''}"
+    out = out or checkpoint.absolute().parent.parent / name
+    check_creatable(out, "the export")
+    if out.exists():
+        raise ConfigError(
+            given=f"{out} exists",
+            required="a new folder",
+            source="the export",
+            change="move it away or choose another one",
+        )
+    check_files(config.model.name)
+    return Exportable(checkpoint, state, config, merge, out)
+
+
+def _find_checkpoint(source: Path) -> Path:
+    if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
+        check_checkpoint(source)
+        return source
+    checkpoint = newest_checkpoint(source / CHECKPOINTS)
+    if checkpoint is None:
+        raise CheckpointError(
+            given=f"{source}, which holds no checkpoint",
+            required="the folder of a run with checkpoints, or of one of them",
+            source="the command line",
+            change="name a run that was trained with train.save_every_steps above 0",
+        )
+    return checkpoint

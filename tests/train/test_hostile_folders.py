@@ -1,0 +1,185 @@
+"""Run folders that cannot be read, written or believed: four parts, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.train import trackers
+from furlong.train.loop import MetricsLog
+
+ONCE = ("--train.epochs=1", "--train.save_every_steps=1")
+NOBODY = 65534
+AS_NOBODY = (
+    "import os, sys\n"
+    "import furlong.cli.train, furlong.train.start\n"  # the interpreter may be out of reach
+    "from furlong.cli.main import main\n"
+    f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    "sys.exit(main(sys.argv[1:]))\n"
+)
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    return four_parts(capsys.readouterr().err)
+
+
+def four_parts(message: str) -> str:
+    names = [line.split(":")[0] for line in message.splitlines()]
+    assert names == ["given", "required", "from", "change"], message
+    return message
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
+    original = MetricsLog.step
+
+    def then_act(log: MetricsLog, at: int, figures: Any) -> None:
+        original(log, at, figures)
+        if at == step:
+            act()
+
+    monkeypatch.setattr(MetricsLog, "step", then_act)
+
+
+@pytest.fixture
+def run(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """The folder of a run that was killed after its second checkpoint."""
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, *ONCE)) == 0
+    shutil.rmtree(run / "model")
+    (run / "report.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    return run
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "options.json", "timeline.json", "config.json", "report.json",
+             "wandb.json", ".lock"],
+)  # fmt: skip
+def test_a_folder_in_the_place_of_a_file(
+    tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
+    assert f"{run / name}, which is a folder" in message
+
+
+def test_a_file_in_the_place_of_the_checkpoints(
+    tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").touch()
+    message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
+    assert f"{run / 'checkpoints'}, which is a file" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_run_folder_of_someone_else(
+    tiny_run: TinyRun, run: Path, tmp_path: Path, mode: int
+) -> None:
+    for folder in (run, *run.rglob("*")):
+        folder.chmod(0o755 if folder.is_dir() else 0o644)
+    for parent in (tiny_run.folder, *tiny_run.folder.parents, *run.parents):
+        if parent.is_relative_to("/tmp") and parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    (run / "checkpoints").chmod(mode)
+    before = sorted(run.rglob("*"))
+    finished = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, *tiny_run.arguments(run, *ONCE, "--resume")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HOME": "/nonexistent"},
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert "Permission denied" in four_parts(finished.stderr)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_folder_that_is_removed_in_mid_run(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    at_step(monkeypatch, 3, lambda: shutil.rmtree(run))
+    message = refused(capsys, tiny_run.arguments(run))
+    assert f"{run}/" in message and "No such file or directory" in message
+    assert not run.exists()
+
+
+def test_a_checkpoint_folder_that_becomes_a_file(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+
+    def replace() -> None:
+        shutil.move(run / "checkpoints", tmp_path / "moved")
+        (run / "checkpoints").touch()
+
+    at_step(monkeypatch, 3, replace)
+    message = refused(capsys, tiny_run.arguments(run))
+    assert "File exists while checkpoint step-00000004 was written" in message
+    assert "make room" not in message
+    (run / "checkpoints").unlink()
+    shutil.move(tmp_path / "moved", run / "checkpoints")
+    monkeypatch.undo()
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+
+
+def test_a_broken_last_line_of_the_metrics(tiny_run: TinyRun, run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + '\n{"step": 3, "lo')
+    assert main(tiny_run.arguments(run, *ONCE, "--resume")) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+
+
+def test_a_run_folder_behind_a_link(
+    tiny_run: TinyRun, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(run)
+    assert main(tiny_run.arguments(tmp_path / "link", *ONCE, "--resume")) == 0
+    assert "resumed from step-00000002" in capsys.readouterr().out
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    message = refused(capsys, tiny_run.arguments(tmp_path / "dangling"))
+    assert "dangling" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"other": "x"}'])
+def test_a_damaged_id_of_weights_and_biases(tmp_path: Path, text: str) -> None:
+    (tmp_path / "wandb.json").write_text(text)
+    with pytest.raises(trackers.ConfigError, match=r"wandb\.json"):
+        trackers.read_run_id(tmp_path / "wandb.json")
+
+
+def test_out_inside_of_a_file(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "file" / "a" / "b"):
+        for flags in ((), ("--resume",)):
+            assert "is no folder" in refused(capsys, tiny_run.arguments(out, *flags))
+
+
+def test_another_out_is_another_run(
+    tiny_run: TinyRun, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(run / "config.json")
+    assert main(["train", config, "--resume", f"--out={tmp_path / 'other'}"]) == 0
+    assert f"nothing to resume in {tmp_path / 'other'}: a new run" in capsys.readouterr().out

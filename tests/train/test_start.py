@@ -1,0 +1,135 @@
+"""What a run is refused for before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+
+PROGRAM = (
+    "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
+    "sys.exit(code + 10 * bool({'torch', 'transformers'} & set(sys.modules)))"
+)
+
+
+def refused(arguments: list[str], **environment: str) -> str:
+    """The message of a command line that a process without torch refuses."""
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert finished.returncode == 2, finished.stderr
+    names = [line.split(":")[0] for line in finished.stderr.splitlines()]
+    assert names == ["given", "required", "from", "change"], finished.stderr
+    return finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--data.train={home}/nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
+        (["--data.eval={home}/nowhere"], "nowhere: no such file or folder"),
+        (["--model.name=./nowhere"], "./nowhere: no such folder"),
+        (["--model.name={home}/nowhere"], "nowhere: no such folder"),
+        (["--model.name={home}"], "without config.json"),
+        (["--model.name={home}/broken"], "broken, config.json: "),
+        (["--model.name={home}/list"], "list, config.json: no JSON object"),
+        (["--out={home}"], "which is not empty"),
+        (["--out={home}/file"], "is no folder"),
+        (["--out={home}/file/run"], "is no folder"),
+        (["--train.lr=-1"], "train.lr = '-1'"),
+    ],
+)
+def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path, flags: list[str], part: str) -> None:
+    (tmp_path / "file").touch()
+    for name, text in (("broken", '{"model_type": '), ("list", "[1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    given = [flag.format(home=tmp_path) for flag in flags]
+    assert part in refused(tiny_run.arguments(tmp_path / "run", *given))
+    assert not (tmp_path / "run").exists()
+
+
+def test_packages(tiny_run: TinyRun, tmp_path: Path) -> None:
+    missing = [name for name in ("wandb", "tensorboard") if find_spec(name) is None]
+    if not missing:
+        pytest.skip("every package is installed")
+    value = {"wandb": "trials", "tensorboard": "true"}[missing[0]]
+    flag = f"--log.{missing[0]}={value}"
+    assert f"the package {missing[0]}" in refused(tiny_run.arguments(tmp_path / "run", flag))
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_processes(tiny_run: TinyRun, tmp_path: Path, name: str) -> None:
+    message = refused(tiny_run.arguments(tmp_path / "run"), **{name: "2"})
+    assert "given:    2 processes" in message and name in message
+    assert "several devices are not in this release" in message
+
+
+def test_a_launcher_of_one_process_is_none(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(tiny_run.arguments(tmp_path / "run", "--train.epochs=1")) == 0
+
+
+def test_run_folders(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run)) == 0
+    assert "which holds a run" in refused(tiny_run.arguments(run))
+    assert "train.lr = 0.5, the run has" in refused(
+        tiny_run.arguments(run, "--train.lr=0.5", "--resume")
+    )
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text(config[:-20])
+    assert "config.json" in refused(tiny_run.arguments(run, "--resume"))
+    (run / "config.json").write_text(config)
+    (run / "report.json").unlink()
+    shutil.rmtree(run / "model")
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "manifest.json").unlink()
+    assert "damaged checkpoints and no other" in refused(tiny_run.arguments(run, "--resume"))
+
+
+def test_a_finished_run_needs_no_torch(tiny_run: TinyRun, tmp_path: Path) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
+    assert main(arguments) == 0
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments, "--resume"], capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "is finished" in finished.stdout
+
+
+def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    for arguments, part in (
+        ([str(tmp_path / "nowhere")], "which holds no checkpoint"),
+        ([str(run), "--merge"], "--merge for a checkpoint without adapters"),
+        ([str(run), f"--out={run / 'model'}"], "model exists"),
+        ([str(run), f"--out={run / 'report.json' / 'x'}"], "is no folder"),
+    ):
+        assert part in refused(["export", *arguments])
+
+
+def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, expected in ((None, "64"), ("7", "7")):
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+        if given is not None:
+            monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
+        run = tmp_path / f"run-{expected}"
+        assert main(tiny_run.arguments(run, "--train.epochs=1", "--train.save_every_steps=0")) == 0
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == expected

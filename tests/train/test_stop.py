@@ -1,0 +1,215 @@
+"""Signals at every moment of a run: what is computed is saved, and the run ends in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.train import checkpoint
+from furlong.train import run as run_module
+from furlong.train.checkpoint_folder import newest_checkpoint
+from furlong.train.loop import MetricsLog
+from furlong.train.stop import STOP_SIGNALS, StopRequest
+
+PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
+ALL = pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+
+
+def steps_of(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], object]
+) -> None:
+    """`act` runs at the first call of a function, before it."""
+    original = getattr(owner, name)
+    calls = []
+
+    def acting(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            act()
+        return original(*args, **named)
+
+    monkeypatch.setattr(owner, name, acting)
+
+
+@ALL
+def test_every_stop_signal_ends_a_run_with_a_checkpoint(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        before(patched, MetricsLog, "step", lambda: signal.raise_signal(number))
+        assert main(tiny_run.arguments(run)) == 0
+    assert f"stopped by {number.name} after step 1 of 9; go on with:" in capsys.readouterr().out
+    assert (run / "checkpoints" / "step-00000001").is_dir()
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+    assert steps_of(run) == list(range(1, 10))
+
+
+@ALL
+def test_a_signal_during_the_last_save_loses_nothing(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+
+    def signals() -> None:
+        for again in (number, number, signal.SIGTERM):
+            if again != signal.SIGINT:
+                signal.raise_signal(again)
+
+    before(monkeypatch, MetricsLog, "step", lambda: signal.raise_signal(number))
+    before(monkeypatch, checkpoint, "_write_tensors", signals)
+    assert main(tiny_run.arguments(run)) == 0
+    newest = newest_checkpoint(run / "checkpoints")
+    assert newest is not None and newest.name == "step-00000001"
+
+
+def test_ctrl_c_after_a_schedulers_signal_loses_nothing(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before(monkeypatch, MetricsLog, "step", lambda: signal.raise_signal(signal.SIGTERM))
+    before(monkeypatch, checkpoint, "_write_tensors", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(tiny_run.arguments(tmp_path / "run")) == 0
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    saves = []
+
+    def interrupt(*args: Any) -> Any:
+        saves.append(args)
+        if len(saves) == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    original = checkpoint._write_tensors
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_write_tensors", interrupt)
+        assert main(tiny_run.arguments(run)) == 130
+    newest = newest_checkpoint(run / "checkpoints")
+    assert newest is not None and newest.name == "step-00000002"
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+    assert steps_of(run) == list(range(1, 10))
+
+
+@ALL
+def test_a_signal_during_the_export_ends_nothing(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    before(monkeypatch, run_module, "export_model", lambda: signal.raise_signal(number))
+    assert main(tiny_run.arguments(run)) == 0
+    assert (run / "report.json").exists()
+
+
+def test_a_second_ctrl_c_during_the_export_leaves_a_run_that_goes_on(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        before(patched, run_module, "export_model", twice)
+        assert main(tiny_run.arguments(run)) == 130
+    assert not (run / "report.json").exists()
+    assert main(tiny_run.arguments(run, "--resume")) == 0
+    assert steps_of(run) == list(range(1, 10))
+
+
+@ALL
+def test_a_signal_while_the_data_are_read_ends_in_one_line(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    before(monkeypatch, run_module, "load_data", lambda: signal.raise_signal(number))
+    assert main(tiny_run.arguments(tmp_path / "run")) == 128 + number
+    assert capsys.readouterr().err.splitlines() == [f"ended by {number.name}"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_ignored_signals_and_a_callers_own_handlers_stay() -> None:
+    calls: list[int] = []
+    kept = {
+        signal.SIGHUP: signal.SIG_IGN,
+        signal.SIGUSR1: lambda number, frame: calls.append(number),
+    }
+    present = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        with StopRequest() as stop:
+            for number in kept:
+                signal.raise_signal(number)
+            assert not stop.asked and calls == [signal.SIGUSR1]
+            signal.raise_signal(signal.SIGUSR2)
+            assert stop.signal_name == "SIGUSR2"
+    finally:
+        for number, before_all in present.items():
+            signal.signal(number, before_all)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """What a closed ssh session does: SIGHUP, and from then on no output goes anywhere."""
+    run = tmp_path / "run"
+    arguments = tiny_run.arguments(run, "--train.epochs=null", "--train.steps=100000")
+    process_id, terminal = pty.fork()
+    if process_id == 0:
+        os.execv(sys.executable, [sys.executable, "-c", PROGRAM, *arguments])
+    limit_s = time.monotonic() + 120
+    said = b""
+    while b"step     10/" not in said:
+        assert time.monotonic() < limit_s, said[-2000:]
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(process_id, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    newest = newest_checkpoint(run / "checkpoints")
+    assert newest is not None and int(newest.name[5:]) == steps_of(run)[-1] >= 10
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_does_not_end_the_run(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """`furlong train ... | head -1`, and without any stdout."""
+    for redirection in ("| head -1", ">&-", ">/dev/full"):
+        run = tmp_path / str(abs(hash(redirection)))
+        finished = subprocess.run(
+            ["bash", "-c", f'set -o pipefail; "$0" -c "$@" {redirection}', sys.executable, PROGRAM,
+             *tiny_run.arguments(run)],
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        assert steps_of(run) == list(range(1, 10))
+        assert (run / "report.json").exists()
+        assert "Traceback" not in finished.stderr and "Exception" not in finished.stderr
