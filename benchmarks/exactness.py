@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "equivale
 
 import torch
 from cases import Case, covering_array, product
-from families import FAMILIES, bound, build
 from gradients import (
     Batch,
     batch,
@@ -44,6 +43,7 @@ from gradients import (
 )
 from harness import console, machine, write_json
 from rich.table import Column, Table
+from tiny_families import FAMILIES, bound, build
 from torch import Tensor, nn
 
 import furlong

@@ -12,8 +12,8 @@ import peft
 import pytest
 import torch
 import transformers
-from families import VOCAB_SIZE, build
 from gradients import batch, reference_loss, take_grads, worst_relative_error
+from tiny_families import VOCAB_SIZE, build
 
 import furlong
 from furlong import api

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from families import FAMILIES
 from gradients import Batch, batch
+from tiny_families import FAMILIES
 
 import furlong
 

@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 import transformers
-from families import VOCAB_SIZE, build
 from gradients import batch, reference_loss, take_grads, worst_relative_error
 from peft import LoraConfig, get_peft_model
+from tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
 import furlong

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 from cases import Case, covering_array, product
-from families import bound, build
 from gradients import reference_loss, take_grads, worst_relative_error
+from tiny_families import bound, build
 
 import furlong
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB_SIZE, build
 from gradients import (
     batch,
     num_labels,
@@ -11,6 +10,7 @@ from gradients import (
     total_relative_error,
     worst_relative_error,
 )
+from tiny_families import FAMILIES, VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import VOCAB_SIZE, build
 from gradients import batch, reference_loss, take_grads, worst_relative_error
+from tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
 import furlong

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from families import build
 from gradients import batch
+from tiny_families import build
 
 import furlong
 from furlong.runtime.executor import Executor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from families import build
 from gradients import batch
+from tiny_families import build
 
 import furlong
 from furlong.errors import PlanError

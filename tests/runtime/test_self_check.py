@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES, VOCAB_SIZE, build
 from gradients import batch
+from tiny_families import FAMILIES, VOCAB_SIZE, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -123,7 +123,9 @@ def phimoe(**changes: Any) -> Any:
         }
     )  # fmt: skip
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double().train()
+    model = AutoModelForCausalLM.from_config(config).double().train()
+    model.set_experts_implementation("eager")
+    return model
 
 
 def test_a_window_that_is_in_the_mask_alone_is_named() -> None:

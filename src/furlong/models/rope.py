@@ -22,7 +22,7 @@ _KEPT = ("rope_theta", "partial_rotary_factor")
 def num_positions(config: Any) -> int | None:
     """Positions that the model knows, None where its config names no number."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(positions) if positions else None
+    return int(positions) if positions and positions > 0 else None
 
 
 def apply_rope(config: Any, rope: Mapping[str, Any], *, max_seq_len: int | None = None) -> None:

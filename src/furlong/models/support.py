@@ -27,6 +27,8 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:  # type: ignore[operator]
         raise _unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
     text = config.get_text_config()
+    if not isinstance(getattr(text, "num_hidden_layers", None), int):
+        raise _unsupported(model, "names no num_hidden_layers", "one stack of decoder layers")
     _refuse_layers(model, text)
     _refuse_rope(model, text, max_seq_len)
     if getattr(text, "output_router_logits", False):

@@ -97,10 +97,10 @@ def _compare(
     In 16 bits a top-k choice may fall otherwise by rounding alone. So what is above the bound is
     tried again with other roundings: a real difference stays in all of them.
     """
-    whole = run_whole()
+    whole = _try(run_whole, lambda error: _fails_whole(model, error))
     dtype = next(iter(whole.values())).dtype
     _require_finite(model, whole, dtype)
-    errors = _differences(_try(model, run_chunked), whole)
+    errors = _differences(_try(run_chunked, lambda error: _fails_in_chunks(model, error)), whole)
     bounds = dict.fromkeys(errors, _TOLERANCES.get(dtype, 0.0))
     for attempt in range(_NUM_ROUNDINGS if dtype.itemsize < 4 else 0):
         with rounded_again(model, seed=2 * attempt):
@@ -148,17 +148,35 @@ def _relative(given: Tensor, truth: Tensor, floor: float = 0.0) -> float:
     return difference / max(float(truth.double().norm()), floor) if difference else 0.0
 
 
-def _try(model: CausalLM, run: Callable[[], _T]) -> _T:
+def _try(run: Callable[[], _T], refused: Callable[[Exception], UnsupportedModelError]) -> _T:
+    """What `run` returns; whatever a family's own code raises becomes a refusal."""
     try:
         return run()
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a family's own code meets without mask or cache
-        raise refusal(
-            model,
-            f"fails when it runs in chunks: {type(error).__name__}: {error}",
-            "a decoder that runs with position_ids, without an attention mask and without a cache",
-        ) from error
+    except Exception as error:
+        raise refused(error) from error
+
+
+def _fails_whole(model: CausalLM, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        given=f"{model.name} fails in its own forward, without chunks: {_named(error)}",
+        required="a model whose own forward and backward run on token ids alone",
+        source="the start-up self-check",
+        change="mend the model or its config: model(input_ids=...) must run by itself",
+    )
+
+
+def _fails_in_chunks(model: CausalLM, error: Exception) -> UnsupportedModelError:
+    return refusal(
+        model,
+        f"fails when it runs in chunks: {_named(error)}",
+        "a decoder that runs with position_ids, without an attention mask and without a cache",
+    )
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _require_finite(model: CausalLM, whole: Run, dtype: torch.dtype) -> None:

@@ -40,7 +40,7 @@ _PRELOADED = ["torch", "transformers.modeling_utils", "furlong.api", "model_grad
 INTRODUCTION = """\
 # Every causal language model of transformers
 
-Written by `python benchmarks/models.py` with transformers {transformers} and torch {torch}: every
+Written by `python benchmarks/families.py` with transformers {transformers} and torch {torch}: every
 model type of `AutoModelForCausalLM`, from its config class's defaults with small numbers and random
 weights, in train mode and float64 on the CPU; dropout, router noise and router losses are off.
 Three sequences of {lens} tokens go through `furlong.forward_backward` in chunks of {size} with

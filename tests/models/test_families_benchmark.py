@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import families
 import model_gradients
-import models
 import pytest
 import torch
 from model_gradients import Row, cut, measure, worst_error
@@ -108,32 +108,32 @@ def test_a_gradient_of_zero_but_for_rounding_counts_against_all():
 
 
 def test_what_was_right_must_stay_right():
-    before = models.outcomes_of(
-        models.document([
+    before = families.outcomes_of(
+        families.document([
             Row("a", "A", "exact", "1e-15"), Row("b", "B", "rounded", "1e-7"),
             Row("c", "C", "refused", "reason"), Row("d", "D", "exact", "1e-15"),
         ])
     )  # fmt: skip
     assert before == {"a": "exact", "b": "rounded", "c": "refused", "d": "exact"}
     better = [Row("b", "B", "exact", "1e-15"), Row("c", "C", "exact", "1e-15")]
-    assert models.misses(better, before) == []
+    assert families.misses(better, before) == []
     worse = [
         Row("a", "A", "rounded", "1e-7"), Row("b", "B", "refused", "reason"),
         Row("c", "C", "not run", "reason"), Row("d", "D", "unprovable", "reason"),
         Row("e", "E", "wrong", "0.5 (x)"), Row("f", "F", "crash", "KeyError"),
     ]  # fmt: skip
-    assert [miss.split()[0] for miss in models.misses(worse, before)] == ["a", "b", "d", "e", "f"]
+    assert [miss.split()[0] for miss in families.misses(worse, before)] == ["a", "b", "d", "e", "f"]
 
 
 @pytest.mark.slow  # three new processes
 def test_a_process_each_a_time_limit_and_the_exit_code(monkeypatch, tmp_path, capsys):
     document = tmp_path / "models.md"
-    document.write_text(models.document([Row("bloom", "BloomForCausalLM", "exact", "1e-15")]))
-    monkeypatch.setattr(models, "DOCUMENT", document)
-    assert models.main(["--only", "LlamaForCausalLM"]) == 0
-    assert models.main(["--only", "bloom"]) == 1
+    document.write_text(families.document([Row("bloom", "BloomForCausalLM", "exact", "1e-15")]))
+    monkeypatch.setattr(families, "DOCUMENT", document)
+    assert families.main(["--only", "LlamaForCausalLM"]) == 0
+    assert families.main(["--only", "bloom"]) == 1
     assert "MISSED: bloom (BloomForCausalLM) was exact, is refused" in capsys.readouterr().out
-    assert models.main(["--only", "no such model"]) == 2
-    (late,) = models.measure_all(["gpt2"], jobs=1, limit_s=0)
+    assert families.main(["--only", "no such model"]) == 2
+    (late,) = families.measure_all(["gpt2"], jobs=1, limit_s=0)
     assert (late.outcome, late.detail) == ("not run", "no answer within 0 s")
     assert "bloom" in document.read_text()
