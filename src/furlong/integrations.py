@@ -170,6 +170,7 @@ def refuse_inexact(trainer: Any) -> None:
     loss_owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     loss_type = getattr(args, "loss_type", "nll")
     distributed = trainer.accelerator.distributed_type
+    optimizer = str(getattr(args.optim, "value", args.optim))
     plain_loss = "the cross-entropy of the labels: chunks never hold the logits of a whole batch"
     one_device = "one process on one device"
     found = [
@@ -184,8 +185,8 @@ def refuse_inexact(trainer: Any) -> None:
         (args.neftune_noise_alpha, "neftune_noise_alpha", "no noise scaled by a call's length"),
         (args.fp16, "fp16", "bf16 or float32, which need no scaling of the loss"),
         (
-            any(name in str(args.optim).lower() for name in ("lomo", "layerwise")),
-            f"optim={args.optim}, which updates inside the backward",
+            any(name in optimizer for name in ("lomo", "layerwise")),
+            f"optim={optimizer}, which updates inside the backward",
             "an optimizer of whole gradients",
         ),
         (trainer.model_init, "model_init", "the model itself"),

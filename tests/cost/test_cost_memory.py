@@ -118,7 +118,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     extra = {"head_dim": 8, "sliding_window": 9} if family == "gemma2" else {}
     config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
     engine = Engine(AutoModelForCausalLM.from_config(config))
-    arena = engine._arena = Watched(torch.device("cpu"))
+    arena = engine._kept.arena = Watched(torch.device("cpu"))
     lens = (75, 33, 20, 7)
     options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
     tokens = [torch.randint(0, 90, (n,)) for n in lens]

@@ -81,6 +81,7 @@ def run(check: Callable[..., Finding], subject: Subject) -> Finding:
 def test_gradients_that_are_not_relayed_are_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Engine(llama.model, max_seq_len=llama.max_seq_len)  # the start-up check, which would refuse it
     monkeypatch.setattr(KVStore, "relayed", lambda *_: None)
     finding = run(check_gradients, llama)
     assert not finding.passed and "proj" in finding.figure
