@@ -28,13 +28,14 @@ from furlong.ops.backend import Backend
 from furlong.runtime.trial import (
     GRADIENTS,
     Run,
+    Watch,
     chunked_forwards,
     chunked_run,
     cuts,
-    input_embeddings,
     random_ids,
     refusal,
     rounded_again,
+    watched,
     whole_run,
 )
 
@@ -67,15 +68,20 @@ def self_check(model: CausalLM, backend: Backend) -> float:
 
 def _errors(model: CausalLM, backend: Backend) -> list[float]:
     limit = model.longest_tokens or 2**31
+    window = shortest_window(model.base) or limit
     ids = random_ids(model, [min(_NUM_TOKENS, limit), min(_SHORT_TOKENS, limit)])
-    with input_embeddings(model) as embeddings:
+    with watched(model) as watch:
         errors = _compare(
             model,
-            lambda: whole_run(model, ids, embeddings),
-            lambda: chunked_run(model, backend, ids, embeddings),
+            lambda: whole_run(model, ids, watch),
+            lambda: chunked_run(model, backend, ids, watch),
+            watch,
         )
-    window = shortest_window(model.base)
-    if window is None or not window < limit or window > _LONGEST_WINDOW_TOKENS:
+    if window >= limit:  # no token is beyond it
+        return errors
+    if window > _LONGEST_WINDOW_TOKENS:
+        if not any(watch.windows):
+            raise _in_mask_alone(model, window)
         return errors
     length = min(max(window, _NUM_TOKENS) + _BEYOND_WINDOW_TOKENS, limit)
     beyond = random_ids(model, [length, _SHORT_TOKENS])
@@ -83,14 +89,13 @@ def _errors(model: CausalLM, backend: Backend) -> list[float]:
     return errors + _compare(
         model,
         lambda: {name: torch.cat([model.whole_hidden(i) for i in beyond])},
-        lambda: {
-            name: torch.cat([hidden for hidden, _ in chunked_forwards(model, backend, beyond)])
-        },
+        lambda: {name: torch.cat([h for h, _ in chunked_forwards(model, backend, beyond, watch)])},
+        watch,
     )
 
 
 def _compare(
-    model: CausalLM, run_whole: Callable[[], Run], run_chunked: Callable[[], Run]
+    model: CausalLM, run_whole: Callable[[], Run], run_chunked: Callable[[], Run], watch: Watch
 ) -> list[float]:
     """The errors of a run in chunks; raises if one is above its bound.
 
@@ -113,6 +118,9 @@ def _compare(
         errors = {name: min(errors[name], again[name]) for name in errors}
     for name, error in errors.items():
         if not error <= bounds[name]:
+            window = shortest_window(model.base)
+            if window is not None and not any(watch.windows):
+                raise _in_mask_alone(model, window)
             raise refusal(
                 model,
                 f"gives other {name} in chunks than whole (relative error {error:.1e})",
@@ -156,6 +164,14 @@ def _try(run: Callable[[], _T], refused: Callable[[Exception], UnsupportedModelE
         raise
     except Exception as error:
         raise refused(error) from error
+
+
+def _in_mask_alone(model: CausalLM, window: int) -> UnsupportedModelError:
+    return refusal(
+        model,
+        f"has its sliding window of {window} tokens in its attention mask alone",
+        "a window that is passed to transformers' AttentionInterface: chunks have no mask",
+    )
 
 
 def _fails_whole(model: CausalLM, error: Exception) -> UnsupportedModelError:

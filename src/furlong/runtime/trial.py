@@ -19,7 +19,6 @@ from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
-from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.values import Chunk, ChunkPlan, Slice
@@ -48,10 +47,13 @@ class WatchedCell(Cell):
 
 
 @dataclass
-class Embeddings:
-    """The output of the input embeddings: each call's becomes a leaf for a gradient."""
+class Watch:
+    """What the runs of a check show besides their outcome."""
 
     leaves: list[Tensor] = field(default_factory=list)
+    """Outputs of the input embeddings: each call's becomes a leaf for a gradient."""
+    windows: set[int | None] = field(default_factory=set)
+    """Sliding windows that chunked attention was given."""
 
     def cut(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -61,11 +63,12 @@ class Embeddings:
 
 
 @contextmanager
-def input_embeddings(model: CausalLM) -> Iterator[Embeddings]:
-    embeddings = Embeddings()
-    handle = model.base.get_input_embeddings().register_forward_hook(embeddings.cut)
+def watched(model: CausalLM) -> Iterator[Watch]:
+    """Within it the model's input embeddings are cut off from what follows, for a gradient."""
+    watch = Watch()
+    handle = model.base.get_input_embeddings().register_forward_hook(watch.cut)
     try:
-        yield embeddings
+        yield watch
     finally:
         handle.remove()
 
@@ -90,13 +93,13 @@ def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
             handle.remove()
 
 
-def whole_run(model: CausalLM, ids: Sequence[Tensor], embeddings: Embeddings) -> Run:
+def whole_run(model: CausalLM, ids: Sequence[Tensor], watch: Watch) -> Run:
     """What is compared, of both sequences by the model itself, one at a time."""
     long, short = ids
     with torch.enable_grad():
-        embeddings.leaves.clear()
+        watch.leaves.clear()
         hidden = model.whole_hidden(long)
-        leaf = _only_leaf(model, embeddings)
+        leaf = _only_leaf(model, watch)
         (grad,) = torch.autograd.grad(hidden[-_LOSS_TOKENS:], leaf, _cotangent(hidden))
     short_hidden = model.whole_hidden(short)
     compared = {
@@ -106,17 +109,15 @@ def whole_run(model: CausalLM, ids: Sequence[Tensor], embeddings: Embeddings) ->
     return compared | {GRADIENTS: grad[0]}
 
 
-def chunked_run(
-    model: CausalLM, backend: Backend, ids: Sequence[Tensor], embeddings: Embeddings
-) -> Run:
+def chunked_run(model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch: Watch) -> Run:
     """The same in chunks: forwards ascending, backwards descending."""
     num_short = len(ids[1])
-    embeddings.leaves.clear()
+    watch.leaves.clear()
     runs: list[tuple[Tensor, Tensor, Cell]] = []
     with torch.enable_grad():
-        for hidden, cell in chunked_forwards(model, backend, ids):
-            runs.append((hidden, _only_leaf(model, embeddings), cell))
-            embeddings.leaves.clear()
+        for hidden, cell in chunked_forwards(model, backend, ids, watch):
+            runs.append((hidden, _only_leaf(model, watch), cell))
+            watch.leaves.clear()
         grads = []
         for hidden, leaf, cell in reversed(runs):
             cotangent = torch.zeros_like(hidden)
@@ -131,7 +132,7 @@ def chunked_run(
 
 
 def chunked_forwards(
-    model: CausalLM, backend: Backend, ids: Sequence[Tensor]
+    model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch: Watch
 ) -> Iterator[tuple[Tensor, Cell]]:
     """Final hidden states (T, D) of each chunk, and its cell.
 
@@ -152,26 +153,19 @@ def chunked_forwards(
                 model.num_layers, writes_kv=True,
             )  # fmt: skip
             hidden = model.hidden(inputs.input_ids, inputs.position_ids, cell)
-            _require_watched(model, cell)
+            _require_attended(model, cell)
+            watch.windows.update(cell.windows)
             yield hidden, cell
 
 
-def _require_watched(model: CausalLM, cell: WatchedCell) -> None:
-    """Raise UnsupportedModelError unless each layer attended once, with a window if it has one."""
+def _require_attended(model: CausalLM, cell: WatchedCell) -> None:
+    """Raise UnsupportedModelError unless each layer attended once."""
     if len(cell.windows) != model.num_layers:
         raise refusal(
             model,
             f"reaches transformers' AttentionInterface {len(cell.windows)} times in a forward of "
             f"{model.num_layers} layers",
             "every layer's attention to go through it once",
-        )
-    window = shortest_window(model.base)
-    bites = window is not None and window < (model.longest_tokens or 2**31)
-    if bites and not any(cell.windows):
-        raise refusal(
-            model,
-            f"has its sliding window of {window} tokens in its attention mask alone",
-            "a window that is passed to transformers' AttentionInterface",
         )
 
 
@@ -188,14 +182,14 @@ def _cotangent(hidden: Tensor) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu").to(hidden)
 
 
-def _only_leaf(model: CausalLM, embeddings: Embeddings) -> Tensor:
-    if len(embeddings.leaves) != 1:
+def _only_leaf(model: CausalLM, watch: Watch) -> Tensor:
+    if len(watch.leaves) != 1:
         raise refusal(
             model,
-            f"calls its input embeddings {len(embeddings.leaves)} times in a forward",
+            f"calls its input embeddings {len(watch.leaves)} times in a forward",
             "a decoder that embeds its tokens once",
         )
-    return embeddings.leaves[0]
+    return watch.leaves[0]
 
 
 def random_ids(model: CausalLM, lens: Sequence[int]) -> list[Tensor]:
