@@ -92,6 +92,19 @@ def test_large_finite_weights_are_no_infinite_ones() -> None:
         furlong.Engine(model)
 
 
+@pytest.mark.parametrize("num_positions", [1, 2, 3, 5, 9])
+def test_a_model_of_few_positions_is_checked_too(num_positions: int) -> None:
+    assert check(build("llama", max_position_embeddings=num_positions)) <= 1e-12
+
+
+def test_a_short_run_is_checked_on_as_many_tokens_as_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cell._LayerView, "relayed", lambda self: ())
+    with pytest.raises(UnsupportedModelError, match="other gradients"):
+        furlong.Engine(build("llama"), max_seq_len=2)
+
+
 def test_it_leaves_no_trace() -> None:
     model = build("gemma2", torch.float32)
     model.model.layers[0].eval()

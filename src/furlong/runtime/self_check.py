@@ -23,6 +23,7 @@ from torch import Tensor
 
 from furlong.errors import UnsupportedModelError, UserError
 from furlong.models.causal_lm import CausalLM
+from furlong.models.rope import num_positions
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.runtime.trial import (
@@ -67,9 +68,10 @@ def self_check(model: CausalLM, backend: Backend) -> float:
 
 
 def _errors(model: CausalLM, backend: Backend) -> list[float]:
+    positions = num_positions(model.config) or _NUM_TOKENS
+    ids = random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
     limit = model.longest_tokens or 2**31
     window = shortest_window(model.base) or limit
-    ids = random_ids(model, [min(_NUM_TOKENS, limit), min(_SHORT_TOKENS, limit)])
     with watched(model) as watch:
         errors = _compare(
             model,

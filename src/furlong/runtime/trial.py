@@ -100,12 +100,8 @@ def whole_run(model: CausalLM, ids: Sequence[Tensor], watch: Watch) -> Run:
         watch.leaves.clear()
         hidden = model.whole_hidden(long)
         leaf = _only_leaf(model, watch)
-        (grad,) = torch.autograd.grad(hidden[-_LOSS_TOKENS:], leaf, _cotangent(hidden))
-    short_hidden = model.whole_hidden(short)
-    compared = {
-        "hidden states": torch.cat([hidden.detach(), short_hidden]),
-        "logits": model.whole_logits(short),
-    }
+        (grad,) = torch.autograd.grad(hidden, leaf, _cotangent(hidden, len(long)))
+    compared = {"hidden states": hidden.detach(), "logits": model.whole_logits(short)}
     return compared | {GRADIENTS: grad[0]}
 
 
@@ -120,14 +116,16 @@ def chunked_run(model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch:
             watch.leaves.clear()
         grads = []
         for hidden, leaf, cell in reversed(runs):
-            cotangent = torch.zeros_like(hidden)
-            if hidden is runs[-1][0]:
-                loss_rows = slice(len(hidden) - num_short - _LOSS_TOKENS, len(hidden) - num_short)
-                cotangent[loss_rows] = _cotangent(hidden)[: loss_rows.stop - loss_rows.start]
-            grads.append(torch.autograd.grad(hidden, leaf, cotangent)[0][0])
+            is_last = hidden is runs[-1][0]
+            of_long = hidden[: len(hidden) - num_short] if is_last else hidden
+            cotangent = _cotangent(of_long, len(ids[0])) if is_last else torch.zeros_like(hidden)
+            grads.append(torch.autograd.grad(of_long, leaf, cotangent)[0][0])
             cell.forget()
     hidden = torch.cat([h.detach() for h, _, _ in runs])
-    compared = {"hidden states": hidden, "logits": model.logits(hidden[-num_short:])}
+    compared = {
+        "hidden states": hidden[:-num_short],
+        "logits": model.logits(hidden[-num_short:]),
+    }
     return compared | {GRADIENTS: torch.cat(grads[::-1])[: len(ids[0])]}
 
 
@@ -175,11 +173,14 @@ def cuts(length: int) -> list[int]:
     return sorted({0, length // 3, tail, length})
 
 
-def _cotangent(hidden: Tensor) -> Tensor:
-    """The same random direction (loss tokens, D) whatever the run."""
+def _cotangent(hidden: Tensor, length: int) -> Tensor:
+    """The gradient (T, D) of the loss by hidden states that end with the long sequence's last: a
+    random direction at its last tokens, all of them in its last piece, and 0 before."""
     generator = torch.Generator().manual_seed(1)
-    shape = (min(_LOSS_TOKENS, len(hidden)), hidden.shape[-1])
-    return torch.randn(shape, generator=generator, device="cpu").to(hidden)
+    shape = (min(_LOSS_TOKENS, length - cuts(length)[-2]), hidden.shape[-1])
+    cotangent = torch.zeros_like(hidden)
+    cotangent[-shape[0] :] = torch.randn(shape, generator=generator, device="cpu").to(hidden)
+    return cotangent
 
 
 def _only_leaf(model: CausalLM, watch: Watch) -> Tensor:
