@@ -9,7 +9,7 @@ Three comparisons of random sequences, computed whole by the model itself and co
 - with a sliding window, hidden states of more tokens than the shortest window, without gradients.
 
 What differs is refused by name. In 16 bits the bound is twice what the whole run itself moves when
-the output of every attention is rounded once more.
+what every attention is given and gives is rounded once more.
 """
 
 from __future__ import annotations

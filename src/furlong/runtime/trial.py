@@ -75,17 +75,28 @@ def watched(model: CausalLM) -> Iterator[Watch]:
 
 @contextmanager
 def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
-    """Within it the output of every attention is moved by at most half a unit in the last place."""
+    """Within it what every attention is given and gives is moved by at most half a unit in the last
+    place: what is given, since some attention rounds its scores too."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
 
-    def move(module: nn.Module, inputs: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        noise = torch.rand(first.shape, generator=generator, device=first.device) * 2 - 1
-        moved = first * (1 + noise * torch.finfo(first.dtype).eps / 2)
-        moved = moved.to(first.dtype)
-        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+    def moved(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            return x
+        noise = torch.rand(x.shape, generator=generator, device=x.device) * 2 - 1
+        return (x * (1 + noise * torch.finfo(x.dtype).eps / 2)).to(x.dtype)
 
-    handles = [module.register_forward_hook(move) for module in model.attention_modules]
+    def move_inputs(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if given:
+            return (moved(given[0]), *given[1:]), named
+        return given, named | {n: moved(named[n]) for n in ("hidden_states",) if n in named}
+
+    def move_output(module: nn.Module, given: Any, output: Any) -> Any:
+        return (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
+
+    handles = []
+    for module in model.attention_modules:
+        handles.append(module.register_forward_pre_hook(move_inputs, with_kwargs=True))
+        handles.append(module.register_forward_hook(move_output))
     try:
         yield
     finally:
