@@ -23,7 +23,7 @@ from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.values import Chunk, ChunkPlan, Slice
-from furlong.runtime.cell import Cell
+from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.executor import chunk_pieces, piece_lens
 from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
 
@@ -32,6 +32,8 @@ Run = dict[str, Tensor]
 GRADIENTS = "gradients"
 _LOSS_TOKENS = 4
 """The last tokens of the long sequence, whose hidden states the loss is made of."""
+_TILE_TOKENS = 2
+_MIN_LOSS_SCALE = 2.0**-20
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Embeddings:
     """The output of the input embeddings: each call's becomes a leaf for a gradient."""
 
     leaves: list[Tensor] = field(default_factory=list)
+    loss_scale: float = 1.0
+    """What the loss is multiplied with, so that its gradients fit into float16."""
 
     def cut(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -72,17 +76,23 @@ def input_embeddings(model: CausalLM) -> Iterator[Embeddings]:
 
 @contextmanager
 def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
-    """Within it the output of every attention is moved by at most half a unit in the last place."""
+    """Within it what attentions and the modules in them return is moved by rounding.
+
+    That is by at most half a unit in the last place.
+    """
     generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def move(module: nn.Module, inputs: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return output
         noise = torch.rand(first.shape, generator=generator, device=first.device) * 2 - 1
         moved = first * (1 + noise * torch.finfo(first.dtype).eps / 2)
         moved = moved.to(first.dtype)
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
-    handles = [module.register_forward_hook(move) for module in model.attention_modules]
+    parts = {part: None for module in model.attention_modules for part in module.modules()}
+    handles = [part.register_forward_hook(move) for part in parts]
     try:
         yield
     finally:
@@ -97,7 +107,13 @@ def whole_run(model: CausalLM, ids: Sequence[Tensor], embeddings: Embeddings) ->
         embeddings.leaves.clear()
         hidden = model.whole_hidden(long)
         leaf = _only_leaf(model, embeddings)
-        (grad,) = torch.autograd.grad(hidden[-_LOSS_TOKENS:], leaf, _cotangent(hidden))
+        last = hidden[-_num_loss_tokens(len(long)) :]
+        while True:
+            cotangent = _cotangent(last) * embeddings.loss_scale
+            (grad,) = torch.autograd.grad(last, leaf, cotangent, retain_graph=True)
+            if bool(grad.isfinite().all()) or embeddings.loss_scale < _MIN_LOSS_SCALE:
+                break
+            embeddings.loss_scale /= 64
     short_hidden = model.whole_hidden(short)
     compared = {
         "hidden states": torch.cat([hidden.detach(), short_hidden]),
@@ -110,7 +126,7 @@ def chunked_run(
     model: CausalLM, backend: Backend, ids: Sequence[Tensor], embeddings: Embeddings
 ) -> Run:
     """The same in chunks: forwards ascending, backwards descending."""
-    num_short = len(ids[1])
+    length, num_short = (len(i) for i in ids)
     embeddings.leaves.clear()
     runs: list[tuple[Tensor, Tensor, Cell]] = []
     with torch.enable_grad():
@@ -121,13 +137,15 @@ def chunked_run(
         for hidden, leaf, cell in reversed(runs):
             cotangent = torch.zeros_like(hidden)
             if hidden is runs[-1][0]:
-                loss_rows = slice(len(hidden) - num_short - _LOSS_TOKENS, len(hidden) - num_short)
-                cotangent[loss_rows] = _cotangent(hidden)[: loss_rows.stop - loss_rows.start]
+                stop = len(hidden) - num_short
+                rows = slice(stop - _num_loss_tokens(length), stop)
+                cotangent[rows] = _cotangent(hidden[rows]) * embeddings.loss_scale
             grads.append(torch.autograd.grad(hidden, leaf, cotangent)[0][0])
             cell.forget()
     hidden = torch.cat([h.detach() for h, _, _ in runs])
-    compared = {"hidden states": hidden, "logits": model.logits(hidden[-num_short:])}
-    return compared | {GRADIENTS: torch.cat(grads[::-1])[: len(ids[0])]}
+    tiles = hidden[-num_short:].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
+    compared = {"hidden states": hidden, "logits": torch.cat([model.logits(t) for t in tiles])}
+    return compared | {GRADIENTS: torch.cat(grads[::-1])[:length]}
 
 
 def chunked_forwards(
@@ -157,14 +175,8 @@ def chunked_forwards(
 
 
 def _require_watched(model: CausalLM, cell: WatchedCell) -> None:
-    """Raise UnsupportedModelError unless each layer attended once, with a window if it has one."""
-    if len(cell.windows) != model.num_layers:
-        raise refusal(
-            model,
-            f"reaches transformers' AttentionInterface {len(cell.windows)} times in a forward of "
-            f"{model.num_layers} layers",
-            "every layer's attention to go through it once",
-        )
+    """Raise UnsupportedModelError unless each layer attended once, and one with its window."""
+    require_each_layer(model.name, cell.layers, model.num_layers)
     window = shortest_window(model.base)
     bites = window is not None and window < (model.longest_tokens or 2**31)
     if bites and not any(cell.windows):
@@ -181,11 +193,15 @@ def cuts(length: int) -> list[int]:
     return sorted({0, length // 3, tail, length})
 
 
+def _num_loss_tokens(length: int) -> int:
+    """Tokens of the loss of a sequence: all of them lie in its last piece."""
+    return min(_LOSS_TOKENS, length - cuts(length)[-2])
+
+
 def _cotangent(hidden: Tensor) -> Tensor:
-    """The same random direction (loss tokens, D) whatever the run."""
+    """The same random direction whatever the run, by hidden states (loss tokens, D)."""
     generator = torch.Generator().manual_seed(1)
-    shape = (min(_LOSS_TOKENS, len(hidden)), hidden.shape[-1])
-    return torch.randn(shape, generator=generator, device="cpu").to(hidden)
+    return torch.randn(hidden.shape, generator=generator, device="cpu").to(hidden)
 
 
 def _only_leaf(model: CausalLM, embeddings: Embeddings) -> Tensor:
