@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from gradients import batch, take_grads
+from gradients import batch, take_grads, worst_relative_error
 from tiny_families import VOCAB_SIZE, build
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import furlong
+from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.runtime.precision import compute_parameters
 
@@ -47,6 +48,23 @@ def test_a_gradient_hook_sees_the_sum_once(
     assert all(torch.equal(grads[other], plain[other]) for other in plain if other != name)
 
 
+WIDE = [
+    (torch.bfloat16, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "compute_dtype"), WIDE)
+def test_other_wide_dtypes_give_every_gradient(
+    dtype: torch.dtype, compute_dtype: torch.dtype
+) -> None:
+    model = build("llama", dtype)
+    furlong.forward_backward(model, batch([29]), OPTIONS, compute_dtype=compute_dtype)
+    given = take_grads(model)
+    furlong.forward_backward(model.to(compute_dtype), batch([29]), OPTIONS)
+    rounding = max(torch.finfo(dtype).eps, torch.finfo(compute_dtype).eps)
+    assert worst_relative_error(given, take_grads(model)) <= 100 * rounding
+
+
 def test_a_hook_that_fails_leaves_the_gradient_as_it_was() -> None:
     model = build("llama", torch.float32)
     weight = model.model.norm.weight
@@ -56,6 +74,88 @@ def test_a_hook_that_fails_leaves_the_gradient_as_it_was() -> None:
         furlong.forward_backward(model, batch([29]), OPTIONS)
     assert torch.equal(weight.grad, torch.ones_like(weight))
     assert model.model.norm.weight is weight
+
+
+def test_a_hook_that_changes_a_rounded_gradient_in_place_is_heard() -> None:
+    model = build("llama", torch.bfloat16)
+    weight = model.model.norm.weight
+
+    def clear(grad: torch.Tensor) -> None:
+        grad.zero_()
+
+    weight.register_hook(clear)
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("given", [3, torch.ones(2)])
+def test_a_hook_that_returns_no_gradient_is_named(dtype: torch.dtype, given: object) -> None:
+    model = build("llama", dtype)
+    model.model.norm.weight.register_hook(lambda grad: given)
+    with pytest.raises(ConfigError, match=r"a hook on a gradient of shape \(32,\) that returned"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert model.model.norm.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_in_place(dtype: torch.dtype) -> None:
+    """They may be views of one flat buffer, as optimizers and reducers make them."""
+    model = build("llama", dtype)
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    plain = take_grads(model)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=dtype)
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    model.model.norm.weight.register_hook(lambda grad: None)
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert torch.equal(flat.double(), torch.cat([grad.flatten() for grad in plain.values()]))
+
+
+def test_a_failing_hook_leaves_gradients_of_others_as_they_were() -> None:
+    model = build("llama", torch.bfloat16)
+    buffers = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        parameter.grad = buffer
+    model.model.norm.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        assert parameter.grad is buffer and bool((buffer == 1).all())
+
+
+def test_sparse_gradients_are_added_to_dense_ones() -> None:
+    model = build("llama", torch.bfloat16)
+    embeddings = model.model.embed_tokens
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    plain = take_grads(model)["model.embed_tokens.weight"]
+    embeddings.sparse = True
+    for _ in range(2):  # the second one is added to a sparse one
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    twice = embeddings.weight.grad
+    assert twice is not None and twice.is_sparse
+    rounding = torch.finfo(torch.bfloat16).eps
+    twice_plain = {"weight": 2 * plain}
+    assert worst_relative_error({"weight": twice.to_dense().double()}, twice_plain) <= rounding
+    embeddings.weight.grad = torch.zeros_like(embeddings.weight)
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    once = {"weight": embeddings.weight.grad.double()}
+    assert worst_relative_error(once, {"weight": plain}) <= rounding
+
+
+def test_a_gradient_may_be_wider_than_its_parameter() -> None:
+    model = build("llama", torch.bfloat16)
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    rounded = take_grads(model)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    wide = take_grads(model)
+    assert all(torch.equal(wide[n].bfloat16().double(), rounded[n]) for n in rounded)
+    assert any(not torch.equal(wide[n], rounded[n]) for n in rounded)
 
 
 def ernie() -> transformers.PreTrainedModel:

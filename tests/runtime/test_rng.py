@@ -10,6 +10,7 @@ from tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
 import furlong
+from furlong.errors import UnsupportedModelError
 from furlong.runtime.rng import RNGState, replayed
 
 CPU = torch.device("cpu")
@@ -62,6 +63,23 @@ def test_a_recompute_draws_what_the_forward_drew(name: str, keep: str) -> None:
 def test_nothing_is_noted_where_nothing_is_drawn(recwarn: pytest.WarningsRecorder) -> None:
     furlong.forward_backward(build("llama"), batch([24]), furlong.ChunkOptions(size=8))
     assert not [w for w in recwarn if "depends on how" in str(w.message)]
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_layers_that_are_skipped_at_random_are_refused(keep: str) -> None:
+    """The start-up check sees the model in evaluation mode, where none is skipped."""
+    config = transformers.BioGptConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, layerdrop=0.5, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BioGptForCausalLM(config).train()
+    options = furlong.ChunkOptions(size=8, keep=keep)
+    with pytest.raises(UnsupportedModelError, match=r"times in a forward of 3 layers[\s\S]*drop"):
+        for _ in range(8):
+            furlong.forward_backward(model, batch([29]), options)
+    assert furlong.forward_backward(model.eval(), batch([29]), options).loss > 0
 
 
 def test_after_an_error_the_generators_go_on_where_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,6 +85,51 @@ def test_a_head_that_is_not_a_function_of_each_token_is_seen() -> None:
     model.lm_head.register_forward_hook(lambda m, i, out: (calls.append(1), out + len(calls))[1])
     with pytest.raises(UnsupportedModelError, match="other logits"):
         check(model)
+
+
+def test_a_head_that_mixes_tokens_is_seen() -> None:
+    model = build("llama")
+    model.lm_head.register_forward_hook(lambda m, i, out: out + out.mean(1, keepdim=True))
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        check(model)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7])
+def test_runs_of_a_few_tokens_pass(num_tokens: int) -> None:
+    assert self_check.self_check(
+        CausalLM(build("llama"), max_seq_len=num_tokens), ProbedBackend()
+    ) <= 1e-12  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
+def test_gradients_beyond_float16_are_no_fault(family: str) -> None:
+    """A training in float16 scales its loss by what its gradients allow."""
+    assert 0 < check(build(family, torch.float16, seed=1)) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 16])
+def test_scores_that_a_family_rounds_are_no_fault(seed: int) -> None:
+    """gpt-oss computes its softmax in bfloat16: more is rounded than what attention returns."""
+    assert 0 < check(build("gpt_oss", torch.bfloat16, seed=seed)) < 0.3
+    assert 0 < check(build("gpt_oss", torch.bfloat16, seed=seed, num_local_experts=16)) < 0.5
+
+
+def layers(model: Any, order: list[int]) -> Any:
+    model.model.layers = torch.nn.ModuleList(copy.deepcopy(model.model.layers[i]) for i in order)
+    model.config.num_hidden_layers = len(order)
+    return model
+
+
+@pytest.mark.parametrize("order", [[0, 2], [2, 1, 0], [0, 1, 1, 2]])
+def test_layers_that_were_cut_out_or_copied_are_named(order: list[int]) -> None:
+    told = f"numbered {', '.join(map(str, order))}"
+    with pytest.raises(UnsupportedModelError, match=told):
+        furlong.Engine(layers(build("llama"), order))
+    model = layers(build("llama"), order)
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    assert check(model) <= 1e-12
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

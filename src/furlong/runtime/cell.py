@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from furlong.errors import UnsupportedModelError
 from furlong.kv.store import KVStore
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, chunk_attention
@@ -42,6 +43,8 @@ class Cell:
     stops_at_last_kv: bool = False
     remembers: bool = False
     """Whether each layer's attention output and log-sum-exp are put into `known`."""
+    layers: list[int] = field(default_factory=list)
+    """Those that have attended, in order; whoever starts a forward clears it."""
     known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer: out (N, T, H), lse (N, T). In the arena until `forget`."""
     _held: list[Tensor] = field(default_factory=list)
@@ -50,6 +53,7 @@ class Cell:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
+        self.layers.append(layer)
         if self.writes_kv:
             for piece in self.pieces:
                 if piece.continues:
@@ -77,6 +81,26 @@ class Cell:
         held = self.store.arena.take((x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
         self._held.append(held)
         return held.transpose(0, 1).copy_(x)
+
+
+def require_each_layer(name: str, layers: Sequence[int], num_layers: int) -> None:
+    """Raise UnsupportedModelError unless a forward's `layers` are all, in order, each once."""
+    if len(layers) != num_layers:
+        raise UnsupportedModelError(
+            given=f"{name} reaches transformers' AttentionInterface {len(layers)} times in a "
+            f"forward of {num_layers} layers",
+            required="every layer's attention to go through it once",
+            source="the model's forward",
+            change="train a model of another family, or one that skips no layer (layerdrop 0)",
+        )
+    if list(layers) != list(range(num_layers)):
+        raise UnsupportedModelError(
+            given=f"{name} has attention layers numbered {', '.join(map(str, layers))}",
+            required=f"0 to {num_layers - 1}, in the order in which they run",
+            source="layer_idx of the model's attention modules",
+            change="number them anew after layers are removed, copied or moved: "
+            "layer.self_attn.layer_idx = its place",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from furlong.plan.values import (
     Recompute,
     Reduce,
 )
-from furlong.runtime.cell import Cell, KVReady, Piece
+from furlong.runtime.cell import Cell, KVReady, Piece, require_each_layer
 from furlong.runtime.inputs import ChunkInputs, ShiftedSequence, chunk_inputs
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.memory import memory_bytes
@@ -204,20 +205,26 @@ class Executor:
 
     def _run_to_last_kv(self, live: _Live) -> None:
         live.cell.stops_at_last_kv = True
-        try:
-            with torch.no_grad():
-                self._hidden(live)
-        except KVReady:
-            return
-        raise PlanError("the forward ended before its last attention layer")
+        with torch.no_grad(), suppress(KVReady):
+            self._hidden(live)
 
     def _hidden(self, live: _Live) -> Tensor:
         before = RNGState.read(self._model.device) if self._trains else None
+        live.cell.layers.clear()
         try:
-            return self._model.hidden(live.inputs.input_ids, live.inputs.position_ids, live.cell)
+            hidden = self._model.hidden(live.inputs.input_ids, live.inputs.position_ids, live.cell)
+        except KVReady:
+            self._require_each_layer(live)
+            raise
         finally:
             if before is not None and not self.has_drawn:
                 self.has_drawn = not before.equals(RNGState.read(self._model.device))
+        self._require_each_layer(live)
+        return hidden
+
+    def _require_each_layer(self, live: _Live) -> None:
+        """What the self-check saw in evaluation mode need not hold in train mode."""
+        require_each_layer(self._model.name, live.cell.layers, self._model.num_layers)
 
     def _open(self, chunk: int) -> _Live:
         inputs = chunk_inputs(self._plan.chunks[chunk], self._sequences, self._model.device)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from furlong.errors import ConfigError
 
 
 @contextmanager
@@ -23,9 +27,10 @@ def compute_parameters(
     """Within it the model's parameters are `compute_dtype` (None: as they are).
 
     `unchanged`: parameters that keep their dtype. Gradients end in the `.grad` of the model's own
-    parameters. Those of 16-bit computations are summed in float32; a parameter that is itself
-    16-bit gets its sum on exit, rounded once. Hooks of `Tensor.register_hook` see the sum of this
-    call, once, on exit. On exit, also after an error, the model holds its own parameters again.
+    parameters, added in place. Those of 16-bit computations are summed in float32; a parameter that
+    is itself 16-bit gets its sum on exit, rounded once. Hooks of `Tensor.register_hook` see the sum
+    of this call, once, on exit. On exit, also after an error, the model holds its own parameters
+    again. Raises ConfigError for a hook that returns no gradient.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -35,26 +40,31 @@ def compute_parameters(
                 places.setdefault(id(parameter), []).append((module, name))
                 parameters[id(parameter)] = parameter
     as_they_are = {id(parameter) for parameter in unchanged}
-    finish: list[Callable[[], None]] = []
+    sums: dict[int, Tensor] = {}
+    """Gradients of this call that are added to `.grad` on exit."""
     handles = []
-    grads_before = {key: p.grad for key, p in parameters.items()}
+    grads_before = {key: p.grad for key, p in parameters.items() if _is_apart(p)}
     try:
         for key, parameter in parameters.items():
             dtype = parameter.dtype if key in as_they_are else compute_dtype or parameter.dtype
             leaf = _leaf(parameter, dtype)
             for module, name in places[key]:
                 module._parameters[name] = leaf
-            if leaf.requires_grad and (leaf.dtype.itemsize < 4 or _hooks(parameter)):
-                add, end = _sum_apart(parameter) if _is_apart(parameter) else _sum_in(parameter)
-                handles.append(leaf.register_post_accumulate_grad_hook(add))
-                finish.append(end)
+            if not leaf.requires_grad:
+                continue
+            if key in grads_before:
+                parameter.grad = None
+                handles.append(leaf.register_post_accumulate_grad_hook(partial(_sum, sums, key)))
+            elif leaf is not parameter:
+                handles.append(leaf.register_post_accumulate_grad_hook(partial(_add, parameter)))
         yield
-        for end in finish:
-            end()
+        for key in sums:
+            sums[key] = _heard(parameters[key], sums[key])
+        for key, before in grads_before.items():
+            parameters[key].grad = _added(parameters[key], before, sums.pop(key, None))
     except BaseException:
-        for key, parameter in parameters.items():
-            if _is_apart(parameter):
-                parameter.grad = grads_before[key]
+        for key, before in grads_before.items():
+            parameters[key].grad = before
         raise
     finally:
         for handle in handles:
@@ -71,7 +81,7 @@ def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
 
 
-def _hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
+def _hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Any]]:
     """What `Tensor.register_hook` was given: each may change the gradient that it sees."""
     return list((getattr(parameter, "_backward_hooks", None) or {}).values())
 
@@ -81,40 +91,59 @@ def _is_apart(parameter: nn.Parameter) -> bool:
     return parameter.dtype.itemsize < 4 or bool(_hooks(parameter))
 
 
-def _sum_in(parameter: nn.Parameter) -> tuple[Callable[[Tensor], None], Callable[[], None]]:
-    """A hook that adds a leaf's gradient to a wide parameter's `.grad`, and what ends the sum."""
-
-    def add(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad += leaf.grad
-        leaf.grad = None
-
-    return add, lambda: None
+def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
+    """Add the gradient of what computes in a wide parameter's place to its `.grad`."""
+    assert leaf.grad is not None
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+    parameter.grad += leaf.grad
+    leaf.grad = None
 
 
-def _sum_apart(parameter: nn.Parameter) -> tuple[Callable[[Tensor], None], Callable[[], None]]:
-    """A hook that adds a leaf's gradient to a float32 or wider sum, and what adds that to `.grad`,
-    rounded once, after the parameter's own hooks."""
-    before, parameter.grad = parameter.grad, None
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    total: Tensor | None = None
+def _sum(sums: dict[int, Tensor], key: int, leaf: Tensor) -> None:
+    """Add the gradient of what computes in a parameter's place to a float32 or wider sum."""
+    assert leaf.grad is not None
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    # a sparse sum and a dense one (of tied parameters) add up in one order only
+    if key not in sums:
+        sums[key] = leaf.grad.to(wide)
+    elif sums[key].is_sparse and not leaf.grad.is_sparse:
+        sums[key] = leaf.grad.to(wide).add_(sums[key])
+    else:
+        sums[key].add_(leaf.grad)
+    leaf.grad = None
 
-    def add(leaf: Tensor) -> None:
-        nonlocal total
-        assert leaf.grad is not None
-        total = leaf.grad.to(wide) if total is None else total.add_(leaf.grad)
-        leaf.grad = None
 
-    def end() -> None:
-        if total is None:
-            parameter.grad = before
-            return
-        grad = total
-        for hook in _hooks(parameter):
-            changed = hook(grad.to(parameter.dtype))
-            grad = grad if changed is None else changed.to(wide)
-        parameter.grad = (grad if before is None else grad.add(before)).to(parameter.dtype)
+def _heard(parameter: nn.Parameter, total: Tensor) -> Tensor:
+    """A gradient as the parameter's own hooks leave it, returned or changed in place."""
+    for hook in _hooks(parameter):
+        seen = total.to(_grad_dtype(parameter))
+        version = seen._version
+        changed = hook(seen)
+        if changed is None:
+            changed = seen if seen._version != version else total
+        if not isinstance(changed, Tensor) or changed.shape != total.shape:
+            what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            raise ConfigError(
+                given=f"a hook on a gradient of shape {tuple(total.shape)} that returned {what}",
+                required="a gradient of the same shape, or None",
+                source="Tensor.register_hook on a parameter of the model",
+                change="return the changed gradient",
+            )
+        total = changed.to(total.dtype)
+    return total
 
-    return add, end
+
+def _added(parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """`.grad` with the sum of this call added to it: in place, as autograd does."""
+    if before is None or total is None:
+        return before if total is None else total.to(_grad_dtype(parameter))
+    wide = torch.promote_types(before.dtype, total.dtype)
+    if before.is_sparse:
+        return total.to(wide).add(before).to(before.dtype)
+    with torch.no_grad():
+        return before.copy_(before.to(wide).add(total))
+
+
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

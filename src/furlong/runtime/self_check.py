@@ -5,11 +5,11 @@ Three comparisons of random sequences, computed whole by the model itself and co
 - a few tokens whose tail shares a chunk with another sequence: final hidden states, and the
   gradient by the input embeddings of a loss at the last tokens alone. What reaches the embeddings
   of the first chunks then came through keys and values of later ones, and nothing else;
-- the short sequence's logits, by the model's own forward;
+- the short sequence's logits, by the model's own forward, in chunks a few rows at a time;
 - with a sliding window, hidden states of more tokens than the shortest window, without gradients.
 
 What differs is refused by name. In 16 bits the bound is twice what the whole run itself moves when
-what every attention is given and gives is rounded once more.
+the outputs of every attention and of the modules in it are rounded once more.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.values import Chunk, ChunkPlan, Slice
-from furlong.runtime.cell import Cell
+from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.executor import chunk_pieces, piece_lens
 from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
 
@@ -31,6 +31,8 @@ Run = dict[str, Tensor]
 GRADIENTS = "gradients"
 _LOSS_TOKENS = 4
 """The last tokens of the long sequence, whose hidden states the loss is made of."""
+_TILE_TOKENS = 3
+_MIN_LOSS_SCALE = 2.0**-20
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Watch:
     """Outputs of the input embeddings: each call's becomes a leaf for a gradient."""
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows that chunked attention was given."""
+    loss_scale: float = 1.0
+    """What the loss is multiplied with, so that its gradients fit into float16."""
 
     def cut(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -75,28 +79,23 @@ def watched(model: CausalLM) -> Iterator[Watch]:
 
 @contextmanager
 def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
-    """Within it what every attention is given and gives is moved by at most half a unit in the last
-    place: what is given, since some attention rounds its scores too."""
+    """Within it what attentions and the modules in them return is moved by rounding.
+
+    That is by at most half a unit in the last place.
+    """
     generator = torch.Generator(device=model.device).manual_seed(seed)
 
-    def moved(x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
-            return x
-        noise = torch.rand(x.shape, generator=generator, device=x.device) * 2 - 1
-        return (x * (1 + noise * torch.finfo(x.dtype).eps / 2)).to(x.dtype)
+    def move(module: nn.Module, inputs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return output
+        noise = torch.rand(first.shape, generator=generator, device=first.device) * 2 - 1
+        moved = first * (1 + noise * torch.finfo(first.dtype).eps / 2)
+        moved = moved.to(first.dtype)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
-    def move_inputs(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if given:
-            return (moved(given[0]), *given[1:]), named
-        return given, named | {n: moved(named[n]) for n in ("hidden_states",) if n in named}
-
-    def move_output(module: nn.Module, given: Any, output: Any) -> Any:
-        return (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
-
-    handles = []
-    for module in model.attention_modules:
-        handles.append(module.register_forward_pre_hook(move_inputs, with_kwargs=True))
-        handles.append(module.register_forward_hook(move_output))
+    parts = {part: None for module in model.attention_modules for part in module.modules()}
+    handles = [part.register_forward_hook(move) for part in parts]
     try:
         yield
     finally:
@@ -111,14 +110,14 @@ def whole_run(model: CausalLM, ids: Sequence[Tensor], watch: Watch) -> Run:
         watch.leaves.clear()
         hidden = model.whole_hidden(long)
         leaf = _only_leaf(model, watch)
-        (grad,) = torch.autograd.grad(hidden, leaf, _cotangent(hidden, len(long)))
+        grad = _gradient(hidden, leaf, _cotangent(hidden, len(long)), watch)
     compared = {"hidden states": hidden.detach(), "logits": model.whole_logits(short)}
     return compared | {GRADIENTS: grad[0]}
 
 
 def chunked_run(model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch: Watch) -> Run:
     """The same in chunks: forwards ascending, backwards descending."""
-    num_short = len(ids[1])
+    length, num_short = (len(i) for i in ids)
     watch.leaves.clear()
     runs: list[tuple[Tensor, Tensor, Cell]] = []
     with torch.enable_grad():
@@ -129,15 +128,30 @@ def chunked_run(model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch:
         for hidden, leaf, cell in reversed(runs):
             is_last = hidden is runs[-1][0]
             of_long = hidden[: len(hidden) - num_short] if is_last else hidden
-            cotangent = _cotangent(of_long, len(ids[0])) if is_last else torch.zeros_like(hidden)
+            cotangent = _cotangent(of_long, length) if is_last else torch.zeros_like(hidden)
+            cotangent *= watch.loss_scale
             grads.append(torch.autograd.grad(of_long, leaf, cotangent)[0][0])
             cell.forget()
     hidden = torch.cat([h.detach() for h, _, _ in runs])
+    tiles = hidden[-num_short:].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
     compared = {
         "hidden states": hidden[:-num_short],
-        "logits": model.logits(hidden[-num_short:]),
+        "logits": torch.cat([model.logits(tile) for tile in tiles]),
     }
-    return compared | {GRADIENTS: torch.cat(grads[::-1])[: len(ids[0])]}
+    return compared | {GRADIENTS: torch.cat(grads[::-1])[:length]}
+
+
+def _gradient(hidden: Tensor, leaf: Tensor, cotangent: Tensor, watch: Watch) -> Tensor:
+    """The gradient (1, T, D) by the embeddings; scales the loss down until it fits float16."""
+    may_overflow = hidden.dtype == torch.float16
+    while True:
+        (grad,) = torch.autograd.grad(
+            hidden, leaf, cotangent * watch.loss_scale, retain_graph=may_overflow
+        )
+        too_large = not bool(grad.isfinite().all())
+        if not (may_overflow and too_large and watch.loss_scale > _MIN_LOSS_SCALE):
+            return grad
+        watch.loss_scale /= 64
 
 
 def chunked_forwards(
@@ -162,20 +176,9 @@ def chunked_forwards(
                 model.num_layers, writes_kv=True,
             )  # fmt: skip
             hidden = model.hidden(inputs.input_ids, inputs.position_ids, cell)
-            _require_attended(model, cell)
+            require_each_layer(model.name, cell.layers, model.num_layers)
             watch.windows.update(cell.windows)
             yield hidden, cell
-
-
-def _require_attended(model: CausalLM, cell: WatchedCell) -> None:
-    """Raise UnsupportedModelError unless each layer attended once."""
-    if len(cell.windows) != model.num_layers:
-        raise refusal(
-            model,
-            f"reaches transformers' AttentionInterface {len(cell.windows)} times in a forward of "
-            f"{model.num_layers} layers",
-            "every layer's attention to go through it once",
-        )
 
 
 def cuts(length: int) -> list[int]:
