@@ -5,9 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.cost.cells import stage_bytes
+from furlong.cost.hardware import hardware, this_cpu
 from furlong.cost.known_models import model_shape
 from furlong.cost.memory import HostMemory, PlanMemory
 from furlong.cost.memory_walk import PARTS
+from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError, PlanError
@@ -271,3 +273,14 @@ def test_chunkflows_bound_per_stage_holds():
             alive = curve(plan, rank).device[:, PARTS.index("activations")].max()
             ends = 2 * 1024 if rank == 3 else 0
             assert alive <= (3 - rank + num_retained) * (2 * graph + ends) + inputs
+
+
+def test_a_cpus_kernels_for_bfloat16_are_counted():
+    shape = ModelShape.from_config(TINY | {"model_type": "llama"})
+    for dtype, device, counted in (
+        ("bfloat16", this_cpu(measured=False), True),
+        ("float32", this_cpu(measured=False), False),
+        ("bfloat16", hardware("H100"), False),
+    ):
+        memory = CostModel(shape, device, Training.in_dtype(dtype)).memory()
+        assert (memory.overhead_bytes > 0) == counted

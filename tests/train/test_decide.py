@@ -80,10 +80,3 @@ def test_device_names():
     assert nearest_hardware("NVIDIA GeForce RTX 4090 D", 24 * gib) in ("RTX3090", "RTX4090")
     assert nearest_hardware("NVIDIA L40S", 45 * gib) == "A100-40"
     assert nearest_hardware("AMD Instinct MI300X", 192 * gib) == "B200"
-
-
-def test_what_the_prediction_leaves_out_is_said(tiny_run, tmp_path, capsys):
-    for dtype, is_said in (("bfloat16", True), ("float32", False)):
-        flags = (*ENDLESS, "--chunks.size=auto", f"--model.dtype={dtype}")
-        assert main(tiny_run.arguments(tmp_path / dtype, *flags)) == 0
-        assert ("not counted are the CPU's compiled kernels" in capsys.readouterr().out) == is_said

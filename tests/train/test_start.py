@@ -127,9 +127,11 @@ def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for given, expected in ((None, "64"), ("7", "7")):
-        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            monkeypatch.delenv(cache, raising=False)
         if given is not None:
             monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
         run = tmp_path / f"run-{expected}"
         assert main(tiny_run.arguments(run, "--train.epochs=1", "--train.save_every_steps=0")) == 0
         assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == expected
+        assert os.environ["LRU_CACHE_CAPACITY"] == "64"

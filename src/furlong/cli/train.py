@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from furlong.config.sources import parse_run
 
 _RESUME = "--resume"
-# oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk and
-# keeps 1,024 of them unless it is told otherwise before its first use.
-_KERNELS, _NUM_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
+# oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk. It
+# keeps 1,024 of them, and torch's layer above it as many, unless told otherwise before their first
+# use. `furlong.cost.model` counts what these keep.
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_NUM_KERNELS = "64"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,7 +27,8 @@ def run(arguments: Sequence[str]) -> int:
         opened = open_run(stack, config, resume=_RESUME in arguments)
         if opened.report is not None:
             return 0
-        os.environ.setdefault(_KERNELS, _NUM_KERNELS)
+        for cache in _KERNEL_CACHES:
+            os.environ.setdefault(cache, _NUM_KERNELS)
         # torch and transformers are loaded when all that they are not needed for is sound.
         from furlong.train.run import train_opened
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from furlong.planners.auto import (
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.train.device import nearest_hardware
 
-_KERNEL_WORDS = "not counted are the CPU's compiled kernels for bfloat16, half a GiB or more"
-
 
 def decide_options(
     config: RunConfig, train: DataSet, device: torch.device, *, rope: dict[str, Any] | None = None
@@ -55,7 +52,7 @@ def decide_options(
         return Decision(fixed_options(limit, given), words)
     spec, free_bytes, free_words = _device(device)
     seed = config.train.seed
-    decision = decide(
+    return decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
@@ -66,10 +63,6 @@ def decide_options(
         must_fit=budget != "auto",
         dials=given,
     )
-    if device.type == "cpu" and config.model.dtype == "bfloat16":
-        # oneDNN's kernels, one for every length of a chunk, and the heap's gaps between them.
-        decision = replace(decision, words=f"{decision.words}; {_KERNEL_WORDS}")
-    return decision
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
