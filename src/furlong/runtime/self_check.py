@@ -25,6 +25,7 @@ from furlong.errors import UnsupportedModelError, UserError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
+from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.trial import (
     GRADIENTS,
     Run,
@@ -65,9 +66,49 @@ def self_check(model: CausalLM, backend: Backend) -> float:
             module.training = training
 
 
+def refuse_changing(model: CausalLM, backend: Backend) -> None:
+    """Raise UnsupportedModelError if a forward in the model's present mode changes its buffers.
+
+    Each chunk would change them, where a whole forward does it once: batch norm, spectral norm,
+    running averages. Buffers and random generators are afterwards as they were.
+    """
+    owners = [
+        (f"{path}.{name}", module, name, buffer, buffer.clone())
+        for path, module in model.model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    ids = _ids(model)
+    changed = []
+    try:
+        with torch.no_grad(), replayed(RNGState.read(model.device), model.device):
+            _try(
+                lambda: list(chunked_forwards(model, backend, ids)),
+                lambda error: _fails_in_chunks(model, error),
+            )
+    finally:
+        for path, module, name, buffer, before in owners:
+            if module._buffers[name] is not buffer or not torch.equal(buffer, before):
+                changed.append(path)
+                module._buffers[name] = buffer.copy_(before)
+    if changed:
+        raise refusal(
+            model,
+            f"changes {changed[0]} by a forward in train mode",
+            "modules that no forward changes: a whole sequence is one forward, its chunks are many",
+            change="call eval() on this module, or take another one",
+        )
+
+
+def _ids(model: CausalLM) -> list[Tensor]:
+    """A long sequence (T,), to be cut, and a short one."""
+    limit = model.longest_tokens or 2**31
+    return random_ids(model, [min(_NUM_TOKENS, limit), min(_SHORT_TOKENS, limit)])
+
+
 def _errors(model: CausalLM, backend: Backend) -> list[float]:
     limit = model.longest_tokens or 2**31
-    ids = random_ids(model, [min(_NUM_TOKENS, limit), min(_SHORT_TOKENS, limit)])
+    ids = _ids(model)
     with input_embeddings(model) as embeddings:
         errors = _compare(
             model,

@@ -104,13 +104,12 @@ def whole_run(model: CausalLM, ids: Sequence[Tensor], embeddings: Embeddings) ->
     """What is compared, of both sequences by the model itself, one at a time."""
     long, short = ids
     with torch.enable_grad():
-        embeddings.leaves.clear()
-        hidden = model.whole_hidden(long)
-        leaf = _only_leaf(model, embeddings)
-        last = hidden[-_num_loss_tokens(len(long)) :]
         while True:
+            embeddings.leaves.clear()
+            hidden = model.whole_hidden(long)
+            last = hidden[-_num_loss_tokens(len(long)) :]
             cotangent = _cotangent(last) * embeddings.loss_scale
-            (grad,) = torch.autograd.grad(last, leaf, cotangent, retain_graph=True)
+            (grad,) = torch.autograd.grad(last, _only_leaf(model, embeddings), cotangent)
             if bool(grad.isfinite().all()) or embeddings.loss_scale < _MIN_LOSS_SCALE:
                 break
             embeddings.loss_scale /= 64
@@ -221,8 +220,13 @@ def random_ids(model: CausalLM, lens: Sequence[int]) -> list[Tensor]:
     return [i.to(model.device) for i in ids]
 
 
-def refusal(model: CausalLM, what: str, required: str) -> UnsupportedModelError:
+def refusal(
+    model: CausalLM,
+    what: str,
+    required: str,
+    change: str = "train a model of another family, or report this one",
+) -> UnsupportedModelError:
     return UnsupportedModelError(
         given=f"{model.name} {what}", required=required, source="the start-up self-check",
-        change="train a model of another family, or report this one",
+        change=change,
     )  # fmt: skip
