@@ -183,6 +183,39 @@ def test_modules_that_a_forward_changes_are_refused(kind: str) -> None:
     assert furlong.forward_backward(model.eval(), batch([29]), OPTIONS).loss > 0
 
 
+def test_what_differs_in_train_mode_alone_is_refused() -> None:
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) + x.roll(1, dims=1) if mlp.training else plain(x)
+    engine = furlong.Engine(model)
+    with pytest.raises(UnsupportedModelError, match="other hidden states in train mode"):
+        engine.forward_backward(batch([29]), OPTIONS)
+    model.eval()
+    assert engine.forward_backward(batch([29]), OPTIONS).loss > 0
+
+
+def test_buffers_of_nan_are_no_changed_ones() -> None:
+    model = build("llama")
+    model.register_buffer("statistics", torch.tensor([float("nan"), 1.0]))
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+@pytest.mark.parametrize("what", ["merged adapters", "a parameter of no module"])
+def test_trained_parameters_that_no_forward_uses_are_refused(what: str) -> None:
+    """Autograd raises for such a loss; without a word nothing would be trained."""
+    model: Any = build("llama").requires_grad_(False)
+    if what == "merged adapters":
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).double()
+        model.merge_adapter()
+    else:
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ConfigError, match="depends on no parameter that requires"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS, backward=False).loss > 0
+
+
 def test_a_head_without_one_weight_is_refused() -> None:
     model = build("llama")
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 96)).double()

@@ -33,7 +33,7 @@ from furlong.runtime.inputs import (
     whole_number,
 )
 from furlong.runtime.precision import compute_parameters
-from furlong.runtime.self_check import refuse_changing, self_check
+from furlong.runtime.self_check import check_train_mode, self_check
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
 from furlong.timeline import Timeline
 
@@ -60,8 +60,7 @@ class _Kept:
     arena: Arena | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[int, torch.dtype | None, int | None]] = field(default_factory=set)
-    unchanging: set[int | None] = field(default_factory=set)
-    """Fingerprints of which no forward in train mode changes the model."""
+    checked_in_train_mode: set[int | None] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -200,13 +199,14 @@ class Engine:
         self._fingerprint = now
 
     def _check_train_mode(self) -> None:
-        """The self-check runs in evaluation mode; what changes in train mode is looked at here."""
+        """The self-check runs in evaluation mode: what is else in train mode is looked at here."""
+        checked = self._kept.checked_in_train_mode
         trains = any(module.training for module in self.model.base.modules())
-        if not trains or self._fingerprint in self._kept.unchanging:
+        if not trains or self._fingerprint in checked:
             return
         with self._computing():
-            refuse_changing(self.model, self._kept.backend)
-        self._kept.unchanging.add(self._fingerprint)
+            check_train_mode(self.model, self._kept.backend)
+        checked.add(self._fingerprint)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

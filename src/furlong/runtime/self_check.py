@@ -14,7 +14,8 @@ the outputs of every attention and of the modules in it are rounded once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -66,29 +67,46 @@ def self_check(model: CausalLM, backend: Backend) -> float:
             module.training = training
 
 
-def refuse_changing(model: CausalLM, backend: Backend) -> None:
-    """Raise UnsupportedModelError if a forward in the model's present mode changes its buffers.
+def check_train_mode(model: CausalLM, backend: Backend) -> None:
+    """The check of what a model does in its present mode alone, without gradients.
 
-    Each chunk would change them, where a whole forward does it once: batch norm, spectral norm,
-    running averages. Buffers and random generators are afterwards as they were.
+    Raises UnsupportedModelError if a forward changes the model's buffers (batch norm, spectral
+    norm, running averages), which each chunk would do again, and if hidden states differ in chunks.
+    What draws random numbers cannot be compared. Buffers and generators are afterwards as before.
     """
-    owners = [
-        (f"{path}.{name}", module, name, buffer, buffer.clone())
+    ids = _ids(model)
+
+    def run_chunked() -> Run:
+        hidden = [hidden for hidden, _ in chunked_forwards(model, backend, ids)]
+        return {"hidden states in train mode": torch.cat(hidden)}
+
+    def run_whole() -> Run:
+        return {"hidden states in train mode": torch.cat([model.whole_hidden(i) for i in ids])}
+
+    before = RNGState.read(model.device)
+    with torch.no_grad(), replayed(before, model.device):
+        with _unchanged_buffers(model):
+            _try(run_chunked, lambda error: _fails_in_chunks(model, error))
+        if RNGState.read(model.device).equals(before):
+            _compare(model, run_whole, run_chunked)
+
+
+@contextmanager
+def _unchanged_buffers(model: CausalLM) -> Iterator[None]:
+    """Put changed buffers back, and raise UnsupportedModelError if there were any."""
+    buffers = [
+        (f"{path}.{name}".lstrip("."), module, name, buffer, buffer.clone())
         for path, module in model.model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    ids = _ids(model)
     changed = []
     try:
-        with torch.no_grad(), replayed(RNGState.read(model.device), model.device):
-            _try(
-                lambda: list(chunked_forwards(model, backend, ids)),
-                lambda error: _fails_in_chunks(model, error),
-            )
+        yield
     finally:
-        for path, module, name, buffer, before in owners:
-            if module._buffers[name] is not buffer or not torch.equal(buffer, before):
+        for path, module, name, buffer, before in buffers:
+            same = (buffer == before) | (before != before)  # NaN equals nothing
+            if module._buffers[name] is not buffer or not bool(same.all()):
                 changed.append(path)
                 module._buffers[name] = buffer.copy_(before)
     if changed:
