@@ -265,6 +265,12 @@ def test_options_of_another_type_are_named() -> None:
         furlong.forward_backward(build("llama"), batch([9]), {"size": 16})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("hybrid", ["no", 0, None])
+def test_hybrid_is_a_boolean(hybrid: Any) -> None:
+    with pytest.raises(ConfigError, match=r"chunks\.hybrid"):
+        furlong.ChunkOptions(hybrid=hybrid)
+
+
 def test_every_refusal_has_four_parts() -> None:
     with pytest.raises(UserError) as error:
         furlong.forward_backward(build("llama"), [IDS], OPTIONS)  # type: ignore[list-item]
