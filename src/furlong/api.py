@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +25,15 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
-from furlong.runtime.inputs import check_ranges, count_valid_tokens, shift_labels
+from furlong.runtime.inputs import (
+    check_compute_dtype,
+    check_ranges,
+    count_valid_tokens,
+    shift_labels,
+    whole_number,
+)
 from furlong.runtime.precision import compute_parameters
-from furlong.runtime.self_check import self_check
+from furlong.runtime.self_check import check_train_mode, self_check
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
 from furlong.timeline import Timeline
 
@@ -52,6 +60,7 @@ class _Kept:
     arena: Arena | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[int, torch.dtype | None, int | None]] = field(default_factory=set)
+    checked_in_train_mode: set[int | None] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -77,8 +86,9 @@ class Engine:
         is checked against its own forward on first use, and again when its modules, its config,
         its dtype or its device have changed.
         """
+        check_compute_dtype(compute_dtype)
         self.compute_dtype = compute_dtype
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = None if max_seq_len is None else whole_number(max_seq_len, "max_seq_len")
         self._given = model
         self._kept = _KEPT.setdefault(bare_model(model), _Kept())
         self._fingerprint: int | None = None
@@ -105,11 +115,15 @@ class Engine:
         if not shifted:
             raise _no_data("no sequences", "at least one sequence")
         own_valid_tokens = count_valid_tokens(shifted)
-        divisor = own_valid_tokens if num_valid_tokens is None else int(num_valid_tokens)
-        if divisor <= 0:
+        if num_valid_tokens is not None:
+            divisor = whole_number(num_valid_tokens, "num_valid_tokens")
+        elif own_valid_tokens:
+            divisor = own_valid_tokens
+        else:
             raise _no_data("no token with a label to divide the loss by", "at least one label")
         with self._alone():
             self._follow_model()
+            self._check_train_mode()
             model, kept = self.model, self._kept
             check_ranges(
                 shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
@@ -133,6 +147,11 @@ class Engine:
         losses = tuple(executor.token_losses)
         return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is an engine of the model's copy, with buffers and checks of its own."""
+        make = partial(type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype)
+        return make, (self._given,)
+
     @property
     def _arena(self) -> Arena:
         assert self._kept.arena is not None
@@ -149,7 +168,7 @@ class Engine:
             raise ConfigError(
                 given="a second forward_backward on a model while the first one runs",
                 required="one call at a time on each model",
-                source="another thread of this process",
+                source="another thread, a hook of the model, or a thread that ran at a fork",
                 change="call them one after the other, or give each thread a model of its own",
             )
         try:
@@ -161,7 +180,7 @@ class Engine:
     def _follow_model(self) -> None:
         """Adapt to the model as it is now; check it if that is new."""
         base = bare_model(self._given)
-        for message in left_out(base):
+        for message in left_out(self._given, base):
             self._note(message)
         now = fingerprint(base)
         if now == self._fingerprint:
@@ -178,6 +197,16 @@ class Engine:
                 self_check(self.model, self._kept.backend)
             self._kept.checked.add(key)
         self._fingerprint = now
+
+    def _check_train_mode(self) -> None:
+        """The self-check runs in evaluation mode: what is else in train mode is looked at here."""
+        checked = self._kept.checked_in_train_mode
+        trains = any(module.training for module in self.model.base.modules())
+        if not trains or self._fingerprint in checked:
+            return
+        with self._computing():
+            check_train_mode(self.model, self._kept.backend)
+        checked.add(self._fingerprint)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -63,6 +63,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
+        refuse_inexact(self)  # a loss may have been set since
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
@@ -168,24 +169,21 @@ def refuse_inexact(trainer: Any) -> None:
     """
     args = trainer.args
     loss_owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    own_loss = "compute_loss" in vars(trainer) or loss_owner.__module__ not in _PLAIN_LOSS
+    optimizer = str(getattr(args.optim, "value", args.optim))
     loss_type = getattr(args, "loss_type", "nll")
     distributed = trainer.accelerator.distributed_type
-    optimizer = str(getattr(args.optim, "value", args.optim))
     plain_loss = "the cross-entropy of the labels: chunks never hold the logits of a whole batch"
     one_device = "one process on one device"
     found = [
         (args.label_smoothing_factor, "label_smoothing_factor", plain_loss),
         (trainer.compute_loss_func, "compute_loss_func", plain_loss),
         (loss_type != "nll", f"loss_type={loss_type}", plain_loss),
-        (
-            loss_owner.__module__ not in _PLAIN_LOSS,
-            f"{loss_owner.__name__}.compute_loss",
-            plain_loss,
-        ),
+        (own_loss, f"{loss_owner.__name__}.compute_loss", plain_loss),
         (args.neftune_noise_alpha, "neftune_noise_alpha", "no noise scaled by a call's length"),
         (args.fp16, "fp16", "bf16 or float32, which need no scaling of the loss"),
         (
-            any(name in optimizer for name in ("lomo", "layerwise")),
+            any(name in optimizer.lower() for name in ("lomo", "layerwise")),
             f"optim={optimizer}, which updates inside the backward",
             "an optimizer of whole gradients",
         ),

@@ -240,6 +240,17 @@ def test_a_loss_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
         Trainer(model=build("llama", attention_dropout=0.1).eval(), args=arguments)
 
 
+@pytest.mark.parametrize("name", ["compute_loss", "compute_loss_func"])
+def test_a_loss_that_is_set_later_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    trainer = Trainer(
+        model=build("qwen2"), args=transformers.TrainingArguments(**settings(tmp_path)),
+        train_dataset=dataset(), data_collator=padded("right"), chunk_options=OPTIONS,
+    )  # fmt: skip
+    setattr(trainer, name, lambda *given, **named: torch.zeros(()))
+    with pytest.raises(ConfigError, match=name):
+        trainer.train()
+
+
 def test_unpad_finds_the_sequences() -> None:
     ids = torch.tensor([[7, 8, 9, 0, 0], [0, 0, 0, 5, 6]])
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": (ids > 0).long()}

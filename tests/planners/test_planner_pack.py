@@ -106,3 +106,9 @@ def test_the_work_grows_like_the_number_of_sequences(size):
         seq_lens = number([draw.randint(1, size) for _ in range(num_sequences)])
         work.append(lines_run(lambda seq_lens=seq_lens: pack(seq_lens, size)))
     assert work[0] > 2000 and work[1] < LINEAR * work[0]
+
+
+def test_a_chunk_size_beyond_all_tokens_costs_nothing() -> None:
+    lens = {0: 5, 1: 9, 2: 1}
+    assert pack(lens, 10**30, taken=[7, 3]) == pack(lens, 1000, taken=[7, 3])
+    assert pack({}, 10**30) == []

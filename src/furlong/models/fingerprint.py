@@ -11,18 +11,28 @@ from torch import nn
 def fingerprint(model: nn.Module) -> int:
     """Hash of everything but the weights' values on which the adapter and its check depend.
 
-    That is the config, the type of every module, its active adapters, and the shape, dtype and
-    device of every parameter. Comparable within one process.
+    That is the config, the type of every module, its active adapters, what was put into it (hooks,
+    a forward of its own), and the shape, dtype and device of every parameter. Comparable within one
+    process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (type(module), str(getattr(module, "_active_adapter", "")), _is_disabled(module))
-        for module in model.modules()
+        (type(module), _adapters(module), _put_in(module)) for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     return hash((text, getattr(config, "_attn_implementation", None), modules, weights))
 
 
-def _is_disabled(module: nn.Module) -> bool:
-    return bool(module.__dict__.get("_disable_adapters", False))
+def _put_in(module: nn.Module) -> tuple[Any, ...]:
+    """The code of hooks and of a forward of its own: the same hook, put in anew, is the same."""
+    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if "forward" in module.__dict__:
+        functions.append(module.forward)
+    return tuple(getattr(f, "__code__", type(f)) for f in functions)
+
+
+def _adapters(module: nn.Module) -> tuple[str, bool]:
+    """The active adapters of a module of peft, and whether they are disabled."""
+    disabled = bool(module.__dict__.get("_disable_adapters", False))
+    return str(getattr(module, "_active_adapter", "")), disabled

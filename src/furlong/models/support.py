@@ -26,6 +26,17 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
         raise _unsupported(model, "is no transformers model", "a causal decoder of transformers")
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:  # type: ignore[operator]
         raise _unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
+    for place, module in (
+        ("head", model.get_output_embeddings()),  # type: ignore[operator]
+        ("input embeddings", model.get_input_embeddings()),  # type: ignore[operator]
+    ):
+        if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+            raise _unsupported(
+                model,
+                f"has a {place} of type {type(module).__name__}, without a weight of shape (V, D)",
+                "one matrix that tells the size of the vocabulary",
+                "use torch.nn.Linear and torch.nn.Embedding",
+            )
     text = config.get_text_config()
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         raise _unsupported(model, "names no num_hidden_layers", "one stack of decoder layers")

@@ -66,6 +66,15 @@ def bare_model(model: nn.Module) -> nn.Module:
     return bare  # type: ignore[no-any-return]
 
 
+def around(model: nn.Module, bare: nn.Module) -> list[nn.Module]:
+    """The modules whose forward chunks pass by: `model`, what it wraps, and the bare model."""
+    names = [name for name, module in model.named_modules() if module is bare][:1]
+    found = [model]
+    for name in (part for path in names for part in path.split(".") if part):
+        found.append(found[-1].get_submodule(name))
+    return found if found[-1] is bare else [model, bare]
+
+
 def refuse_wrappers(model: nn.Module) -> None:
     """Raise UnsupportedModelError for shards, compiled layers and checkpoint wrappers within."""
     for name, module in model.named_modules():

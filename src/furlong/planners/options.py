@@ -46,6 +46,11 @@ class ChunkOptions:
                     source="ChunkOptions",
                     change=f"set {name} to {lowest} or more, or to auto in a run file",
                 )
+        if not isinstance(self.hybrid, bool):
+            raise ConfigError(
+                given=f"chunks.hybrid = {self.hybrid!r}", required="True or False",
+                source="ChunkOptions", change="pass a boolean",
+            )  # fmt: skip
         for name, choices in _AVAILABLE.items():
             value = getattr(self, name)
             if value not in choices:

@@ -31,6 +31,8 @@ def pack(
                 source="the lengths of the global batch",
                 change="leave out empty sequences; cut longer ones first",
             )
+    # with room for all in one bin, more room changes nothing
+    chunk_size = min(chunk_size, sum(seq_lens.values()) + sum(taken))
     bins: list[list[int]] = [[] for _ in taken]
     bins_by_free: dict[int, list[int]] = defaultdict(list)
     sizes = _SmallIntegers(chunk_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from furlong.errors import PlanError
+from furlong.errors import ConfigError, PlanError
 from furlong.kv.arena import Arena
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
@@ -177,6 +177,8 @@ class Executor:
         live = self._live[action.chunk, action.stage]
         assert live.hidden is not None
         hidden = live.hidden
+        if not hidden.requires_grad:
+            self._require_gradient(hidden)
         live.cell.relay_factor = action.relay_factor
         loss_sum, grad = tiled_loss(
             self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens,
@@ -190,6 +192,19 @@ class Executor:
             self._ledger.release("attention", action.chunk, action.stage)
         self._ledger.release("graph", action.chunk, action.stage)
         del self._live[action.chunk, action.stage]
+
+    def _require_gradient(self, hidden: Tensor) -> None:
+        """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
+        with torch.enable_grad():
+            logits = self._model.logits(hidden[:1].detach())
+        if not logits.requires_grad:
+            raise ConfigError(
+                given=f"{self._model.name}, whose loss depends on no parameter that requires a "
+                "gradient",
+                required="a trained parameter that the forward uses",
+                source="the model that was passed",
+                change="call unmerge_adapter() on merged adapters, or train parameters in use",
+            )
 
     def _evaluate(self, live: _Live, chunk: int) -> None:
         with torch.no_grad():

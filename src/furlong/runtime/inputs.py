@@ -5,6 +5,7 @@ Labels are shifted before cutting: the label of a chunk's last token is the firs
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -12,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from furlong.errors import DataError
+from furlong.errors import ConfigError, DataError
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.values import Chunk
 
@@ -66,8 +67,45 @@ def _shift(sequence: object, index: int) -> ShiftedSequence:
             f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
             "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
         )
+    for name, tensor in (("input_ids", input_ids), ("labels", labels)):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            where = "on meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+            raise _refusal(f"sequence {index} with {name} {where}", "dense tensors with values")
     last = torch.full((1,), IGNORE_INDEX, device="cpu")
     return ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last]))
+
+
+def whole_number(value: object, name: str) -> int:
+    """A whole number above 0 as an int: also one of numpy, or a tensor of one integer.
+
+    Raises ConfigError, with the argument's name, for anything else.
+    """
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 < number < 2**63:
+        short = isinstance(value, float | str) or (isinstance(value, int) and number < 2**63)
+        shown = f"{value!r:.60}" if short else _describe(value)
+        raise ConfigError(
+            given=f"{name} {shown}",
+            required="a whole number above 0 (None: the default)",
+            source="the arguments of furlong.Engine or forward_backward",
+            change=f"pass {name} as an int",
+        )
+    return number
+
+
+def check_compute_dtype(dtype: object) -> None:
+    """Raise ConfigError for what is no floating-point dtype of at least 16 bits."""
+    wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    if dtype is not None and not wide:
+        raise ConfigError(
+            given=f"compute_dtype {dtype!r:.60}",
+            required="torch.bfloat16, torch.float16, torch.float32, torch.float64 or None",
+            source="the arguments of furlong.Engine or forward_backward",
+            change="pass compute_dtype=torch.bfloat16, or leave it out",
+        )
 
 
 def check_ranges(

@@ -14,7 +14,8 @@ the outputs of every attention and of the modules in it are rounded once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.rope import num_positions
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
+from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.trial import (
     GRADIENTS,
     Run,
@@ -67,11 +69,67 @@ def self_check(model: CausalLM, backend: Backend) -> float:
             module.training = training
 
 
-def _errors(model: CausalLM, backend: Backend) -> list[float]:
+def check_train_mode(model: CausalLM, backend: Backend) -> None:
+    """The check of what a model does in its present mode alone, without gradients.
+
+    Raises UnsupportedModelError if a forward changes the model's buffers (batch norm, spectral
+    norm, running averages), which each chunk would do again, and if hidden states differ in chunks.
+    What draws random numbers cannot be compared. Buffers and generators are afterwards as before.
+    """
+    ids, watch = _ids(model), Watch()
+
+    def run_chunked() -> Run:
+        hidden = [hidden for hidden, _ in chunked_forwards(model, backend, ids, watch)]
+        return {"hidden states in train mode": torch.cat(hidden)}
+
+    def run_whole() -> Run:
+        return {"hidden states in train mode": torch.cat([model.whole_hidden(i) for i in ids])}
+
+    before = RNGState.read(model.device)
+    with torch.no_grad(), replayed(before, model.device):
+        with _unchanged_buffers(model):
+            _try(run_chunked, lambda error: _fails_in_chunks(model, error))
+        if RNGState.read(model.device).equals(before):
+            _compare(model, run_whole, run_chunked, watch)
+
+
+@contextmanager
+def _unchanged_buffers(model: CausalLM) -> Iterator[None]:
+    """Put changed buffers back, and raise UnsupportedModelError if there were any."""
+    buffers = [
+        (f"{path}.{name}".lstrip("."), module, name, buffer, buffer.clone())
+        for path, module in model.model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    changed = []
+    try:
+        yield
+    finally:
+        for path, module, name, buffer, before in buffers:
+            same = (buffer == before) | (before != before)  # NaN equals nothing
+            if module._buffers[name] is not buffer or not bool(same.all()):
+                changed.append(path)
+                module._buffers[name] = buffer.copy_(before)
+    if changed:
+        raise refusal(
+            model,
+            f"changes {changed[0]} by a forward in train mode",
+            "modules that no forward changes: a whole sequence is one forward, its chunks are many",
+            change="call eval() on this module, or take another one",
+        )
+
+
+def _ids(model: CausalLM) -> list[Tensor]:
+    """A long sequence (T,), to be cut, and a short one."""
     positions = num_positions(model.config) or _NUM_TOKENS
-    ids = random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
+    return random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
+
+
+def _errors(model: CausalLM, backend: Backend) -> list[float]:
     limit = model.longest_tokens or 2**31
     window = shortest_window(model.base) or limit
+    ids = _ids(model)
     with watched(model) as watch:
         errors = _compare(
             model,

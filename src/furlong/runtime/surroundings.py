@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._C._functorch import maybe_current_level
+from torch.nn.utils import parametrize
 
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
+from furlong.models.wrappers import around
+
+_NOT_RUN = (
+    "{} not run: chunks go through the decoder and the head; hooks on their modules do run, once "
+    "per chunk and forward"
+)
 
 
 def refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raise ConfigError for an inference_mode, or an autocast to another dtype, around a call."""
+    """Raise ConfigError for a mode of torch around a call in which it would not be exact."""
+    if maybe_current_level() is not None:
+        raise ConfigError(
+            given="a transform of torch.func (grad, vmap, ...) around furlong",
+            required="tensors with values, whose gradients are added to .grad",
+            source="the caller's code",
+            change="call furlong outside of the transform",
+        )
+    if parametrize._cache_enabled:
+        raise ConfigError(
+            given="torch.nn.utils.parametrize.cached() around furlong",
+            required="weights with a graph of their own in each chunk",
+            source="the caller's code",
+            change="call furlong outside of it",
+        )
     if torch.is_inference_mode_enabled():
         raise ConfigError(
             given="torch.inference_mode around furlong",
@@ -39,8 +61,8 @@ def device_type(model: nn.Module) -> str:
     return kind if torch.amp.is_autocast_available(kind) else "cpu"
 
 
-def left_out(model: nn.Module) -> list[str]:
-    """Notes on what a caller may expect and nobody does."""
+def left_out(model: nn.Module, bare: nn.Module) -> list[str]:
+    """Notes on what a caller may expect and nobody does, of a model and the bare one in it."""
     notes = []
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -49,12 +71,25 @@ def left_out(model: nn.Module) -> list[str]:
             notes.append(
                 f"{size} processes: gradients are this process's own and nobody adds them up"
             )
-    if model._forward_hooks or model._forward_pre_hooks:
-        notes.append(
-            f"hooks on {type(model).__name__} itself do not run: chunks go through its decoder "
-            "and its head; hooks on its modules do run, once per chunk and forward"
-        )
+    for module in around(model, bare):
+        hooks = module._forward_hooks, module._forward_pre_hooks
+        if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
+            notes.append(_NOT_RUN.format(f"hooks on {type(module).__name__} itself do"))
+        if _has_own_forward(module):
+            notes.append(_NOT_RUN.format(f"the forward set on {type(module).__name__} itself does"))
     return notes
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a caller has put a forward in the place of the class's own.
+
+    torch.compile's runs the same code; accelerate's sets autocast or moves weights, which is off or
+    refused here; and some of peft's are the forward of the module that they wrap.
+    """
+    names = module.__dict__
+    known = {"_orig_mod", "_original_forward", "_hf_hook"} & (names.keys() | names["_modules"])
+    wrapped = isinstance(getattr(names.get("forward"), "__self__", None), nn.Module)
+    return "forward" in names and not known and not wrapped
 
 
 def drawn(model: CausalLM) -> str:

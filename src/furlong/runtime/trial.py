@@ -214,8 +214,13 @@ def random_ids(model: CausalLM, lens: Sequence[int]) -> list[Tensor]:
     return [i.to(model.device) for i in ids]
 
 
-def refusal(model: CausalLM, what: str, required: str) -> UnsupportedModelError:
+def refusal(
+    model: CausalLM,
+    what: str,
+    required: str,
+    change: str = "train a model of another family, or report this one",
+) -> UnsupportedModelError:
     return UnsupportedModelError(
         given=f"{model.name} {what}", required=required, source="the start-up self-check",
-        change="train a model of another family, or report this one",
+        change=change,
     )  # fmt: skip

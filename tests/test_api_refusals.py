@@ -1,0 +1,278 @@
+"""`forward_backward` and `Engine`: what they refuse, and what they note."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from gradients import batch
+from tiny_families import build
+from torch.nn.utils import parametrize
+
+import furlong
+from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
+
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+def test_inference_mode_is_refused_and_leaves_nothing_behind() -> None:
+    model = build("llama")
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"use torch\.no_grad"):
+        furlong.forward_backward(model, batch([29]), OPTIONS, backward=False)
+    with torch.no_grad():
+        furlong.forward_backward(model, batch([29]), OPTIONS, backward=False)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+def test_autocast_to_another_dtype_says_what_to_pass() -> None:
+    model = build("llama", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ConfigError, match=r"compute_dtype=torch\.bfloat16"):
+            furlong.forward_backward(model, batch([29]), OPTIONS)
+        inside = furlong.forward_backward(
+            model, batch([29]), OPTIONS, compute_dtype=torch.bfloat16
+        ).loss
+        assert torch.is_autocast_enabled("cpu")
+    outside = furlong.forward_backward(
+        model, batch([29]), OPTIONS, compute_dtype=torch.bfloat16
+    ).loss
+    assert inside == outside
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = build("llama").requires_grad_(False)
+    with pytest.raises(ConfigError, match="without a parameter that requires a gradient"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS, backward=False).loss > 0
+
+
+@pytest.mark.parametrize(
+    "given", [0, -3, 2.7, True, "28", float("nan"), float("inf"), 10**400,
+              torch.tensor([28, 2]), torch.tensor(28.5)],
+)  # fmt: skip
+def test_a_divisor_that_is_no_count_is_named(given: Any) -> None:
+    model = build("llama")
+    with pytest.raises(ConfigError, match=r"num_valid_tokens .*[\s\S]*a whole number"):
+        furlong.forward_backward(model, batch([29]), OPTIONS, num_valid_tokens=given)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("given", [28, torch.tensor(28), np.int64(28)])
+def test_a_divisor_may_be_any_whole_number(given: Any) -> None:
+    model = build("llama")
+    truth = furlong.forward_backward(model, batch([29]), OPTIONS).loss
+    assert (
+        furlong.forward_backward(model, batch([29]), OPTIONS, num_valid_tokens=given).loss == truth
+    )
+
+
+@pytest.mark.parametrize("given", [0, -1, 60.5, "60", True])
+def test_a_max_seq_len_that_is_no_length_is_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_seq_len .*[\s\S]*a whole number"):
+        furlong.Engine(build("llama"), max_seq_len=given)
+
+
+@pytest.mark.parametrize("given", [torch.int64, torch.bool, torch.complex64, "bfloat16", 16])
+def test_a_compute_dtype_that_is_no_float_is_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"compute_dtype .*[\s\S]*torch\.bfloat16"):
+        furlong.Engine(build("llama"), compute_dtype=given)
+
+
+def test_a_call_from_within_a_call_is_named() -> None:
+    model = build("llama")
+    engine = furlong.Engine(model)
+    model.model.layers[1].register_forward_hook(
+        lambda *_: engine.forward_backward(batch([5]), OPTIONS) and None
+    )
+    with pytest.raises(ConfigError, match="a hook of the model"):
+        engine.forward_backward(batch([29]), OPTIONS)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    model, sequences = build("llama"), batch([9])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        furlong.forward_backward(model, sequences, OPTIONS)
+        return x * x
+
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(ConfigError, match=r"torch\.func"):
+            transform(run)(torch.ones(()) if transform is torch.func.grad else torch.ones(2))
+
+
+def test_cached_parametrizations_are_refused() -> None:
+    with parametrize.cached(), pytest.raises(ConfigError, match=r"parametrize\.cached"):
+        furlong.forward_backward(build("llama"), batch([9]), OPTIONS)
+
+
+def test_two_threads_on_one_model_are_refused() -> None:
+    model = build("llama")
+    furlong.Engine(model)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    handle = model.model.layers[0].register_forward_hook(wait)
+    first = threading.Thread(target=furlong.forward_backward, args=(model, batch([29]), OPTIONS))
+    first.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(ConfigError, match="while the first one runs"):
+            furlong.forward_backward(model, batch([29]), OPTIONS)
+    finally:
+        go_on.set()
+        first.join(60)
+    handle.remove()
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+def triple(module: Any, inputs: Any, output: Any) -> Any:
+    output.logits = output.logits * 3
+    return output
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("what", ["hooks", "backward hooks", "a forward"])
+def test_what_is_put_around_a_model_is_noted_once_per_engine(what: str, around: bool) -> None:
+    """A whole forward would run it, chunks do not."""
+    model: Any = build("llama")
+    if around:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).double()
+    match what:
+        case "hooks":
+            model.register_forward_hook(triple)
+        case "backward hooks":
+            model.register_full_backward_hook(lambda *_: None)
+        case "a forward":
+            plain = model.forward
+            model.forward = lambda *given, **named: triple(None, None, plain(*given, **named))
+    told = rf"on {type(model).__name__} itself do(es)? not run"
+    with pytest.warns(UserWarning, match=told):
+        engine = furlong.Engine(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.forward_backward(batch([29]), OPTIONS)
+
+
+class Norm(torch.nn.BatchNorm1d):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
+def test_modules_that_a_forward_changes_are_refused(kind: str) -> None:
+    """Each chunk would change them, and the next one would compute with another model."""
+    model = build("llama")
+    if kind == "batch norm":
+        model.model.layers[1].post_attention_layernorm = Norm(32).double()
+    else:
+        torch.nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1.*[\s\S]*in train mode"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert furlong.forward_backward(model.eval(), batch([29]), OPTIONS).loss > 0
+
+
+def test_what_differs_in_train_mode_alone_is_refused() -> None:
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) + x.roll(1, dims=1) if mlp.training else plain(x)
+    engine = furlong.Engine(model)
+    with pytest.raises(UnsupportedModelError, match="other hidden states in train mode"):
+        engine.forward_backward(batch([29]), OPTIONS)
+    model.eval()
+    assert engine.forward_backward(batch([29]), OPTIONS).loss > 0
+
+
+def test_buffers_of_nan_are_no_changed_ones() -> None:
+    model = build("llama")
+    model.register_buffer("statistics", torch.tensor([float("nan"), 1.0]))
+    assert furlong.forward_backward(model, batch([29]), OPTIONS).loss > 0
+
+
+@pytest.mark.parametrize("what", ["merged adapters", "a parameter of no module"])
+def test_trained_parameters_that_no_forward_uses_are_refused(what: str) -> None:
+    """Autograd raises for such a loss; without a word nothing would be trained."""
+    model: Any = build("llama").requires_grad_(False)
+    if what == "merged adapters":
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).double()
+        model.merge_adapter()
+    else:
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ConfigError, match="depends on no parameter that requires"):
+        furlong.forward_backward(model, batch([29]), OPTIONS)
+    assert furlong.forward_backward(model, batch([29]), OPTIONS, backward=False).loss > 0
+
+
+def test_a_head_without_one_weight_is_refused() -> None:
+    model = build("llama")
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 96)).double()
+    with pytest.raises(UnsupportedModelError, match=r"head of type Sequential"):
+        furlong.Engine(model)
+
+
+IDS = torch.arange(10, 20)
+BAD: dict[str, tuple[Any, str]] = {
+    "a mask": (
+        [{"input_ids": IDS, "labels": IDS, "attention_mask": IDS}],
+        "sequence 0 with attention_mask",
+    ),
+    "an id beyond the vocabulary": (
+        [{"input_ids": IDS + 90, "labels": IDS}], "token id 109",
+    ),
+    "a negative id": ([{"input_ids": IDS - 11, "labels": IDS}], "token id -1"),
+    "a label beyond the vocabulary": (
+        [{"input_ids": IDS, "labels": IDS + 5000}], "label 5011",
+    ),
+    "a negative label": ([{"input_ids": IDS, "labels": IDS - 15}], "label -4"),
+    "a dict": ({"input_ids": IDS, "labels": IDS}, "sequences of type dict"),
+    "a tensor": (IDS, "sequences of type Tensor"),
+    "a list of tensors": ([IDS], "sequence 0 of type Tensor"),
+    "no labels": ([{"input_ids": IDS}], "labels NoneType"),
+    "a batch axis": ([{"input_ids": IDS[None], "labels": IDS[None]}], r"int64 \(1, 10\)"),
+    "ids without values": ([{"input_ids": IDS.to("meta"), "labels": IDS}], "on meta"),
+    "labels without values": ([{"input_ids": IDS, "labels": IDS.to("meta")}], "on meta"),
+    "sparse ids": ([{"input_ids": IDS.to_sparse(), "labels": IDS}], "sparse_coo"),
+    "more tokens than positions": (
+        [{"input_ids": IDS.repeat(26), "labels": IDS.repeat(26)}], "260 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sequences_are_named(name: str) -> None:
+    model = build("llama")
+    sequences, told = BAD[name]
+    with pytest.raises(DataError, match=told):
+        furlong.forward_backward(model, sequences, OPTIONS)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_options_of_another_type_are_named() -> None:
+    with pytest.raises(ConfigError, match="options of type dict"):
+        furlong.forward_backward(build("llama"), batch([9]), {"size": 16})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hybrid", ["no", 0, None])
+def test_hybrid_is_a_boolean(hybrid: Any) -> None:
+    with pytest.raises(ConfigError, match=r"chunks\.hybrid"):
+        furlong.ChunkOptions(hybrid=hybrid)
+
+
+def test_every_refusal_has_four_parts() -> None:
+    with pytest.raises(UserError) as error:
+        furlong.forward_backward(build("llama"), [IDS], OPTIONS)  # type: ignore[list-item]
+    parts = [line.split(":")[0] for line in str(error.value).splitlines()]
+    assert parts == ["given", "required", "from", "change"]
