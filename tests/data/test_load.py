@@ -222,9 +222,9 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) ->
 def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
 
-    def fingerprint(*sources: Source, **options: Any) -> str:
+    def fingerprint(*sources: Source, **options: Any) -> tuple[tuple[str, str], ...]:
         data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options)
-        return data.fingerprint
+        return tuple(data.fingerprint.items())
 
     one, two = Source(str(texts)), Source(str(other))
     first = fingerprint(one, two)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -227,8 +228,28 @@ def test_other_data_is_refused(
         signal_after(patched, 2)
         assert main(tiny_run.arguments(run, flag)) == 0
     (texts / "0.txt").write_text("other words")
+    monkeypatch.delattr("furlong.train.run.build_run_model")  # it is told before that
     assert main(tiny_run.arguments(run, flag, "--resume")) == 2
-    assert "training data other than that of the checkpoint" in capsys.readouterr().err
+    assert f"given:    the files of {texts}: changed since" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_run.folder / "model", model)
+    run, flag = tmp_path / "run", f"--model.name={model}"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(run, flag)) == 0
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(tiny_run.arguments(run, flag, "--resume")) == 2
+    message = capsys.readouterr().err
+    assert "given:    the tokenizer (its files, or the versions of transformers" in message
+    assert "texts" not in message.splitlines()[0]
 
 
 def test_nothing_to_resume_is_a_new_run(

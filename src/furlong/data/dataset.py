@@ -30,6 +30,10 @@ class TokenizedSource:
     source: Source
     listing: Listing
     entry: cache.Entry
+    content: str
+    """A checksum of the files."""
+    tokenizer: str
+    """A checksum of all that decides which ids a text gets."""
     tokenized_s: float | None
     """Seconds that tokenizing took; None if the entry was there."""
 
@@ -130,11 +134,15 @@ class DataSet(Items[Sequence]):
         return Mixture(sizes, tuple(part.source.weight for part in self.parts))
 
     @property
-    def fingerprint(self) -> str:
-        """A checksum of all that decides which sequence has which number."""
+    def fingerprint(self) -> dict[str, str]:
+        """Checksums of all that decides which sequence has which number, by what they are of."""
+        named = {f"the files of {printable(part.source.path)}": part.content for part in self.parts}
+        named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
+            self.parts[0].tokenizer
+        )
         keys = [[part.entry.key, part.source.weight] for part in self.parts]
         limit = self._max_seq_len if self.num_truncated or self.num_dropped else None
-        return cache.entry_key(keys, limit, self.num_dropped)
+        return named | {"the sequences": cache.entry_key(keys, limit, self.num_dropped)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DataError for a token id or label that a model of `vocab_size` does not know."""

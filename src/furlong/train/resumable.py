@@ -44,7 +44,7 @@ class RunData:
     """The global batches from a position on, endless."""
     train: Items[Sequence]
     held_out: Items[Sequence] | None
-    fingerprint: str
+    fingerprint: dict[str, str]
     """Changes with the training sequences or their order."""
 
 
@@ -107,7 +107,7 @@ def _build_state(
     config: RunConfig,
     model: nn.Module,
     options: ChunkOptions,
-    data_fingerprint: str,
+    data_fingerprint: dict[str, str],
     num_steps: int,
     architecture: dict[str, Any],
 ) -> RunState:

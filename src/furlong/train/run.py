@@ -39,6 +39,7 @@ from furlong.train.run_folder import (
     create_run_folder,
 )
 from furlong.train.start import open_run, source_of
+from furlong.train.state import check_data
 from furlong.train.stop import StopRequest
 from furlong.units import format_count
 
@@ -80,6 +81,8 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
         check_architecture(run.checkpoint, run.state, architecture, config.model.name)
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
+    if run.checkpoint is not None and run.state is not None:
+        check_data(run.checkpoint, run.state, data["train"].fingerprint)
     draws_per_epoch = sum(data["train"].mixture.draws)
     print(f"data.train: {describe_batches(draws_per_epoch, config.train.sequences_per_step)}")
     decision = None
