@@ -252,6 +252,30 @@ def test_another_tokenizer_is_refused(
     assert "texts" not in message.splitlines()[0]
 
 
+def test_a_run_that_was_moved_is_not_begun_anew(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its config still names the old place."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(old)) == 0
+    old.rename(new)
+    resume = ["train", str(new / "config.json"), "--resume"]
+    assert main(resume) == 2
+    message = capsys.readouterr().err
+    assert f"given:    {new}, a run whose config says out = {old}" in message
+    assert f"change:   add --out={new}" in message
+    assert not old.exists()
+    assert main([*resume, f"--out={new}"]) == 0
+    assert main(tiny_run.arguments(tmp_path / "whole")) == 0
+    assert weights(new) == weights(tmp_path / "whole")
+    assert main([*resume]) == 0  # its config names the new place now
+
+
 def test_nothing_to_resume_is_a_new_run(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,7 +96,9 @@ class DataSet(Items[Sequence]):
             limit,
         )
         """(N,) tokens of every sequence."""
-        self.num_valid_tokens = self._count_valid_tokens(above, dropping)
+        self.valid_tokens = self._count_valid_tokens(above, dropping)
+        """(N,) tokens of every sequence that are learnt."""
+        self.num_valid_tokens = int(self.valid_tokens.sum())
         if not self.num_valid_tokens:
             raise self._nothing_to_learn()
 
@@ -183,15 +185,17 @@ class DataSet(Items[Sequence]):
         number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
         return self.parts[number], int(self._rows[number][seq_id - self._starts[number]])
 
-    def _count_valid_tokens(self, above: Items[npt.NDArray[np.bool_]], dropping: bool) -> int:
-        count = 0
+    def _count_valid_tokens(
+        self, above: Items[npt.NDArray[np.bool_]], dropping: bool
+    ) -> npt.NDArray[np.int64]:
+        counts = []
         for part, rows, over in zip(self.parts, self._rows, above, strict=True):
-            whole = rows if dropping else rows[~over[rows]]
-            count += int(part.entry.index[whole, 3].sum())
+            own = np.array(part.entry.index[:, 3])
             for row in () if dropping else np.flatnonzero(over):
                 labels = part.entry.tokens(int(row))[1][1 : self._max_seq_len]
-                count += int(np.count_nonzero(labels != IGNORE_INDEX))
-        return count
+                own[row] = np.count_nonzero(labels != IGNORE_INDEX)
+            counts.append(own[rows])
+        return np.concatenate(counts)
 
     def _too_long(
         self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int

@@ -23,7 +23,7 @@ import xxhash
 
 from furlong.errors import CheckpointError
 
-# 2: the model's architecture is stored, and warm-up begins above zero.
+# 2: the model's architecture is stored, the data's parts are, and warm-up begins above zero.
 FORMAT_VERSION = 2
 NUM_KEPT = 3
 STATE, MANIFEST = "state.json", "manifest.json"

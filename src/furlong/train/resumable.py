@@ -220,7 +220,8 @@ def _build_meter(config: RunConfig, model: Any, fingerprint: str | None) -> MfuM
 
 def _tell_how_to_go_on(folder: Path, signal_name: str | None, step: int, num_steps: int) -> None:
     where = f"stopped by {signal_name} after step {step} of {num_steps}"
+    command = f"furlong train {folder / CONFIG} --resume"
     if list_checkpoints(folder / CHECKPOINTS):
-        print(f"{where}; go on with: furlong train {folder / CONFIG} --resume")
+        print(f"{where}; go on with: {command}")
     else:
-        print(f"{where}; there is no checkpoint: furlong train --resume begins again")
+        print(f"{where}; there is no checkpoint: {command} begins again")
