@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import TinyRun
 
 from furlong.cli.main import main
@@ -250,6 +251,43 @@ def test_another_tokenizer_is_refused(
     message = capsys.readouterr().err
     assert "given:    the tokenizer (its files, or the versions of transformers" in message
     assert "texts" not in message.splitlines()[0]
+
+
+def test_what_may_change_the_last_bits_is_told(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(run)) == 0
+    before = torch.get_num_threads()
+    with monkeypatch.context() as patched:
+        signal_after(patched, 4)
+        assert main(tiny_run.arguments(run, "--resume")) == 0
+        assert "last bits" not in capsys.readouterr().out
+        torch.set_num_threads(before + 1)
+        try:
+            signal_after(patched, 6)
+            assert main(tiny_run.arguments(run, "--resume")) == 0
+        finally:
+            torch.set_num_threads(before)
+    told = f"threads = {before + 1}, before {before}: the last bits may differ"
+    assert told in capsys.readouterr().out
+
+
+def test_checkpoints_without_their_run(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    (run / "config.json").unlink()
+    assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 2
+    message = capsys.readouterr().err
+    assert f"out = {run}, which holds checkpoints but no config.json" in message
+    assert "change:   restore config.json" in message
 
 
 def test_a_run_that_was_moved_is_not_begun_anew(

@@ -9,7 +9,7 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folder import check_files
+from furlong.models.folder import check_export_folder, check_files
 from furlong.train.checkpoint_folder import (
     MANIFEST,
     STATE,
@@ -64,13 +64,7 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
     name = f"model-{checkpoint.name}{'-merged' if merge else ''}"
     folder = out or checkpoint.absolute().parent.parent / name
     check_creatable(folder, "the export")
-    if folder.exists():
-        raise ConfigError(
-            given=f"{folder} exists",
-            required="a new folder",
-            source="the export",
-            change="move it away or choose another one",
-        )
+    check_export_folder(folder)
     check_files(config.model.name)
     return Exportable(checkpoint, state, config, merge, folder, source, out)
 

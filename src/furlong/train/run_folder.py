@@ -230,6 +230,14 @@ def _check_empty(path: Path, out: str) -> None:
         return
     if path.is_dir() and all(_is_leftover(entry) for entry in path.iterdir()):
         return
+    if (path / CHECKPOINTS).is_dir() and not (path / CONFIG).exists():
+        raise ConfigError(
+            given=f"out = {out}, which holds checkpoints but no {CONFIG}",
+            required="a run's folder with all its files, or a new folder",
+            source="out",
+            change=f"restore {CONFIG} (every checkpoint's {STATE} has it, under the key config)"
+            " and add --resume, or set another out",
+        )
     has_run = holds_run(path)
     raise ConfigError(
         given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",

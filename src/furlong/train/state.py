@@ -58,7 +58,7 @@ class RunState:
             "base_fingerprint": self.base_fingerprint,
             "architecture": self.architecture,
             "metrics_bytes": metrics_bytes,
-            "written_by": {"furlong": __version__, "torch": torch.__version__},
+            "written_by": written_by(self.model),
         }
         tensors = all_tensors(self.model, self.optimizer)
         return save_checkpoint(folder, progress.step, tensors, state)
@@ -72,7 +72,26 @@ class RunState:
         restore_tensors(checkpoint, self.model, self.optimizer)
         restore_groups(state["groups"], self.model, self.optimizer)
         self.scheduler.load_state_dict(dict(state["schedule"]))
+        before = state["written_by"]
+        changed = [
+            f"{name} = {value}, before {before.get(name)}"
+            for name, value in written_by(self.model).items()
+            if value != before.get(name)
+        ]
+        if changed:
+            print(f"{'; '.join(changed)}: the last bits may differ from those of a run without it")
         return Progress.from_dict(state["progress"])
+
+
+def written_by(model: nn.Module) -> dict[str, Any]:
+    """What the last bits of a run depend on, besides all that must not change."""
+    device = next(model.parameters()).device
+    return {
+        "furlong": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
 
 
 def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
