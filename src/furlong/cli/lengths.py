@@ -13,7 +13,6 @@ from furlong.errors import ConfigError
 if TYPE_CHECKING:
     from furlong.plan.lengths import Lengths
 
-_RUN_FILES = (".yaml", ".yml")
 _PICTURES = (".png", ".svg")
 _MAX_NAMED = 3
 
@@ -53,7 +52,9 @@ class _Found:
 
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
-    run_file = len(chosen.data) == 1 and Path(chosen.data[0]).suffix in _RUN_FILES
+    from furlong.config.run_file import is_run_file
+
+    run_file = len(chosen.data) == 1 and is_run_file(chosen.data[0])
     if run_file:
         _refuse_flags_of_data(chosen)
     found = _of_run(chosen) if run_file else _of_data(chosen)

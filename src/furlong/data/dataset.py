@@ -21,6 +21,8 @@ from furlong.units import format_count, format_seconds
 TooLong = Literal["error", "truncate", "drop"]
 
 _MAX_LISTED = 8
+SEQUENCES = "the sequences (a chat template may write the date)"
+"""The name under which a fingerprint has the tokens themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +144,9 @@ class DataSet(Items[Sequence]):
         named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
             self.parts[0].tokenizer
         )
-        keys = [[part.entry.key, part.source.weight] for part in self.parts]
+        keys = [[part.entry.key, part.entry.tokens_key, part.source.weight] for part in self.parts]
         limit = self._max_seq_len if self.num_truncated or self.num_dropped else None
-        return named | {"the sequences": cache.entry_key(keys, limit, self.num_dropped)}
+        return named | {SEQUENCES: cache.entry_key(keys, limit, self.num_dropped)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DataError for a token id or label that a model of `vocab_size` does not know."""

@@ -162,7 +162,8 @@ def describe_batches(num_draws: int, sequences_per_step: int) -> str:
             given=f"train.sequences_per_step = {sequences_per_step:,}",
             required=f"at most {num_draws:,}, the training sequences of an epoch",
             source="train.sequences_per_step, by default 32",
-            change=f"set train.sequences_per_step to {num_draws} or less, or add data",
+            change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise the"
+            " weights of its sources",
         )
     count = batches_per_epoch(num_draws, sequences_per_step)
     line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch"

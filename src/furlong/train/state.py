@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from furlong import __version__
+from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
@@ -101,7 +102,7 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str
     differing = sorted(name for name in names if before.get(name) != fingerprint.get(name))
     if differing:
         # Sequences follow from files and tokenizer: these are named where they are known.
-        causes = [name for name in differing if name != "the sequences"] or differing
+        causes = [name for name in differing if name != SEQUENCES] or differing
         raise CheckpointError(
             given=f"{', '.join(causes)}: changed since the checkpoint was written",
             required="the same files and tokenizer: the order of sequences follows from them",
