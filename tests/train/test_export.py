@@ -39,7 +39,9 @@ def test_a_run_and_a_checkpoint_are_exported(
     AutoModelForCausalLM.from_pretrained(run / "model-step-00000006")
 
 
-def test_a_checkpoint_that_training_removes_meanwhile(tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_checkpoint_that_training_removes_meanwhile(
+    tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A run keeps its newest three, so the one that was found may be gone when it is read."""
     run = tmp_path / "run"
     assert main(tiny_run.arguments(run)) == 0
@@ -50,6 +52,7 @@ def test_a_checkpoint_that_training_removes_meanwhile(tiny_run: TinyRun, tmp_pat
     with pytest.raises(CheckpointError, match="step-00000009, which was removed"):
         export(named)
     assert not (run / "model-step-00000009").exists()
+    assert not [record for record in caplog.records if record.exc_info]  # a traceback in print
 
 
 def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:
