@@ -113,7 +113,8 @@ class World:
         return [
             "train", f"--model.name={model}", "--model.dtype=float32", "--data.max_seq_len=64",
             f"--data.train={self.home / data}", f"--data.cache_dir={self.home / 'cache'}",
-            "--train.steps=2", "--chunks.size=32", f"--out={self.home / 'runs' / name}", *flags,
+            "--train.steps=2", "--train.sequences_per_step=1", "--chunks.size=32",
+            f"--out={self.home / 'runs' / name}", *flags,
         ]  # fmt: skip
 
 
