@@ -67,6 +67,7 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
     assert "1 sequences are longer than data.max_seq_len = 1,000" in capsys.readouterr().out
     assert read_lengths(out).counts == ((4, 1), (10, 2), (100, 4), (3000, 2))
     settings["data"]["too_long"] = "truncate"  # type: ignore[index]
+    run = tmp_path / "config.json"  # as in a run's folder
     run.write_text(json.dumps(settings))
     assert main(["lengths", str(run), f"--out={out}"]) == 0
     assert "above 1,000: 1 truncated, 0 dropped" in capsys.readouterr().out
@@ -79,6 +80,8 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
         ([], "the following arguments are required"),
         (["data"], "data without a tokenizer"),
         (["a.yaml", "b.yaml"], "data without a tokenizer"),
+        (["a.yaml", "--format=text"], "--format with a run file"),
+        (["a.yaml", "--split=train"], "--split with a run file"),
         (["nowhere.yaml"], "nowhere.yaml: No such file"),
         (["data", "--tokenizer=nowhere"], "nowhere"),
         (["data", "--out=lengths.txt"], "--out lengths.txt"),

@@ -37,6 +37,18 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "lengths", "export", "verify"])
+def test_a_working_folder_that_was_deleted(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main([verb, "run.yaml"]) == 2
+    assert "given:    a working folder that no longer exists" in capsys.readouterr().err
+
+
 def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:
     program = "import furlong.cli.train as verb; verb.run = lambda rest: 1 / 0; "
     finished = subprocess.run(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from furlong.cli.output import lasting_output
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
 # Stands in for a verb: lines before, between and after the work, one of them to stderr.
@@ -51,6 +55,15 @@ def test_the_work_is_done_whatever_becomes_of_the_output(tmp_path: Path, redirec
     assert (tmp_path / "out").read_text() == "done", finished.stderr
     assert (tmp_path / "code").read_text() == "code 0\n"
     assert "Traceback" not in finished.stderr and "Exception" not in finished.stderr
+
+
+def test_whole_lines_are_there_at_once() -> None:
+    """A log file is read while the work goes on."""
+    buffer = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(buffer)) as log, lasting_output():
+        print("data.train: read")
+        assert buffer.getvalue() == b"data.train: read\n"
+    log.detach()
 
 
 @pytest.mark.parametrize("verb", ["train", "lengths"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -222,9 +223,9 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, texts: Path) ->
 def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
 
-    def fingerprint(*sources: Source, **options: Any) -> str:
+    def fingerprint(*sources: Source, **options: Any) -> tuple[tuple[str, str], ...]:
         data = load_data(sources, word_tokenizer(), cache_dir=str(tmp_path / "cache"), **options)
-        return data.fingerprint
+        return tuple(data.fingerprint.items())
 
     one, two = Source(str(texts)), Source(str(other))
     first = fingerprint(one, two)
@@ -238,6 +239,21 @@ def test_the_fingerprint_is_that_of_the_sequences(tmp_path: Path, texts: Path) -
         fingerprint(one, two, max_seq_len=4, too_long="truncate"),
     }
     assert len(others | {first}) == 7
+
+
+def test_a_template_that_writes_the_time_makes_other_data(tmp_path: Path) -> None:
+    """The same files and the same tokenizer, but a cache that was deleted in between."""
+    turn = "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    turns = f"{{% for m in messages %}}{turn}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
+    tokenizer = byte_tokenizer("{{ strftime_now('%f') }}" + turns)
+    chats = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    first = load(tmp_path, chats, tokenizer=tokenizer).fingerprint
+    assert load(tmp_path, chats, tokenizer=tokenizer).fingerprint == first
+    shutil.rmtree(tmp_path / "cache")
+    second = load(tmp_path, chats, tokenizer=tokenizer).fingerprint
+    assert {name for name in first if first[name] != second[name]} == {
+        "the sequences (a chat template may write the date)"
+    }
 
 
 def test_weights_make_the_mixture(tmp_path: Path, texts: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import chain, islice
 from typing import Any
@@ -16,6 +17,7 @@ from furlong.data.loader import (
     LoaderState,
     Mixture,
     batches_per_epoch,
+    count_steps,
     describe_batches,
     in_order,
     iterate_batches,
@@ -95,6 +97,21 @@ def test_a_position_is_two_whole_numbers(values: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="epoch and batch"):
         LoaderState.from_dict(values)
     assert LoaderState.from_dict({"epoch": 2, "batch": 1}) == LoaderState(2, 1)
+
+
+def test_epochs_are_passes_whatever_is_skipped() -> None:
+    """As many steps as there are batches with a label in so many passes over the data."""
+    labels = np.array([False, False, True, False, False, False, False, True, False, False])
+    mixture = Mixture((10,), (1.0,))
+    for epochs, per_step in ((1, 1), (3, 2), (2.5, 3), (4, 10)):
+        order = [mixture.order(5, epoch) for epoch in range(4)]
+        batches = [ids[i : i + per_step] for ids in order for i in range(0, 10, per_step)]
+        passed = batches[: math.ceil(epochs * math.ceil(10 / per_step))]
+        expected = sum(bool(labels[batch].any()) for batch in passed)
+        given = count_steps(epochs, labels, mixture, sequences_per_step=per_step, seed=5)
+        assert given == expected
+    assert count_steps(3, labels, mixture, sequences_per_step=1, seed=0) == 6
+    assert count_steps(2.5, labels | True, mixture, sequences_per_step=4, seed=0) == 8
 
 
 def test_weights_are_draws_per_epoch() -> None:

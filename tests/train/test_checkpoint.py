@@ -17,6 +17,7 @@ import torch
 
 from furlong.errors import CheckpointError
 from furlong.train import checkpoint as module
+from furlong.train import checkpoint_folder
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.checkpoint_folder import (
     DamagedCheckpointError,
@@ -142,6 +143,25 @@ def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
         cut(checkpoint / "state.json")
     with pytest.raises(CheckpointError, match="2 damaged checkpoints and no other"):
         newest_checkpoint(tmp_path)
+
+
+def test_a_run_that_trains_on_while_its_checkpoints_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is removed meanwhile is not damaged, and newer ones have been written."""
+    save(tmp_path, 1, 2, 3)
+    measure = checkpoint_folder.measure_files
+
+    def measure_late(checkpoint: Path) -> dict[str, dict[str, Any]]:
+        monkeypatch.setattr(checkpoint_folder, "measure_files", measure)
+        save(tmp_path, 4, 5, 6)
+        return measure(checkpoint)
+
+    monkeypatch.setattr(checkpoint_folder, "measure_files", measure_late)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-00000006"
+    assert not capsys.readouterr().out
 
 
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:

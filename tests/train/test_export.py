@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from tiny_runs import TinyRun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
+from furlong.errors import CheckpointError
+from furlong.train.export import export
+from furlong.train.exportable import find_exportable
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -33,6 +37,22 @@ def test_a_run_and_a_checkpoint_are_exported(
     assert f"exported step 6 to {run / 'model-step-00000006'}" in capsys.readouterr().out
     assert (run / "model-step-00000006" / "model.safetensors").read_bytes() != last
     AutoModelForCausalLM.from_pretrained(run / "model-step-00000006")
+
+
+def test_a_checkpoint_that_training_removes_meanwhile(
+    tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run keeps its newest three, so the one that was found may be gone when it is read."""
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run)) == 0
+    newest = find_exportable(run)
+    named = find_exportable(newest.checkpoint)
+    shutil.rmtree(newest.checkpoint)
+    assert export(newest) == run / "model-step-00000008"
+    with pytest.raises(CheckpointError, match="step-00000009, which was removed"):
+        export(named)
+    assert not (run / "model-step-00000009").exists()
+    assert not [record for record in caplog.records if record.exc_info]  # a traceback in print
 
 
 def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -155,17 +155,31 @@ def test_weights_and_biases_goes_on_with_its_run(
     assert [run.logged for run in runs] == [[(1, {"loss": 2.0})], [(5, {"loss": 2.0})]]
 
 
+def test_records_that_are_lost_are_told(tmp_path: Path) -> None:
+    file, said = tmp_path / "metrics.jsonl", list[str]()
+    for content, lost in ((None, "24 of 24"), (b"1234567\n", "16 of 24"), (b"x" * 24, None)):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        with MetricsLog(file, 1, said.append, keep_bytes=24):
+            pass
+        assert said == ([f"{file}: {lost} bytes of earlier records are gone"] if lost else [])
+        said.clear()
+
+
+@pytest.mark.parametrize("kind", [None, ValueError])
 def test_a_run_that_weights_and_biases_refuses_can_go_on(
     tiny_run: TinyRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    kind: type[Exception] | None,
 ) -> None:
     class WandbError(Exception):
         pass
 
     def init(**settings: Any) -> FakeRun:
-        raise WandbError("No API key configured.")
+        raise (kind or WandbError)("No API key configured.")
 
     wandb = types.SimpleNamespace(init=init, Error=WandbError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -6,11 +6,13 @@ import fcntl
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import TinyRun
 
 from furlong.cli.main import main
@@ -227,8 +229,89 @@ def test_other_data_is_refused(
         signal_after(patched, 2)
         assert main(tiny_run.arguments(run, flag)) == 0
     (texts / "0.txt").write_text("other words")
+    monkeypatch.delattr("furlong.train.run.build_run_model")  # it is told before that
     assert main(tiny_run.arguments(run, flag, "--resume")) == 2
-    assert "training data other than that of the checkpoint" in capsys.readouterr().err
+    assert f"given:    the files of {texts}: changed since" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_run.folder / "model", model)
+    run, flag = tmp_path / "run", f"--model.name={model}"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(run, flag)) == 0
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(tiny_run.arguments(run, flag, "--resume")) == 2
+    message = capsys.readouterr().err
+    assert "given:    the tokenizer (its files, or the versions of transformers" in message
+    assert "texts" not in message.splitlines()[0]
+
+
+def test_what_may_change_the_last_bits_is_told(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(run)) == 0
+    before = torch.get_num_threads()
+    with monkeypatch.context() as patched:
+        signal_after(patched, 4)
+        assert main(tiny_run.arguments(run, "--resume")) == 0
+        assert "last bits" not in capsys.readouterr().out
+        torch.set_num_threads(before + 1)
+        try:
+            signal_after(patched, 6)
+            assert main(tiny_run.arguments(run, "--resume")) == 0
+        finally:
+            torch.set_num_threads(before)
+    told = f"threads = {before + 1}, before {before}: the last bits may differ"
+    assert told in capsys.readouterr().out
+
+
+def test_checkpoints_without_their_run(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    (run / "config.json").unlink()
+    assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 2
+    message = capsys.readouterr().err
+    assert f"out = {run}, which holds checkpoints but no config.json" in message
+    assert "change:   restore config.json" in message
+
+
+def test_a_run_that_was_moved_is_not_begun_anew(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its config still names the old place."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with monkeypatch.context() as patched:
+        signal_after(patched, 2)
+        assert main(tiny_run.arguments(old)) == 0
+    old.rename(new)
+    resume = ["train", str(new / "config.json"), "--resume"]
+    assert main(resume) == 2
+    message = capsys.readouterr().err
+    assert f"given:    {new}, a run whose config says out = {old}" in message
+    assert f"change:   add --out={new}" in message
+    assert not old.exists()
+    assert main([*resume, f"--out={new}"]) == 0
+    assert main(tiny_run.arguments(tmp_path / "whole")) == 0
+    assert weights(new) == weights(tmp_path / "whole")
+    assert main([*resume]) == 0  # its config names the new place now
 
 
 def test_nothing_to_resume_is_a_new_run(

@@ -92,6 +92,18 @@ def test_a_run_leaves_a_model_and_its_figures(
     assert loss == pytest.approx(report["eval_loss_after"], rel=1e-4)
 
 
+def test_an_epoch_is_one_pass_though_batches_are_skipped(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    records = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 5 + [{"input_ids": [1, 2, 3]}]
+    data.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    flags = [f"--data.train={data}", "--train.sequences_per_step=1", "--train.epochs=2"]
+    rest = [argument for argument in arguments if not argument.startswith("--data.train=")]
+    assert main([*rest, *flags]) == 0
+    assert read_json(tmp_path / "run" / "report.json")["num_steps"] == 2
+
+
 def test_the_same_seed_gives_the_same_losses(arguments: list[str], tmp_path: Path) -> None:
     losses = []
     for out, seed in (("one", 0), ("two", 0), ("three", 1)):

@@ -16,6 +16,7 @@ from furlong.kv.store import KVStore
 from furlong.runtime import executor
 from furlong.runtime.cell import Cell
 from furlong.verify.checks import (
+    Bound,
     Finding,
     bound_of,
     check_accumulation,
@@ -23,7 +24,14 @@ from furlong.verify.checks import (
     check_isolation,
 )
 from furlong.verify.shrink import shrink_config
-from furlong.verify.subject import EXACT, ROUNDED, Subject, build_subject
+from furlong.verify.subject import (
+    EXACT,
+    ROUNDED,
+    Subject,
+    build_subject,
+    sequences,
+    take_gradients,
+)
 
 OPTIONS = furlong.ChunkOptions(size=16)
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
@@ -47,7 +55,11 @@ def subject_of(family: str, lora: dict[str, Any] | None = None) -> Subject:
 
 @pytest.fixture(scope="module")
 def llama() -> Subject:
-    return subject_of("llama")
+    """Looked at by the engine before a test breaks it: the start-up check would refuse it."""
+    subject = subject_of("llama")
+    Engine(subject.model, max_seq_len=subject.max_seq_len).forward_backward(sequences(), OPTIONS)
+    take_gradients(subject.model)
+    return subject
 
 
 def marked(name: str) -> Any:
@@ -122,6 +134,14 @@ def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.M
 
     monkeypatch.setattr(executor, "chunk_inputs", blind)
     assert not run(check_isolation, llama).passed
+
+
+def test_few_layers_with_a_short_window_see_the_other_token() -> None:
+    """Two layers with windows of 12 see 22 tokens back; the first sequence's prompt has 35."""
+    config = transformers.MistralConfig(num_hidden_layers=2)
+    subject = build_subject(shrink_config(config, max_seq_len=4096), OPTIONS, None)
+    finding = check_isolation(subject, Bound(EXACT, "exact"))
+    assert finding.passed, finding
 
 
 def test_a_nan_is_no_small_error(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from furlong.errors import ConfigError
 if TYPE_CHECKING:
     from furlong.plan.lengths import Lengths
 
-_RUN_FILES = (".yaml", ".yml")
 _PICTURES = (".png", ".svg")
 _MAX_NAMED = 3
 
@@ -30,6 +29,20 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+def _refuse_flags_of_data(chosen: argparse.Namespace) -> None:
+    for flag, value, key in (
+        ("--format", chosen.format, "data.format"),
+        ("--split", chosen.split, "{path: ..., split: ...} in data.train"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                given=f"{flag} with a run file",
+                required="the run's own data",
+                source="the command line",
+                change=f"write {key} in {chosen.data[0]}, or name the data instead of the run",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     lengths: Lengths
@@ -39,7 +52,11 @@ class _Found:
 
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
-    run_file = len(chosen.data) == 1 and Path(chosen.data[0]).suffix in _RUN_FILES
+    from furlong.config.run_file import is_run_file
+
+    run_file = len(chosen.data) == 1 and is_run_file(chosen.data[0])
+    if run_file:
+        _refuse_flags_of_data(chosen)
     found = _of_run(chosen) if run_file else _of_data(chosen)
     _show(found, chosen.out, chosen.picture)
     return 0
@@ -57,7 +74,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", metavar="T", help="hub id or folder; default: the run's")
     parser.add_argument(
-        "--format", choices=("auto", "text", "chat", "completion", "tokens"), default="auto",
+        "--format", choices=("auto", "text", "chat", "completion", "tokens"),
         help="shape of the records of DATA (default: auto)",
     )  # fmt: skip
     parser.add_argument("--split", help="which split of folders that hold several")
@@ -109,7 +126,7 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
 
     sources = [Source(path, split=chosen.split) for path in chosen.data]
     tokenizer = _tokenizer(chosen.tokenizer, "--tokenizer")
-    data = load_data(sources, tokenizer, format=chosen.format, key="data")
+    data = load_data(sources, tokenizer, format=chosen.format or "auto", key="data")
     print(*data.describe(), sep="\n")
     num_more = len(chosen.data) - _MAX_NAMED
     title = ", ".join(chosen.data[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")

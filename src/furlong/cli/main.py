@@ -7,6 +7,7 @@ number (130 for Ctrl-C) where a signal ended the verb; 1 for our own failures, w
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -72,6 +73,8 @@ def _check_written(out: Output, arguments: list[str]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] and arguments[0] in _VERBS:
+        _check_working_folder()
     match arguments:
         case [] | ["--help" | "-h", *_]:
             print(_HELP, end="")
@@ -106,3 +109,16 @@ def _dispatch(arguments: list[str]) -> int:
         source="the command line",
         change=f"did you mean furlong {close[0]}?" if close else "see furlong --help",
     )
+
+
+def _check_working_folder() -> None:
+    """Libraries end the process, in words of their own, where there is none."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            given="a working folder that no longer exists",
+            required="a folder to be called from",
+            source="the command line",
+            change="change to a folder that exists (cd)",
+        ) from error

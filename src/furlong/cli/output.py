@@ -28,6 +28,8 @@ class Output:
                 self._stream.write(text)
             except (OSError, ValueError) as error:
                 self._give_up(error)
+        if "\n" in text:  # a log file is read while the work goes on
+            self.flush()
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

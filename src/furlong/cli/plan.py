@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from furlong.cli.plan_flags import RUN_FILES, parse_flags
+from furlong.cli.plan_flags import parse_flags
 from furlong.errors import ConfigError
 
 _OF_THE_SEARCH = (
@@ -17,7 +17,7 @@ _OF_THE_SEARCH = (
 def run(arguments: Sequence[str]) -> int:
     chosen = parse_flags(arguments)
     subject = chosen.subject
-    if subject is None or Path(subject).suffix in RUN_FILES:
+    if subject is None or _is_run_file(subject):
         if chosen.compare:
             from furlong.cli import plan_compare
 
@@ -43,3 +43,9 @@ def run(arguments: Sequence[str]) -> int:
     else:
         plan_saved.show_plan(subject, chosen)
     return 0
+
+
+def _is_run_file(name: str) -> bool:
+    from furlong.config.run_file import is_run_file
+
+    return is_run_file(name)

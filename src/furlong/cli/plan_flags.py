@@ -18,7 +18,6 @@ MAX_BATCH = 16_384
 MAX_SEED = 2**63 - 1
 _MAX_RANK = 65_536
 PICTURES, TRACES = (".png", ".svg", ".html"), (".json",)
-RUN_FILES = (".yaml", ".yml")
 
 _USAGE = """\
 furlong plan RUN.yaml [FLAGS]

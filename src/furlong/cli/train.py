@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from furlong.config.sources import parse_run
+from furlong.errors import ConfigError
 
 _RESUME = "--resume"
 # oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk. It
@@ -21,10 +23,13 @@ def run(arguments: Sequence[str]) -> int:
         arguments,
         switches={_RESUME: "go on with the run in out, from its newest whole checkpoint"},
     )
+    is_resuming = _RESUME in arguments
+    if is_resuming:
+        _check_place(config.out, arguments)
     from furlong.train.start import open_run
 
     with ExitStack() as stack:
-        opened = open_run(stack, config, resume=_RESUME in arguments)
+        opened = open_run(stack, config, resume=is_resuming)
         if opened.report is not None:
             return 0
         for cache in _KERNEL_CACHES:
@@ -34,3 +39,22 @@ def run(arguments: Sequence[str]) -> int:
 
         train_opened(stack, config, opened)
     return 0
+
+
+def _check_place(out: str, arguments: Sequence[str]) -> None:
+    """Raises ConfigError for the config of a run that was moved or copied, or is called from
+    another folder: its `out` is another place, where a new run would begin."""
+    from furlong.train.run_folder import CONFIG, holds_run
+
+    if any(argument.split("=")[0] == "--out" for argument in arguments):
+        return
+    for file in (Path(argument).expanduser() for argument in arguments if argument[:1] != "-"):
+        folder = file.parent
+        is_elsewhere = folder.resolve() != Path(out).expanduser().resolve()
+        if file.name == CONFIG and is_elsewhere and holds_run(folder):
+            raise ConfigError(
+                given=f"{folder}, a run whose config says out = {out}",
+                required="the run's own folder as out",
+                source=str(file),
+                change=f"add --out={folder} to go on with this run",
+            )

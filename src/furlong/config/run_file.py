@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,6 +64,19 @@ class _Loader(yaml.SafeLoader):
         f"{_TAG}int": _int,
         f"{_TAG}float": _float,
     }
+
+
+def is_run_file(name: str) -> bool:
+    """Whether a name is that of a run file: by its ending, or a .json file, such as the
+    config.json of a run's folder, by its sections."""
+    file = Path(name)
+    if file.suffix.lower() != ".json":
+        return file.suffix.lower() in (".yaml", ".yml")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and {"model", "data"} <= values.keys()
 
 
 def read_run_file(file: str) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from furlong.data.sources import SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 
-VERSION = 1
+# 2: the manifest has a checksum of the tokens.
+VERSION = 2
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _PARTIAL = ".partial"
@@ -56,6 +57,8 @@ class Entry:
     index: npt.NDArray[np.int64]
     notes: dict[str, Any]
     """What the writer wanted to be remembered, as plain values."""
+    tokens_key: str
+    """A checksum of all tokens and labels, as they were written."""
 
     def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used."""
@@ -93,7 +96,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
         index = np.load(entry / "index.npy", mmap_mode="r", allow_pickle=False)
         ids = _map(entry / "input_ids.bin")
         labels = _map(entry / "labels.bin") if (entry / "labels.bin").exists() else ids
-        return Entry(key, ids, labels, index, manifest["notes"])
+        return Entry(key, ids, labels, index, manifest["notes"], manifest["tokens_key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -152,6 +155,7 @@ def entry_key(*parts: object) -> str:
 
 def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[str, Any]) -> None:
     index = array("q")
+    tokens = xxhash.xxh3_128()
     stop = 0
     with ExitStack() as opened:
         with _writing(folder):
@@ -167,13 +171,21 @@ def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[st
                 _append(ids, sequence.input_ids)
                 if labels is not None:
                     _append(labels, sequence.labels)
+            for values in (sequence.input_ids, sequence.labels):
+                tokens.update(values.tobytes())
             stop += len(sequence.input_ids)
             valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
             index.extend((stop, sequence.file, sequence.line, valid))
     with _writing(folder):
         rows = np.frombuffer(index, np.int64) if index else np.zeros(0, np.int64)
         np.save(aside / "index.npy", rows.reshape(-1, 4), allow_pickle=False)
-        manifest = {"version": VERSION, "sizes": _sizes(aside), "notes": notes}
+        tokens.update(rows.tobytes())
+        manifest = {
+            "version": VERSION,
+            "sizes": _sizes(aside),
+            "notes": notes,
+            "tokens_key": tokens.hexdigest(),
+        }
         (aside / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         for file in (*aside.iterdir(), aside):
             _synchronise(file)

@@ -21,6 +21,8 @@ from furlong.units import format_count, format_seconds
 TooLong = Literal["error", "truncate", "drop"]
 
 _MAX_LISTED = 8
+SEQUENCES = "the sequences (a chat template may write the date)"
+"""The name under which a fingerprint has the tokens themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +32,10 @@ class TokenizedSource:
     source: Source
     listing: Listing
     entry: cache.Entry
+    content: str
+    """A checksum of the files."""
+    tokenizer: str
+    """A checksum of all that decides which ids a text gets."""
     tokenized_s: float | None
     """Seconds that tokenizing took; None if the entry was there."""
 
@@ -92,7 +98,9 @@ class DataSet(Items[Sequence]):
             limit,
         )
         """(N,) tokens of every sequence."""
-        self.num_valid_tokens = self._count_valid_tokens(above, dropping)
+        self.valid_tokens = self._count_valid_tokens(above, dropping)
+        """(N,) tokens of every sequence that are learnt."""
+        self.num_valid_tokens = int(self.valid_tokens.sum())
         if not self.num_valid_tokens:
             raise self._nothing_to_learn()
 
@@ -130,11 +138,15 @@ class DataSet(Items[Sequence]):
         return Mixture(sizes, tuple(part.source.weight for part in self.parts))
 
     @property
-    def fingerprint(self) -> str:
-        """A checksum of all that decides which sequence has which number."""
-        keys = [[part.entry.key, part.source.weight] for part in self.parts]
+    def fingerprint(self) -> dict[str, str]:
+        """Checksums of all that decides which sequence has which number, by what they are of."""
+        named = {f"the files of {printable(part.source.path)}": part.content for part in self.parts}
+        named["the tokenizer (its files, or the versions of transformers and tokenizers)"] = (
+            self.parts[0].tokenizer
+        )
+        keys = [[part.entry.key, part.entry.tokens_key, part.source.weight] for part in self.parts]
         limit = self._max_seq_len if self.num_truncated or self.num_dropped else None
-        return cache.entry_key(keys, limit, self.num_dropped)
+        return named | {SEQUENCES: cache.entry_key(keys, limit, self.num_dropped)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DataError for a token id or label that a model of `vocab_size` does not know."""
@@ -175,15 +187,17 @@ class DataSet(Items[Sequence]):
         number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
         return self.parts[number], int(self._rows[number][seq_id - self._starts[number]])
 
-    def _count_valid_tokens(self, above: Items[npt.NDArray[np.bool_]], dropping: bool) -> int:
-        count = 0
+    def _count_valid_tokens(
+        self, above: Items[npt.NDArray[np.bool_]], dropping: bool
+    ) -> npt.NDArray[np.int64]:
+        counts = []
         for part, rows, over in zip(self.parts, self._rows, above, strict=True):
-            whole = rows if dropping else rows[~over[rows]]
-            count += int(part.entry.index[whole, 3].sum())
+            own = np.array(part.entry.index[:, 3])
             for row in () if dropping else np.flatnonzero(over):
                 labels = part.entry.tokens(int(row))[1][1 : self._max_seq_len]
-                count += int(np.count_nonzero(labels != IGNORE_INDEX))
-        return count
+                own[row] = np.count_nonzero(labels != IGNORE_INDEX)
+            counts.append(own[rows])
+        return np.concatenate(counts)
 
     def _too_long(
         self, lens: Items[npt.NDArray[np.int64]], num_above: int, limit: int

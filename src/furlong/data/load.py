@@ -94,7 +94,7 @@ def _tokenized(
     entry_key = cache.entry_key(content, print_of_tokenizer, format)
     entry = cache.read_entry(folder, entry_key)
     if entry is not None:
-        return TokenizedSource(source, listing, entry, None)
+        return TokenizedSource(source, listing, entry, content, print_of_tokenizer, None)
     started_s = time.perf_counter()
     notes: dict[str, Any] = {}
     encoded = _encoded(files, tokenizer, format, key, notes)
@@ -110,7 +110,8 @@ def _tokenized(
             )
 
     entry = cache.write_entry(folder, entry_key, unchanged(), notes)
-    return TokenizedSource(source, listing, entry, time.perf_counter() - started_s)
+    tokenized_s = time.perf_counter() - started_s
+    return TokenizedSource(source, listing, entry, content, print_of_tokenizer, tokenized_s)
 
 
 def _encoded(

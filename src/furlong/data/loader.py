@@ -128,6 +128,30 @@ def batches_per_epoch(num_draws: int, sequences_per_step: int) -> int:
     return math.ceil(num_draws / sequences_per_step)
 
 
+def count_steps(
+    epochs: float,
+    has_label: npt.NDArray[np.bool_],
+    mixture: Mixture,
+    *,
+    sequences_per_step: int,
+    seed: int,
+) -> int:
+    """Steps of so many epochs, at least one: their batches but for those that are skipped.
+
+    has_label: (N,), which sequences have something to learn.
+    """
+    per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
+    num_batches = math.ceil(epochs * per_epoch)
+    if has_label.all():
+        return num_batches
+    num_steps = 0
+    for epoch in range(math.ceil(epochs)):
+        drawn = has_label[mixture.order(seed, epoch)]
+        labelled = np.logical_or.reduceat(drawn, np.arange(0, len(drawn), sequences_per_step))
+        num_steps += int(np.count_nonzero(labelled[: num_batches - epoch * per_epoch]))
+    return max(1, num_steps)
+
+
 def describe_batches(num_draws: int, sequences_per_step: int) -> str:
     """The sizes of an epoch's global batches, for people.
 
@@ -138,7 +162,8 @@ def describe_batches(num_draws: int, sequences_per_step: int) -> str:
             given=f"train.sequences_per_step = {sequences_per_step:,}",
             required=f"at most {num_draws:,}, the training sequences of an epoch",
             source="train.sequences_per_step, by default 32",
-            change=f"set train.sequences_per_step to {num_draws} or less, or add data",
+            change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise the"
+            " weights of its sources",
         )
     count = batches_per_epoch(num_draws, sequences_per_step)
     line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch"

@@ -26,7 +26,12 @@ from furlong.models.files import (
     check_sizes,
     reason,
 )
-from furlong.models.folder import check_folder, check_folder_files, with_adapters
+from furlong.models.folder import (
+    check_export_folder,
+    check_folder,
+    check_folder_files,
+    with_adapters,
+)
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.weights import check_weights
 
@@ -71,17 +76,6 @@ def build_model(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
     return model.train()
-
-
-def check_export_folder(folder: Path) -> None:
-    """Raises ConfigError if there is something already."""
-    if folder.exists():
-        raise ConfigError(
-            given=f"{folder} exists",
-            required="a new folder",
-            source="the export",
-            change="move it away or choose another one",
-        )
 
 
 def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype) -> Path:

@@ -75,6 +75,17 @@ def check_folder_files(folder: Path) -> None:
     check_readable(config)
 
 
+def check_export_folder(folder: Path) -> None:
+    """Raises ConfigError if there is something already."""
+    if folder.exists():
+        raise ConfigError(
+            given=f"{folder} exists",
+            required="a new folder",
+            source="the export",
+            change="move it away or choose another one",
+        )
+
+
 def with_adapters(source: str, *, beside_config: bool = True) -> ConfigError:
     """The error for a folder or hub id that holds adapters."""
     return ConfigError(

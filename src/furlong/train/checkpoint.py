@@ -112,6 +112,7 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises CheckpointError for a name that it lacks or a shape that differs.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
+    reader.read_metadata()  # where this fails, DCP would print a traceback
     try:
         load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as failure:

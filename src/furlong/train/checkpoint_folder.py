@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import xxhash
 
 from furlong.errors import CheckpointError
 
-# 2: the model's architecture is stored, and warm-up begins above zero.
+# 2: the model's architecture is stored, the data's parts are, and warm-up begins above zero.
 FORMAT_VERSION = 2
 NUM_KEPT = 3
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -32,6 +33,26 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint do not fit its manifest."""
+
+
+class RemovedCheckpointError(CheckpointError):
+    """A checkpoint was removed while it was read."""
+
+
+@contextmanager
+def removal_told(checkpoint: Path) -> Iterator[None]:
+    """Raises RemovedCheckpointError for whatever fails because `checkpoint` is no longer there."""
+    try:
+        yield
+    except Exception as error:  # what DCP raises is of many types
+        if os.path.lexists(checkpoint):
+            raise
+        raise RemovedCheckpointError(
+            given=f"checkpoint {checkpoint.name}, which was removed while it was read",
+            required=f"a checkpoint that stays: a run keeps its newest {NUM_KEPT}",
+            source=str(checkpoint.parent),
+            change="export the run instead of one checkpoint, or copy the checkpoint first",
+        ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -54,18 +75,24 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Damaged ones are named in print and passed over. Nothing is changed: another process may be
     writing. Raises CheckpointError if all are damaged.
     """
-    checkpoints = list_checkpoints(folder)
-    for checkpoint in reversed(checkpoints):
+    damaged: list[Path] = []
+    # Listed again after each: a run that trains on removes its oldest and writes newer ones.
+    while left := [path for path in list_checkpoints(folder) if path not in damaged]:
+        newest = left[-1]
         try:
-            check_checkpoint(checkpoint)
+            with removal_told(newest):
+                check_checkpoint(newest)
         except DamagedCheckpointError as error:
             print(f"not loaded: {error.given}")
+            damaged.append(newest)
+        except RemovedCheckpointError:
+            continue
         else:
-            return checkpoint
-    if not checkpoints:
+            return newest
+    if not damaged:
         return None
     raise CheckpointError(
-        given=f"{len(checkpoints)} damaged checkpoints and no other",
+        given=f"{len(damaged)} damaged checkpoints and no other",
         required="a checkpoint whose files fit its manifest",
         source=str(folder),
         change="restore one from a copy, or start anew with another out",

@@ -11,23 +11,38 @@ from furlong.data.tokenize import load_tokenizer
 from furlong.models.build import export_model
 from furlong.train.architecture import check_architecture
 from furlong.train.checkpoint import load_tensors, one_process
+from furlong.train.checkpoint_folder import RemovedCheckpointError, removal_told
 from furlong.train.disk import folder_errors_reported
 from furlong.train.exportable import Exportable
 from furlong.train.run import build_run_model, read_architecture
 from furlong.train.state import base_fingerprint, check_base, trained_tensors
 
+_NUM_TRIES = 5
+
 
 def export(found: Exportable) -> Path:
     """Writes the model of a checkpoint into a new folder; returns it.
 
-    Adapters are written in peft's format or added to the base's weights. Raises CheckpointError or
+    Adapters are written in peft's format or added to the base's weights. A run that trains on may
+    remove its checkpoint meanwhile: then its newest is taken. Raises CheckpointError or
     ConfigError.
     """
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return _export(found)
+        except RemovedCheckpointError:
+            if found.checkpoint == found.source:
+                raise
+            found = found.again()
+    return _export(found)
+
+
+def _export(found: Exportable) -> Path:
     checkpoint, state, config = found.checkpoint, found.state, found.config
     check_architecture(checkpoint, state, read_architecture(config), config.model.name)
     model = build_run_model(config)
     check_base(checkpoint, state, base_fingerprint(model))
-    with one_process():
+    with one_process(), removal_told(checkpoint):
         load_tensors(checkpoint, trained_tensors(model))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if found.merge:

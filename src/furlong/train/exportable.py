@@ -9,13 +9,14 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folder import check_files
+from furlong.models.folder import check_export_folder, check_files
 from furlong.train.checkpoint_folder import (
     MANIFEST,
     STATE,
     check_checkpoint,
     newest_checkpoint,
     read_state,
+    removal_told,
 )
 from furlong.train.disk import check_creatable, folder_errors_reported
 from furlong.train.run_folder import CHECKPOINTS
@@ -33,6 +34,13 @@ class Exportable:
     merge: bool
     """Whether adapters are added to their base."""
     out: Path
+    source: Path
+    """The run or checkpoint that was named."""
+    given_out: Path | None
+
+    def again(self) -> Exportable:
+        """What is found now, where a run has removed the checkpoint since."""
+        return find_exportable(self.source, merge=self.merge, out=self.given_out)
 
 
 def find_exportable(source: Path, *, merge: bool = False, out: Path | None = None) -> Exportable:
@@ -43,7 +51,8 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
     """
     with folder_errors_reported(source):
         checkpoint = _find_checkpoint(source)
-        state = read_state(checkpoint)
+        with removal_told(checkpoint):
+            state = read_state(checkpoint)
     config = build_run(state["config"], str(checkpoint / STATE))
     if merge and config.model.lora is None:
         raise ConfigError(
@@ -53,22 +62,17 @@ def find_exportable(source: Path, *, merge: bool = False, out: Path | None = Non
             change="leave --merge out: the checkpoint's weights are whole",
         )
     name = f"model-{checkpoint.name}{'-merged' if merge else ''}"
-    out = out or checkpoint.absolute().parent.parent / name
-    check_creatable(out, "the export")
-    if out.exists():
-        raise ConfigError(
-            given=f"{out} exists",
-            required="a new folder",
-            source="the export",
-            change="move it away or choose another one",
-        )
+    folder = out or checkpoint.absolute().parent.parent / name
+    check_creatable(folder, "the export")
+    check_export_folder(folder)
     check_files(config.model.name)
-    return Exportable(checkpoint, state, config, merge, out)
+    return Exportable(checkpoint, state, config, merge, folder, source, out)
 
 
 def _find_checkpoint(source: Path) -> Path:
     if (source / MANIFEST).exists() or (source.parent.name == CHECKPOINTS and source.is_dir()):
-        check_checkpoint(source)
+        with removal_told(source):
+            check_checkpoint(source)
         return source
     checkpoint = newest_checkpoint(source / CHECKPOINTS)
     if checkpoint is None:

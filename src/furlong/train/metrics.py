@@ -34,8 +34,8 @@ class MetricsLog:
         """`keep_bytes`: how much of the file belongs to what is continued; None: all of it.
         `advance` is told every step that has been taken.
         """
-        if keep_bytes is not None:
-            _cut(file, keep_bytes)
+        if keep_bytes is not None and (num_lost_bytes := _cut(file, keep_bytes)):
+            say(f"{file}: {num_lost_bytes:,} of {keep_bytes:,} bytes of earlier records are gone")
         self._file = file.open("a", encoding="utf-8", buffering=1)
         self._num_steps = num_steps
         self._say = say
@@ -147,9 +147,12 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
     return say, lambda step: bar.update(task, completed=step)
 
 
-def _cut(file: Path, keep_bytes: int) -> None:
-    """Leave the whole lines within the first `keep_bytes`."""
-    if file.exists():
-        kept = file.read_bytes()[:keep_bytes]
-        with file.open("r+b") as opened:
-            opened.truncate(kept.rfind(b"\n") + 1)
+def _cut(file: Path, keep_bytes: int) -> int:
+    """Leave the whole lines within the first `keep_bytes`; returns how many of these are missing,
+    as when somebody has moved the file away."""
+    if not file.exists():
+        return keep_bytes
+    kept = file.read_bytes()[:keep_bytes]
+    with file.open("r+b") as opened:
+        opened.truncate(kept.rfind(b"\n") + 1)
+    return keep_bytes - len(kept)

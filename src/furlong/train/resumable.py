@@ -44,7 +44,7 @@ class RunData:
     """The global batches from a position on, endless."""
     train: Items[Sequence]
     held_out: Items[Sequence] | None
-    fingerprint: str
+    fingerprint: dict[str, str]
     """Changes with the training sequences or their order."""
 
 
@@ -107,7 +107,7 @@ def _build_state(
     config: RunConfig,
     model: nn.Module,
     options: ChunkOptions,
-    data_fingerprint: str,
+    data_fingerprint: dict[str, str],
     num_steps: int,
     architecture: dict[str, Any],
 ) -> RunState:
@@ -220,7 +220,8 @@ def _build_meter(config: RunConfig, model: Any, fingerprint: str | None) -> MfuM
 
 def _tell_how_to_go_on(folder: Path, signal_name: str | None, step: int, num_steps: int) -> None:
     where = f"stopped by {signal_name} after step {step} of {num_steps}"
+    command = f"furlong train {folder / CONFIG} --resume"
     if list_checkpoints(folder / CHECKPOINTS):
-        print(f"{where}; go on with: furlong train {folder / CONFIG} --resume")
+        print(f"{where}; go on with: {command}")
     else:
-        print(f"{where}; there is no checkpoint: furlong train --resume begins again")
+        print(f"{where}; there is no checkpoint: {command} begins again")

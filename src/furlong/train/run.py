@@ -15,7 +15,7 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data
-from furlong.data.loader import batches_per_epoch, describe_batches, iterate_batches
+from furlong.data.loader import count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.models.build import build_model, export_model, read_config
 from furlong.models.check import check_model
@@ -39,6 +39,7 @@ from furlong.train.run_folder import (
     create_run_folder,
 )
 from furlong.train.start import open_run, source_of
+from furlong.train.state import check_data
 from furlong.train.stop import StopRequest
 from furlong.units import format_count
 
@@ -80,6 +81,8 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
         check_architecture(run.checkpoint, run.state, architecture, config.model.name)
     tokenizer = load_tokenizer(config.model.name)
     data = load_splits(config.data, tokenizer)
+    if run.checkpoint is not None and run.state is not None:
+        check_data(run.checkpoint, run.state, data["train"].fingerprint)
     draws_per_epoch = sum(data["train"].mixture.draws)
     print(f"data.train: {describe_batches(draws_per_epoch, config.train.sequences_per_step)}")
     decision = None
@@ -92,7 +95,7 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     for split in data.values():
         split.check_vocabulary(model.get_input_embeddings().num_embeddings)
     engine = Engine(model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype)
-    num_steps = _count_steps(config.train, draws_per_epoch)
+    num_steps = _count_steps(config.train, data["train"])
     _announce(config, model, options, decision, device, num_steps)
     settings = config.train
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -204,12 +207,17 @@ def _run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:
     )
 
 
-def _count_steps(settings: TrainConfig, draws_per_epoch: int) -> int:
+def _count_steps(settings: TrainConfig, train: DataSet) -> int:
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None  # the schema holds it
-    per_epoch = batches_per_epoch(draws_per_epoch, settings.sequences_per_step)
-    return math.ceil(settings.epochs * per_epoch)
+    return count_steps(
+        settings.epochs,
+        train.valid_tokens > 0,
+        train.mixture,
+        sequences_per_step=settings.sequences_per_step,
+        seed=settings.seed,
+    )
 
 
 def _announce(

@@ -70,7 +70,7 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
     path = Path(config.out).expanduser()
     check_creatable(path, "out")
     with folder_errors_reported(path):
-        if not resume or not _holds_run(path):
+        if not resume or not holds_run(path):
             _check_empty(path, config.out)
             if resume:
                 print(f"nothing to resume in {path}: a new run")
@@ -205,8 +205,8 @@ def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, A
     }
 
 
-def _holds_run(path: Path) -> bool:
-    """A Hugging Face model's folder has a config.json as well."""
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in `path`. A Hugging Face model's folder has a config.json too."""
     return (path / CONFIG).exists() and any(
         (path / name).exists() for name in (OPTIONS, METRICS, CHECKPOINTS)
     )
@@ -230,7 +230,15 @@ def _check_empty(path: Path, out: str) -> None:
         return
     if path.is_dir() and all(_is_leftover(entry) for entry in path.iterdir()):
         return
-    has_run = _holds_run(path)
+    if (path / CHECKPOINTS).is_dir() and not (path / CONFIG).exists():
+        raise ConfigError(
+            given=f"out = {out}, which holds checkpoints but no {CONFIG}",
+            required="a run's folder with all its files, or a new folder",
+            source="out",
+            change=f"restore {CONFIG} (every checkpoint's {STATE} has it, under the key config)"
+            " and add --resume, or set another out",
+        )
+    has_run = holds_run(path)
     raise ConfigError(
         given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",
         required="a folder that does not exist or is empty",

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from furlong import __version__
+from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
@@ -37,8 +38,8 @@ class RunState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    data_fingerprint: str
-    """Identifies the training sequences and their order in the files."""
+    data_fingerprint: dict[str, str]
+    """Identifies the training sequences and their order, see `DataSet.fingerprint`."""
     base_fingerprint: str | None
     """Identifies what is not saved, see `base_fingerprint`."""
     architecture: dict[str, Any]
@@ -58,7 +59,7 @@ class RunState:
             "base_fingerprint": self.base_fingerprint,
             "architecture": self.architecture,
             "metrics_bytes": metrics_bytes,
-            "written_by": {"furlong": __version__, "torch": torch.__version__},
+            "written_by": written_by(self.model),
         }
         tensors = all_tensors(self.model, self.optimizer)
         return save_checkpoint(folder, progress.step, tensors, state)
@@ -66,20 +67,48 @@ class RunState:
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
         """Puts everything into place as it was when the checkpoint was taken.
 
-        Raises CheckpointError when data, base model or parameters are others.
+        Raises CheckpointError when base model or parameters are others. See `check_data`.
         """
-        if state["data_fingerprint"] != self.data_fingerprint:
-            raise CheckpointError(
-                given="training data other than that of the checkpoint",
-                required="the same files and tokenizer: the order of sequences follows from them",
-                source=str(checkpoint),
-                change="restore the data, or start anew with another out",
-            )
         check_base(checkpoint, state, self.base_fingerprint)
         restore_tensors(checkpoint, self.model, self.optimizer)
         restore_groups(state["groups"], self.model, self.optimizer)
         self.scheduler.load_state_dict(dict(state["schedule"]))
+        before = state["written_by"]
+        changed = [
+            f"{name} = {value}, before {before.get(name)}"
+            for name, value in written_by(self.model).items()
+            if value != before.get(name)
+        ]
+        if changed:
+            print(f"{'; '.join(changed)}: the last bits may differ from those of a run without it")
         return Progress.from_dict(state["progress"])
+
+
+def written_by(model: nn.Module) -> dict[str, Any]:
+    """What the last bits of a run depend on, besides all that must not change."""
+    device = next(model.parameters()).device
+    return {
+        "furlong": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def check_data(checkpoint: Path, state: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
+    """Raises CheckpointError unless the training sequences are those of the checkpoint."""
+    before = state["data_fingerprint"]
+    names = before.keys() | fingerprint.keys()
+    differing = sorted(name for name in names if before.get(name) != fingerprint.get(name))
+    if differing:
+        # Sequences follow from files and tokenizer: these are named where they are known.
+        causes = [name for name in differing if name != SEQUENCES] or differing
+        raise CheckpointError(
+            given=f"{', '.join(causes)}: changed since the checkpoint was written",
+            required="the same files and tokenizer: the order of sequences follows from them",
+            source=str(checkpoint),
+            change="restore what has changed, or start anew with another out",
+        )
 
 
 def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:

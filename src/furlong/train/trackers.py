@@ -82,7 +82,7 @@ class _Wandb:
             self._run = wandb.init(
                 project=project, id=known, resume="allow", dir=str(folder), config=config
             )
-        except wandb.Error as error:
+        except Exception as error:  # settings, log-in, the connection: each has types of its own
             raise ConfigError(
                 given=f"log.wandb = {project}: {' '.join(str(error).split())}",
                 required="a run that Weights & Biases lets begin",

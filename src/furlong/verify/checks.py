@@ -78,7 +78,7 @@ def check_gradients(subject: Subject, bound: Bound) -> Finding:
 
 
 def check_isolation(subject: Subject, bound: Bound) -> Finding:
-    """Another token in one sequence moves no bit of what the others contribute.
+    """Other tokens in one sequence move no bit of what the others contribute.
 
     Where experts gather tokens of all sequences into one matrix product, a product of another
     height may round otherwise: there the bound of the gradients holds.
@@ -137,9 +137,13 @@ def _without_labels(batch: Batch, changed: int) -> Batch:
 
 
 def _with_another_token(batch: Batch, changed: int) -> Batch:
+    """Another early token, and another late one: a window may hide the early one from all labels
+    and from the next sequence."""
     batch = [dict(sequence) for sequence in batch]
     input_ids = batch[changed]["input_ids"].clone()
-    input_ids[2] = 3 + (input_ids[2] - 2) % (VOCAB_SIZE - 3)  # the next one that is not special
+    for place in (2, -3):
+        # the next one that is not special
+        input_ids[place] = 3 + (input_ids[place] - 2) % (VOCAB_SIZE - 3)
     batch[changed]["input_ids"] = input_ids
     return batch
 
