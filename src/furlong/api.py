@@ -18,7 +18,6 @@ from furlong.errors import ConfigError, DataError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
-from furlong.models.support import refuse_attention_dropout
 from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import ChunkPlan
@@ -33,7 +32,7 @@ from furlong.runtime.inputs import (
     whole_number,
 )
 from furlong.runtime.precision import compute_parameters
-from furlong.runtime.self_check import check_train_mode, self_check
+from furlong.runtime.self_check import self_check
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
 from furlong.timeline import Timeline
 
@@ -60,7 +59,6 @@ class _Kept:
     arena: Arena | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[int, torch.dtype | None, int | None]] = field(default_factory=set)
-    checked_in_train_mode: set[int | None] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -123,7 +121,6 @@ class Engine:
             raise _no_data("no token with a label to divide the loss by", "at least one label")
         with self._alone():
             self._follow_model()
-            self._check_train_mode()
             model, kept = self.model, self._kept
             check_ranges(
                 shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
@@ -184,8 +181,6 @@ class Engine:
             self._note(message)
         now = fingerprint(base)
         if now == self._fingerprint:
-            if base.training:
-                refuse_attention_dropout(base)
             return
         refuse_placement(base)
         self.model = CausalLM(self._given, max_seq_len=self.max_seq_len)
@@ -197,16 +192,6 @@ class Engine:
                 self_check(self.model, self._kept.backend)
             self._kept.checked.add(key)
         self._fingerprint = now
-
-    def _check_train_mode(self) -> None:
-        """The self-check runs in evaluation mode: what is else in train mode is looked at here."""
-        checked = self._kept.checked_in_train_mode
-        trains = any(module.training for module in self.model.base.modules())
-        if not trains or self._fingerprint in checked:
-            return
-        with self._computing():
-            check_train_mode(self.model, self._kept.backend)
-        checked.add(self._fingerprint)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A number that changes when a model is resized, adapted, moved, cast or configured anew."""
+"""A number that changes when a model is resized, adapted, moved, cast, configured or switched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import nn
 def fingerprint(model: nn.Module) -> int:
     """Hash of everything but the weights' values on which the adapter and its check depend.
 
-    That is the config, the type of every module, its active adapters, what was put into it (hooks,
-    a forward of its own), and the shape, dtype and device of every parameter. Comparable within one
-    process.
+    That is the config, the type of every module, whether it trains, its active adapters, what was
+    put into it (hooks, a forward of its own), and the shape, dtype and device of every parameter.
+    Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (type(module), _adapters(module), _put_in(module)) for module in model.modules()
+        (type(module), module.training, _adapters(module), _put_in(module))
+        for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     return hash((text, getattr(config, "_attn_implementation", None), modules, weights))
