@@ -132,9 +132,11 @@ def test_dropout_is_silent_in_evaluation():
         furlong.forward_backward(model, batch([24]), OPTIONS)
 
 
-def test_gradient_checkpointing_of_the_model_is_set_aside():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_of_the_model_is_set_aside(use_reentrant):
     model = build("llama")
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
     assert_equal_gradients(model, batch([21, 4]))
     assert model.is_gradient_checkpointing
 

@@ -20,18 +20,19 @@ _PINNED = "pinned"
 def chunked_attention(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
     """Within it the attention of every layer is ours."""
     AttentionInterface.register(ATTENTION_NAME, attention)
-    with ExitStack() as stack:
-        stack.enter_context(_attention_implementation(base, ATTENTION_NAME))
-        stack.enter_context(_without_gradient_checkpointing(base))
-        stack.enter_context(_without_compiled_calls(base))
-        stack.enter_context(own_forward(base, max_seq_len))
+    with _attention_implementation(base, ATTENTION_NAME), own_forward(base, max_seq_len):
         yield
 
 
 @contextmanager
 def own_forward(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
-    """Within it the model's own forward returns named outputs, and its RoPE is that of the run."""
-    with _named_outputs(base), _pinned_longrope(base, max_seq_len):
+    """Within it the model's modules run as they are written, once, and return named outputs; its
+    RoPE is that of the run."""
+    with ExitStack() as stack:
+        stack.enter_context(_without_gradient_checkpointing(base))
+        stack.enter_context(_without_compiled_calls(base))
+        stack.enter_context(_named_outputs(base))
+        stack.enter_context(_pinned_longrope(base, max_seq_len))
         yield
 
 
