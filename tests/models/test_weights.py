@@ -168,8 +168,8 @@ def test_weights_of_another_config_are_told(folder: Path) -> None:
 def test_a_file_without_permission_is_told_as_such(folder: Path, name: str) -> None:
     """As another user: root may read everything."""
     (folder / name).chmod(0)
-    for path in (folder, *folder.parents[:3]):
-        path.chmod(0o755)
+    for path in (folder, *folder.parents):
+        path.chmod(path.stat().st_mode | 0o055)
     code = (
         "import os, sys; from furlong.models.check import check_model\n"
         "from furlong.errors import ConfigError\n"

@@ -89,7 +89,8 @@ def test_loss_by_position_is_that_of_the_whole_model(size: int) -> None:
 
 def test_a_loss_that_is_not_finite_is_not_hidden() -> None:
     model, batches = make_model(), make_batches()
-    engine = Engine(model)  # the start-up check would refuse what comes next
+    engine = Engine(model.eval())  # the start-up check would refuse what comes next
+    model.train()
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     given = evaluate(engine, model, batches, ChunkOptions(size=32))
