@@ -176,7 +176,7 @@ def test_modules_that_a_forward_changes_are_refused(kind: str) -> None:
     else:
         torch.nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1.*[\s\S]*in train mode"):
+    with pytest.raises(UnsupportedModelError, match=r"changes model\.layers\.1"):
         furlong.forward_backward(model, batch([29]), OPTIONS)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -45,7 +45,7 @@ from furlong.runtime.trial import (
 
 _T = TypeVar("_T")
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
-_NUM_TOKENS = 20
+_NUM_TOKENS = 16
 _SHORT_TOKENS = 4
 _BEYOND_WINDOW_TOKENS = 24
 _LONGEST_WINDOW_TOKENS = 8192
@@ -59,19 +59,20 @@ def self_check(model: CausalLM, backend: Backend) -> float:
     Runs in the mode in which the model is, or in evaluation mode where it draws random numbers,
     with the parameters as they are now, and adds to no `.grad`. Buffers and generators are
     afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, whose
-    weights are not finite, or whose forward in train mode changes a buffer.
+    weights are not finite, or whose forward changes a buffer.
     """
     _refuse_not_finite(model)
     before = RNGState.read(model.device)
     modes = [(module, module.training) for module in model.model.modules()]
     try:
         with torch.no_grad(), replayed(before, model.device):
-            if any(training for _, training in modes):
-                with _unchanged_buffers(model):
-                    _try(lambda: model.whole_hidden(_ids(model)[1]), partial(_fails_whole, model))
+            with _unchanged_buffers(model):
+                short = _ids(model)[1]
+                known = [_try(lambda: model.whole_logits(short), partial(_fails_whole, model))]
             if not RNGState.read(model.device).equals(before):
                 model.model.eval()
-            return max(_errors(model, backend))
+                known.clear()
+            return max(_errors(model, backend, known))
     finally:
         for module, training in modes:
             module.training = training
@@ -99,7 +100,7 @@ def _unchanged_buffers(model: CausalLM) -> Iterator[None]:
     if changed:
         raise refusal(
             model,
-            f"changes {changed[0]} by a forward in train mode",
+            f"changes {changed[0]} by a forward",
             "modules that no forward changes: a whole sequence is one forward, its chunks are many",
             change="call eval() on this module, or take another one",
         )
@@ -111,14 +112,16 @@ def _ids(model: CausalLM) -> list[Tensor]:
     return random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
 
 
-def _errors(model: CausalLM, backend: Backend) -> list[float]:
+def _errors(model: CausalLM, backend: Backend, known: list[Tensor]) -> list[float]:
+    """The errors of all comparisons. `known`: the short sequence's own logits, if they are known;
+    the first run takes them out."""
     limit = model.longest_tokens or 2**31
     window = shortest_window(model.base) or limit
     ids = _ids(model)
     with watched(model) as watch:
         errors = _compare(
             model,
-            lambda: whole_run(model, ids, watch),
+            lambda: whole_run(model, ids, watch, known.pop() if known else None),
             lambda: chunked_run(model, backend, ids, watch),
             watch,
         )

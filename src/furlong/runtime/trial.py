@@ -103,15 +103,21 @@ def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
             handle.remove()
 
 
-def whole_run(model: CausalLM, ids: Sequence[Tensor], watch: Watch) -> Run:
-    """What is compared, of both sequences by the model itself, one at a time."""
+def whole_run(
+    model: CausalLM, ids: Sequence[Tensor], watch: Watch, logits: Tensor | None = None
+) -> Run:
+    """What is compared, of both sequences by the model itself, one at a time.
+
+    `logits` (T, V): the short sequence's, if they are known.
+    """
     long, short = ids
     with torch.enable_grad():
         watch.leaves.clear()
         hidden = model.whole_hidden(long)
         leaf = _only_leaf(model, watch)
         grad = _gradient(hidden, leaf, _cotangent(hidden, len(long)), watch)
-    compared = {"hidden states": hidden.detach(), "logits": model.whole_logits(short)}
+    logits = model.whole_logits(short) if logits is None else logits
+    compared = {"hidden states": hidden.detach(), "logits": logits}
     return compared | {GRADIENTS: grad[0]}
 
 
