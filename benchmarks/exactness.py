@@ -103,7 +103,9 @@ def float32_findings(family: str, num_seeds: int) -> tuple[Finding, Finding]:
     own: dict[str, float] = defaultdict(float)
     ours: dict[tuple[int, str], float] = defaultdict(float)
     for seed in range(num_seeds):
-        model, wide = build(family, torch.float32, seed=seed), build(family, seed=seed)
+        positions = {"max_position_embeddings": max(_FLOAT32_LENS)}
+        model = build(family, torch.float32, seed=seed, **positions)
+        wide = build(family, seed=seed, **positions)
         sequences = batch(_FLOAT32_LENS, seed=seed)
         truth = _reference(wide, sequences)
         floor = torch.finfo(torch.float32).eps
