@@ -95,6 +95,8 @@ def losses_by_position(run: Path, folder: Path, rope: dict[str, Any] | None = No
     model = build_model(str(folder), rope=rope).eval()
     records = list(read_lines(run / "data" / "eval.jsonl"))[:NUM_EVAL_SEQUENCES]
     ids = [torch.tensor(record["input_ids"]) for record in records]
+    # positions that it has never seen are what is measured: furlong refuses them otherwise
+    model.config.max_position_embeddings = max(LONG, model.config.max_position_embeddings)
     result = furlong.forward_backward(
         model,
         [{"input_ids": tokens, "labels": tokens} for tokens in ids],
