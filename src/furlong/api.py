@@ -1,4 +1,4 @@
-"""What a training loop calls: `forward_backward`, and `Engine`, which keeps its settings."""
+"""Entry points of a training loop: `forward_backward`, and `Engine`, which keeps its settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepResult:
 
 @dataclass
 class _Kept:
-    """What outlives a call, one per model: buffers, probed kernels, what has been checked."""
+    """State of one model that outlives a call: buffers, probed kernels, checks that it passed."""
 
     arena: Arena | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)

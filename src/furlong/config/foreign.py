@@ -64,6 +64,6 @@ ANSWERS: dict[tuple[str, ...], str] = {
 
 
 def answer(key: str) -> str | None:
-    """What to do instead of a key that another trainer knows, whatever section stands before it."""
+    """Advice for a key that another trainer knows, whatever section stands before it; else None."""
     name = key.rpartition(".")[2].lower().replace("-", "_")
     return next((text for names, text in ANSWERS.items() if name in names), None)

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a run's configuration, as one message of four parts."""
+"""Errors that pydantic finds in a run's configuration, as one message of four parts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _refuse_no_sections(values: Mapping[Any, Any], key: tuple[str, ...], source:
 
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
-    """What to write for an unknown key, with its section in front; `known` are whole keys too."""
+    """Advice for an unknown key, with its section in front; `known` are whole keys too."""
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
@@ -99,7 +99,7 @@ def is_text(key: str) -> bool:
 
 
 def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
-    """What was given for a key, what was required, what to change."""
+    """Three parts of the message about a key: given, required, change."""
     noise = r"^Input should be |^Value error, |, unable to parse string as an? \w+"
     required = " or ".join(dict.fromkeys(re.sub(noise, "", error["msg"]) for error in errors))
     value = errors[0]["input"]
@@ -143,7 +143,7 @@ def _meets(flag: str, key: str) -> bool:
 
 
 def _explain_length(values: object, flags: set[str]) -> tuple[str, str]:
-    """What was given for the length of a run, and what to change."""
+    """Two parts of the message about the length of a run: given, change."""
     named = ("steps", "epochs")
     if not isinstance(values, Mapping) or any(values.get(name) is None for name in named):
         return "none of train.steps and train.epochs", "set one of them"

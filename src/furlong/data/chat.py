@@ -159,7 +159,7 @@ def _tools_of(record: Record) -> list[dict[str, Any]] | None:
 
 
 def _reason(error: Exception) -> str:
-    """What a template raised on purpose in its own words, else what kind of error it is too."""
+    """Words of an error that a template raised on purpose; of any other, with its type in front."""
     if isinstance(error, MemoryError):
         return "MemoryError: it takes more memory than a template may"
     text = " ".join(str(error).split())[:_REASON_CHARS]

@@ -34,7 +34,7 @@ _HARMLESS = {
 
 
 class Cell(Protocol):
-    """What computes the attention of one (chunk, stage)."""
+    """Computes the attention of one (chunk, stage)."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None

@@ -1,4 +1,4 @@
-"""What can be said of a model by its files alone, before weights are loaded or data are read."""
+"""Check of a model by its files alone, before weights are loaded or data are read."""
 
 from __future__ import annotations
 

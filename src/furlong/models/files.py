@@ -27,7 +27,7 @@ _SIZES = (
     "num_key_value_heads", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 _FIXED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-"""What a forward gives; another value could not be run or exported."""
+"""Keys that decide what a forward returns; another value could not be run or exported."""
 _DTYPES = ("dtype", "torch_dtype")
 # what transformers would obey although only a model's author wrote it
 _COMMANDS = {

@@ -1,4 +1,4 @@
-"""What is set on a model for the length of a call, and set back after it, also after an error."""
+"""Settings of a model for the length of a call, undone after it, also after an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around a model or was done to it: compilers, data parallelism, offloading, adapters.
+"""Wrappers and changes of a model: compilers, data parallelism, offloading, adapters, hooks.
 
 Chunks enter a model at its decoder. Whatever a wrapper does in a forward of its own would be left
 out silently, so each is taken off where that changes nothing, or refused by name.
@@ -26,7 +26,7 @@ VERIFIED_ADAPTERS = (
 """peft's types whose gradients were compared with those of the whole forward; LORA is also DoRA
 and adapters of bare parameters (`target_parameters`)."""
 
-# the class of a wrapper's own name: distributed classes are imported by those who use them only
+# by class name, so that distributed packages need not be imported to look for them
 _WRAPPERS = {
     "FullyShardedDataParallel": "FSDP's wrapper",
     "FSDPModule": "FSDP2's fully_shard",

@@ -44,9 +44,9 @@ SEARCHED_DIALS = ("size", "num_retained", "keep")
 _MIN_SEQUENCES = 32
 """Of the steps whose time is predicted, together."""
 _MAX_SEQUENCES = 1024
-"""Of these steps: more of them change the prediction by less than its own error."""
+"""Most sequences of the predicted steps: more change the prediction by less than its error."""
 _MAX_TOKENS = 2**22
-"""Of these steps beyond the least number of sequences."""
+"""Most tokens of the predicted steps, beyond their least number of sequences."""
 _MAX_CHUNKS = 2048
 """Of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

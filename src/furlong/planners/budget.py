@@ -33,7 +33,7 @@ _ALONE: dict[str, str] = {
 
 
 def advice(part: str, *, alone: bool = False) -> str:
-    """What makes a plan fit whose memory goes into `part`; `alone`: on one given device."""
+    """Advice for a plan whose memory goes into `part`; `alone`: on one given device."""
     return (_ALONE if alone else _ADVICE)[part]
 
 
@@ -50,7 +50,7 @@ class DoesNotFitError(ConfigError):
         largest = max(rest, key=rest.__getitem__, default="state")
         # with the state alone above the budget nothing else helps
         self.part: str = "state" if state > budget_bytes else largest
-        """What takes the most: `state`, or a part of memory besides it."""
+        """Part of memory that takes the most: `state`, or a part besides it."""
         parts = ", ".join(
             f"{PART_WORDS.get(part, part)} {format_bytes(n)}"
             for part, n in sorted(peak.items(), key=lambda pair: -pair[1])

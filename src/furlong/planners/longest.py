@@ -22,8 +22,8 @@ class Longest:
     num_tokens: int
     """0 where not even one token fits."""
     limit: Literal["memory", "positions", "trials"]
-    """What ends it: a longer sequence does not fit; the model has no more positions; or nothing
-    longer was tried."""
+    """Reason for the limit: a longer sequence does not fit, the model has no more positions, or
+    nothing longer was tried."""
 
 
 def longest_sequence(

@@ -238,7 +238,7 @@ class Executor:
         return hidden
 
     def _require_each_layer(self, live: _Live) -> None:
-        """What the self-check saw in evaluation mode need not hold in train mode."""
+        """LayerDrop skips layers in some forwards only, which the self-check need not have met."""
         require_each_layer(self._model.name, live.cell.layers, self._model.num_layers)
 
     def _open(self, chunk: int) -> _Live:

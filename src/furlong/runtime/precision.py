@@ -75,14 +75,14 @@ def compute_parameters(
 
 
 def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """What computes in a parameter's place: itself where nothing is to be changed."""
+    """The parameter that computes in a parameter's place: itself where nothing is changed."""
     if not parameter.is_floating_point() or (parameter.dtype == dtype and not _hooks(parameter)):
         return parameter
     return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Any]]:
-    """What `Tensor.register_hook` was given: each may change the gradient that it sees."""
+    """Hooks of `Tensor.register_hook`: each may change the gradient that it sees."""
     return list((getattr(parameter, "_backward_hooks", None) or {}).values())
 
 

@@ -205,7 +205,7 @@ def _relative(given: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 
 def _try(run: Callable[[], _T], refused: Callable[[Exception], UnsupportedModelError]) -> _T:
-    """What `run` returns; whatever a family's own code raises becomes a refusal."""
+    """Call `run`; whatever a family's own code raises becomes a refusal."""
     try:
         return run()
     except (UserError, torch.OutOfMemoryError):

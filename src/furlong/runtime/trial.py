@@ -27,7 +27,7 @@ from furlong.runtime.executor import chunk_pieces, piece_lens
 from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
 
 Run = dict[str, Tensor]
-"""What is compared, by name."""
+"""Tensors to compare, by name."""
 GRADIENTS = "gradients"
 _LOSS_TOKENS = 4
 """The last tokens of the long sequence, whose hidden states the loss is made of."""
@@ -50,14 +50,14 @@ class WatchedCell(Cell):
 
 @dataclass
 class Watch:
-    """What the runs of a check show besides their outcome."""
+    """Observations of the runs of a check, besides their outcome."""
 
     leaves: list[Tensor] = field(default_factory=list)
     """Outputs of the input embeddings: each call's becomes a leaf for a gradient."""
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows that chunked attention was given."""
     loss_scale: float = 1.0
-    """What the loss is multiplied with, so that its gradients fit into float16."""
+    """Factor of the loss, so that its gradients fit into float16."""
 
     def cut(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -106,7 +106,7 @@ def rounded_again(model: CausalLM, *, seed: int) -> Iterator[None]:
 def whole_run(
     model: CausalLM, ids: Sequence[Tensor], watch: Watch, logits: Tensor | None = None
 ) -> Run:
-    """What is compared, of both sequences by the model itself, one at a time.
+    """Tensors to compare, by the model itself, one sequence at a time.
 
     `logits` (T, V): the short sequence's, if they are known.
     """

@@ -144,7 +144,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What was saved beside the tensors. The checkpoint must have been checked."""
+    """State that was saved beside the tensors. The checkpoint must have been checked."""
     return dict(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
 
 

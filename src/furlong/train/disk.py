@@ -1,4 +1,4 @@
-"""What the operating system refuses in a run folder, as errors that name the true cause."""
+"""Refusals of the operating system in a run folder, as errors that name the true cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be exported, and where to: all that can be checked before torch is loaded."""
+"""Source and target of an export: all that can be checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Exportable:
 
     checkpoint: Path
     state: dict[str, Any]
-    """What the checkpoint holds beside its tensors."""
+    """State that the checkpoint holds beside its tensors."""
     config: RunConfig
     """With which it was written."""
     merge: bool
@@ -39,7 +39,7 @@ class Exportable:
     given_out: Path | None
 
     def again(self) -> Exportable:
-        """What is found now, where a run has removed the checkpoint since."""
+        """The same export, found anew where a run has removed the checkpoint since."""
         return find_exportable(self.source, merge=self.merge, out=self.given_out)
 
 

@@ -18,7 +18,7 @@ class TrainReport:
     num_steps: int
     num_tokens: int
     train_loss: float
-    """Of the last step's global batch."""
+    """Mean loss of the last step's global batch."""
     eval_loss_before: float | None
     eval_loss_after: float | None
     tokens_per_s: float

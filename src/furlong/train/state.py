@@ -85,7 +85,7 @@ class RunState:
 
 
 def written_by(model: nn.Module) -> dict[str, Any]:
-    """What the last bits of a run depend on, besides all that must not change."""
+    """Versions, threads and device on which the last bits of a run depend; all may change."""
     device = next(model.parameters()).device
     return {
         "furlong": __version__,
