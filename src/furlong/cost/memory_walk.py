@@ -117,7 +117,7 @@ class _Walk:
 
     def run(self) -> MemoryCurve:
         self._start()
-        on_device = self._plan.tier == "device"
+        on_device = self._plan.tiers.kv == "device"
         device = np.zeros((len(self._actions), len(PARTS)))
         host = np.zeros(len(self._actions))
         for i, (action, dead) in enumerate(zip(self._actions, self._frees, strict=True)):

@@ -136,7 +136,7 @@ class PlanCosts:
     def copy_s(self, action: Action, rank: int) -> float:
         """Seconds of the copies between tiers that run beside `action`; what of them the action
         waits for is in `compute_s` already."""
-        if self._plan.tier == "device" or not isinstance(
+        if self._plan.tiers.kv == "device" or not isinstance(
             action, (Forward, Recompute, Backward, RebuildKV)
         ):
             return 0.0
@@ -258,7 +258,7 @@ class PlanCosts:
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
             all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
-            stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tier]
+            stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
                 sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,

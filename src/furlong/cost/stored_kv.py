@@ -45,7 +45,7 @@ class StoredKV:
 
     def device_buffers(self) -> tuple[float, float]:
         """Bytes of K,V and of their gradients that a lower tier needs on the device: two blocks."""
-        if self._plan.tier == "device" or not self._plan.groups or not self._held:
+        if self._plan.tiers.kv == "device" or not self._plan.groups or not self._held:
             return 0.0, 0.0
         sharded = any(s.placement == SHARDED for c in self._plan.chunks for s in c.slices)
         tokens = min(BLOCK_TOKENS, max(self._plan.seq_lens))

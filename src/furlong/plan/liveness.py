@@ -1,16 +1,21 @@
-"""When keys and values die: for each action of a rank, the cells whose K,V nobody reads again.
+"""When memory dies: for each action of a rank, the cells whose K,V or inputs nobody needs.
 
 The K,V of a cell come into being with its Forward (if a later chunk reads them) and again with each
 RebuildKV. They are read by every action of later chunks of the same sequence at the same stage, and
 held for the cell's own Recompute and Backward. Each life ends with the last such action before the
 next one that makes them anew. So with `keep="input"` and a RebuildKV they die after the last
 forward of their sequence, and cells that never get a Backward die after their last reader.
+
+The input of a cell behind the first stage is born when the stage before delivers it. It dies with
+the last pass that reads it, or becomes the gradient of that input in the cell's Backward. The
+gradient is there from that Backward on, and dies with the Backward of the stage before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
+from furlong.plan.passes import NOTHING, passes
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 
@@ -44,6 +49,27 @@ def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], .
     for cell in born:
         die(*cell)
     return tuple(tuple(frees.get(index, ())) for index in range(len(actions)))
+
+
+def input_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For every action of `rank`, the (chunk, stage) cells whose input dies right after it.
+
+    An input that a Recompute reads last lives on: the Backward behind it overwrites it with its
+    gradient, or frees it where no stage before is trained.
+    """
+    last_read: dict[tuple[int, int], int] = {}
+    for index, (action, what) in enumerate(
+        zip(plan.actions[rank], passes(plan, rank), strict=True)
+    ):
+        if isinstance(action, (Forward, Recompute, RebuildKV)) and action.stage:
+            cell = action.chunk, action.stage
+            if what is not NOTHING or cell not in last_read:
+                last_read[cell] = index
+    frees: dict[int, list[tuple[int, int]]] = {}
+    for cell, index in last_read.items():
+        if not isinstance(plan.actions[rank][index], Recompute):
+            frees.setdefault(index, []).append(cell)
+    return tuple(tuple(frees.get(index, ())) for index in range(len(plan.actions[rank])))
 
 
 class _Readers:

@@ -18,7 +18,8 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from dataclasses import asdict, fields
+from typing import Any, get_args
 
 from furlong.errors import UserError
 from furlong.plan.values import (
@@ -38,10 +39,11 @@ from furlong.plan.values import (
     Send,
     Slice,
     Tier,
+    Tiers,
     Unshard,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 
@@ -141,17 +143,18 @@ def parse_chunk(text: str, *, source: str = "a chunk's text") -> Chunk:
 
 def save_plan(plan: ChunkPlan) -> str:
     """JSON that a person can read: one chunk and one action per line."""
-    fields = {
+    values = {
         "version": str(VERSION),
-        "tier": json.dumps(plan.tier),
+        "tiers": json.dumps(asdict(plan.tiers)),
         "sp_size": json.dumps(plan.sp_size),
         "sampled": json.dumps(plan.sampled),
+        "frozen_stages": json.dumps(plan.frozen_stages),
         "seq_lens": json.dumps(plan.seq_lens),
         "stages": json.dumps(plan.stages),
         "chunks": _lines([format_chunk(chunk) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
     }
-    return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in fields.items()) + "\n}\n"
+    return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in values.items()) + "\n}\n"
 
 
 def _lines(texts: Any) -> str:
@@ -167,12 +170,10 @@ def load_plan(text: str) -> ChunkPlan:
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None
         raise _unreadable(f"version {version!r}", f"version {VERSION}")
-    expected = {"version", "tier", "sp_size", "sampled", "seq_lens", "stages", "chunks", "actions"}
+    expected = {"version", *(field.name for field in fields(ChunkPlan))}
     if saved.keys() != expected:
         odd = ", ".join(sorted(saved.keys() ^ expected))
         raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    if saved["tier"] not in get_args(Tier):
-        raise _unreadable(f"tier = {saved['tier']!r}", f"one of {', '.join(get_args(Tier))}")
     if not isinstance(saved["sampled"], bool):
         raise _unreadable(f"sampled = {saved['sampled']!r}", "true or false")
     if not isinstance(saved["actions"], list):
@@ -191,10 +192,26 @@ def load_plan(text: str) -> ChunkPlan:
             )
             for rank, actions in enumerate(saved["actions"])
         ),
-        tier=cast(Tier, saved["tier"]),
-        sp_size=_whole_numbers({"sp_size": [saved["sp_size"]]}, "sp_size")[0],
+        tiers=_tiers(saved["tiers"]),
+        sp_size=_whole_number(saved, "sp_size"),
         sampled=saved["sampled"],
+        frozen_stages=_whole_number(saved, "frozen_stages"),
     )
+
+
+def _tiers(values: Any) -> Tiers:
+    kinds = [field.name for field in fields(Tiers)]
+    if not isinstance(values, dict) or sorted(values) != sorted(kinds):
+        raise _unreadable(f"tiers = {values!r:.80}", f"a tier for each of {', '.join(kinds)}")
+    for kind, tier in values.items():
+        if tier not in get_args(Tier):
+            required = f"one of {', '.join(get_args(Tier))}"
+            raise _unreadable(f"tiers.{kind} = {tier!r:.80}", required)
+    return Tiers(**values)
+
+
+def _whole_number(saved: dict[str, Any], name: str) -> int:
+    return _whole_numbers({name: [saved[name]]}, name)[0]
 
 
 def _whole_numbers(saved: dict[str, Any], name: str) -> tuple[int, ...]:
@@ -220,11 +237,22 @@ def _unreadable(given: str, required: str, source: str = "a saved plan") -> User
     )
 
 
+def tiers_in_words(tiers: Tiers) -> str:
+    """Which memory lives on which tier, in a few words."""
+    words = {"kv": "K,V", "inputs": "stage inputs", "attention": "attention", "graphs": "graphs"}
+    held: dict[Tier, list[str]] = {}
+    for kind, tier in asdict(tiers).items():
+        held.setdefault(tier, []).append(words[kind])
+    if len(held) == 1:
+        return f"all memory on the {tiers.kv}"
+    return "; ".join(f"{', '.join(kinds)} on the {tier}" for tier, kinds in held.items())
+
+
 def format_plan(plan: ChunkPlan) -> str:
     """A page for a person: the chunks with their kinds, then every rank's actions."""
     lines = [
         f"{len(plan.seq_lens)} sequences, {sum(plan.seq_lens)} tokens, {len(plan.chunks)} chunks; "
-        f"layers per stage: {', '.join(map(str, plan.stages))}; K,V on {plan.tier}"
+        f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
     ]
     lines += [
         f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, {format_chunk(chunk)}"

@@ -25,6 +25,23 @@ Payload = Literal["activation", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where each kind of memory lives between the actions that use it."""
+
+    kv: Tier = "device"
+    """K,V of cut sequences, and their gradients."""
+    inputs: Tier = "device"
+    """Stage inputs, which become their gradients."""
+    attention: Tier = "device"
+    """Attention outputs with their log-sum-exps, for recomputes without attention."""
+    graphs: Tier = "device"
+    """Tensors that the graphs of retained cells have saved."""
+
+
+ON_DEVICE = Tiers()
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Tokens [start, stop) of one sequence inside a chunk."""
 
@@ -135,11 +152,12 @@ class ChunkPlan:
     actions: tuple[tuple[Action, ...], ...]
     """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
     sp_size processes of one sp group together."""
-    tier: Tier = "device"
-    """Where K,V and their gradients live between the cells that use them."""
+    tiers: Tiers = ON_DEVICE
     sp_size: int = 1
     sampled: bool = False
     """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
+    frozen_stages: int = 0
+    """First stages without a trained parameter in them or below: they have no Backward."""
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:

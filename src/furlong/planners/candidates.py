@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan, Keep, Tier
+from furlong.plan.values import ChunkPlan, Keep, Tier, Tiers
 from furlong.planners.balance import Balance
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.fpdt import plan_fpdt
@@ -114,7 +114,9 @@ def chunked(
             return group_chunks(lens, options)
         longest = max(lens)
         count = -(-longest // size)
-        work = fit_work(model, longest, count, stages=room.stages, sp_size=sp_size, tier=tier)
+        work = fit_work(
+            model, longest, count, stages=room.stages, sp_size=sp_size, tiers=Tiers(kv=tier)
+        )
         return cut_and_pack(lens, count, work)
 
     def groups(lens: Sequence[int], model: CostModel) -> Groups:
@@ -128,7 +130,7 @@ def chunked(
             stages=room.stages,
             num_retained=num_retained,
             keep=keep,
-            tier=tier,
+            tiers=Tiers(kv=tier),
             sp_size=sp_size,
         )
 
@@ -166,7 +168,7 @@ def layer_first(
             chunk_size=size,
             stage_layers=stage_layers,
             keep=keep,
-            tier=tier,
+            tiers=Tiers(kv=tier),
             sp_size=room.layout.sp,
         )
 

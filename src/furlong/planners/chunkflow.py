@@ -44,7 +44,7 @@ def plan_chunkflow(
         chunks=tuple(chunks),
         stages=(num_layers,),
         actions=(tuple(actions),),
-        tier=options.tier,
+        tiers=options.tiers,
     )
     check(plan)
     return plan

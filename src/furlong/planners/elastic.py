@@ -17,7 +17,7 @@ import numpy as np
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan, Tier
+from furlong.plan.values import ON_DEVICE, ChunkPlan, Tiers
 from furlong.planners.checkpointing import (
     Array,
     Checkpointing,
@@ -101,7 +101,7 @@ class Setting:
     memory: PlanMemory
     stages: tuple[int, ...]
     sp_size: int = 1
-    tier: Tier = "device"
+    tiers: Tiers = ON_DEVICE
     mode: Mode = "adaptive"
     mip_gap: float = 0.02
     solve_map: Map = map
@@ -121,7 +121,11 @@ def plan_elastic(
     can take less than `beat_s`."""
     counts = [len(group) for group in groups]
     plain = plan_seq1f1b(
-        setting.seq_lens, groups, stages=setting.stages, tier=setting.tier, sp_size=setting.sp_size
+        setting.seq_lens,
+        groups,
+        stages=setting.stages,
+        tiers=setting.tiers,
+        sp_size=setting.sp_size,
     )
     forward_s, backward_s = cell_seconds(setting.model, plain)
     if (forward_s + backward_s).sum(axis=1).max() >= beat_s:
@@ -213,7 +217,12 @@ def in_a_row(
         ]
         lists.append(with_messages(cells, stage, num_stages))
     return assemble(
-        setting.seq_lens, groups, setting.stages, lists, tier=setting.tier, sp_size=setting.sp_size
+        setting.seq_lens,
+        groups,
+        setting.stages,
+        lists,
+        tiers=setting.tiers,
+        sp_size=setting.sp_size,
     )
 
 

@@ -21,7 +21,7 @@ from furlong.cost.streaming import (
     smallest_hidden_relay_chunk_tokens,
 )
 from furlong.plan.check import check
-from furlong.plan.values import Action, ChunkPlan, Keep, Tier
+from furlong.plan.values import ON_DEVICE, Action, ChunkPlan, Keep, Tiers
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.layer_first import stage_heights, walk_layer_first
 from furlong.planners.options import ChunkOptions
@@ -36,7 +36,7 @@ def plan_fpdt(
     chunk_size: int,
     stage_layers: int = 1,
     keep: Keep = "input",
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
     backward: bool = True,
 ) -> ChunkPlan:
@@ -60,7 +60,7 @@ def plan_fpdt(
         chunks=tuple(chunk for group in groups for chunk in group),
         stages=stages,
         actions=(tuple(actions),),
-        tier=tier,
+        tiers=tiers,
         sp_size=sp_size,
     )
     check(plan)

@@ -21,7 +21,7 @@ from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
-from furlong.plan.values import Tier
+from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.checkpointing import Mode
 from furlong.planners.elastic import ElasticPlan, Map, NoRoom, Setting, plan_elastic
@@ -53,7 +53,7 @@ def plan_infinipipe(
     sp_size: int = 1,
     budget_bytes: int | None = None,
     stages: Sequence[int] | None = None,
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
     balance: Balance = "time",
     checkpointing: Mode = "adaptive",
     max_slices: int = 64,
@@ -79,7 +79,7 @@ def plan_infinipipe(
         memory=model.memory(budget_bytes),
         stages=tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
         sp_size=sp_size,
-        tier=tier,
+        tiers=tiers,
         mode=checkpointing,
         mip_gap=mip_gap,
         solve_map=solve_map,
@@ -123,7 +123,7 @@ def _chunks(setting: Setting, balance: Balance, num_slices: int) -> Groups:
             num_slices,
             stages=setting.stages,
             sp_size=setting.sp_size,
-            tier=setting.tier,
+            tiers=setting.tiers,
         )
     return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
 

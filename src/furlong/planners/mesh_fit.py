@@ -8,7 +8,17 @@ import numpy as np
 from scipy.optimize import nnls
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import SHARDED, Action, Backward, Chunk, ChunkPlan, Forward, Slice, Tier
+from furlong.plan.values import (
+    ON_DEVICE,
+    SHARDED,
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Slice,
+    Tiers,
+)
 from furlong.planners.checkpointing import Array
 from furlong.planners.layout import first_alike
 from furlong.planners.mesh import EQUAL_TOKENS, Work
@@ -37,7 +47,7 @@ def fit_work(
     *,
     stages: tuple[int, ...],
     sp_size: int = 1,
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
 ) -> Work:
     """a1 and a2 of the slowest stage, forward and backward together, from equal pieces of a
     sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their size.
@@ -58,7 +68,7 @@ def fit_work(
         chunks=tuple(Chunk((piece,)) for piece in slices),
         stages=stages,
         actions=tuple(actions),
-        tier=tier,
+        tiers=tiers,
         sp_size=sp_size,
     )
     seconds = np.sum(cell_seconds(model, probes), axis=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from furlong.errors import ConfigError
-from furlong.plan.values import Keep, Order, Tier
+from furlong.plan.values import Keep, Order, Tier, Tiers
 
 _AVAILABLE: dict[str, tuple[str, ...]] = {
     "keep": get_args(Keep),
@@ -35,6 +35,11 @@ class ChunkOptions:
     order: Order = "chunk-first"
     hybrid: bool = True
     """Whether a long sequence's tail piece may share its chunk with whole short sequences."""
+
+    @property
+    def tiers(self) -> Tiers:
+        """The tier of each kind of memory."""
+        return Tiers(self.tier, self.tier, self.tier, self.tier)
 
     def __post_init__(self) -> None:
         for name, lowest in (("size", 1), ("num_retained", 0)):

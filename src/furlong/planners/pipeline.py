@@ -19,6 +19,7 @@ from typing import Literal
 
 from furlong.plan.check import check
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     Chunk,
@@ -29,7 +30,7 @@ from furlong.plan.values import (
     Recv,
     Reduce,
     Send,
-    Tier,
+    Tiers,
 )
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.groups import Groups
@@ -59,7 +60,7 @@ def plan_chunkflow_pipeline(
         stages=stages,
         num_retained=options.num_retained,
         keep=options.keep,
-        tier=options.tier,
+        tiers=options.tiers,
         recompute=recompute,
         backward=backward,
     )
@@ -72,7 +73,7 @@ def plan_1f1b(
     stages: Sequence[int],
     num_retained: int = 1,
     keep: Keep = "kv",
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
     recompute: RecomputeStart = "eager",
     backward: bool = True,
@@ -94,7 +95,7 @@ def plan_1f1b(
             num_ahead=len(stages) - 1 - stage,
         )
         lists.append(with_messages(cells, stage, len(stages), recompute))
-    return assemble(seq_lens, groups, stages, lists, tier=tier, sp_size=sp_size)
+    return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
 
 
 def _interleave(schedules: Sequence[Sequence[Action]], *, num_ahead: int) -> list[Action]:
@@ -154,7 +155,7 @@ def assemble(
     stages: Sequence[int],
     lists: Iterable[list[Action]],
     *,
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
 ) -> ChunkPlan:
     """The checked plan of every rank's list; a Reduce ends each that has a Backward."""
@@ -167,7 +168,7 @@ def assemble(
             (*actions, Reduce(stage)) if _trains(actions) else tuple(actions)
             for stage, actions in enumerate(lists)
         ),
-        tier=tier,
+        tiers=tiers,
         sp_size=sp_size,
     )
     check(plan)

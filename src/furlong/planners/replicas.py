@@ -31,7 +31,7 @@ def join_replicas(
     """A checked plan of the global batch `seq_lens`.
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
-    in that order. All have the same stages, ranks, sp_size and tier. A rank with a Backward whose
+    in that order. All have the same stages, ranks, sp_size and tiers. A rank with a Backward whose
     plan left out the Reduce of a stage gets it at its end.
     Raises ConfigError where there are fewer sequences than replicas, and ValueError for plans that
     differ or do not belong to the sequences.
@@ -53,7 +53,7 @@ def join_replicas(
         chunks=tuple(chunks),
         stages=first.stages,
         actions=tuple(actions),
-        tier=first.tier,
+        tiers=first.tiers,
         sp_size=first.sp_size,
         sampled=any(plan.sampled for plan in plans),
     )
@@ -64,9 +64,9 @@ def join_replicas(
 def _refuse_different(
     plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
 ) -> None:
-    layouts = {(plan.stages, len(plan.actions), plan.sp_size, plan.tier) for plan in plans}
+    layouts = {(plan.stages, len(plan.actions), plan.sp_size, plan.tiers) for plan in plans}
     if len(layouts) > 1:
-        raise ValueError(f"replicas differ in (stages, ranks, sp_size, tier): {sorted(layouts)}")
+        raise ValueError(f"replicas differ in (stages, ranks, sp_size, tiers): {sorted(layouts)}")
     for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
         if plan.seq_lens != tuple(seq_lens[seq_id] for seq_id in own):
             raise ValueError(f"the plan of replica {replica} is not one of its sequences")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Tier
+from furlong.plan.values import ON_DEVICE, Action, Backward, ChunkPlan, Forward, Tiers
 from furlong.planners.groups import Groups
 from furlong.planners.pipeline import assemble, number_chunks, with_messages
 
@@ -24,7 +24,7 @@ def plan_seq1f1b(
     *,
     stages: Sequence[int],
     recompute_layers: Sequence[Sequence[int]] | None = None,
-    tier: Tier = "device",
+    tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
 ) -> ChunkPlan:
     """A checked plan of any groups in token-level 1F1B, in the order in which they are listed.
@@ -38,7 +38,7 @@ def plan_seq1f1b(
         layers = recompute_layers[stage] if recompute_layers else None
         cells = seq1f1b_cells(numbered, len(stages), stage, layers)
         lists.append(with_messages(cells, stage, len(stages)))
-    return assemble(seq_lens, groups, stages, lists, tier=tier, sp_size=sp_size)
+    return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
 
 
 def seq1f1b_cells(

@@ -166,7 +166,7 @@ def _stored_tokens(plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -
     share = 1.0 if plan.sp_size == 1 else max(1 / plan.sp_size, 1 / memory.shape.num_kv_heads)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     stored = np.zeros((len(plan.stages), len(counts)))
-    if plan.tier != "device":
+    if plan.tiers.kv != "device":
         return stored
     firsts = np.concatenate([[0], np.cumsum(plan.stages)])
     for stage, (low, high) in enumerate(pairwise(firsts)):

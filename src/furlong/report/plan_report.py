@@ -113,7 +113,7 @@ def report_plan(
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(
         plan, costs,
-        copies=None if plan.tier == "device" else costs,
+        copies=None if plan.tiers.kv == "device" else costs,
         memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
         host_memory=_Known([curve.host.tolist() for curve in curves], 0),
     )  # fmt: skip

@@ -34,7 +34,7 @@ def format_report(report: PlanReport) -> str:
         line("kept", _kept_words(plan)),
         line("recompute", "\n".join(recompute_words(plan))),
         line("order", order_words(plan)),
-        line("tier", f"K,V and their gradients on the {plan.tier}"),
+        line("tier", f"K,V and their gradients on the {plan.tiers.kv}"),
         line("layout", layout_words(plan)),
         line(
             "step",

@@ -18,8 +18,9 @@ from furlong.ops.backend import Backend
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
-from furlong.plan.text import format_action
+from furlong.plan.text import format_action, tiers_in_words
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -64,10 +65,10 @@ class Executor:
         arena: Arena,
         rank: int = 0,
     ) -> None:
-        if len(plan.stages) != 1 or plan.sp_size != 1 or plan.tier != "device":
+        if len(plan.stages) != 1 or plan.sp_size != 1 or plan.tiers != ON_DEVICE:
             raise PlanError(
                 f"this executor runs one stage on one device: the plan has {len(plan.stages)} "
-                f"stages, sp_size {plan.sp_size}, tier {plan.tier}"
+                f"stages, sp_size {plan.sp_size}, {tiers_in_words(plan.tiers)}"
             )
         if len(plan.actions) != 1:
             raise PlanError(

@@ -1,0 +1,96 @@
+"""The passes of a plan: what each action computes of its cell, and what it writes and remembers.
+
+Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
+early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
+projection, or before it starts if no later chunk reads K,V either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from furlong.plan.values import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+)
+
+Computed = Literal["nothing", "to last kv", "values", "graph", "backward"]
+"""nothing; the stage up to its last layer's K,V projection; the stage without a graph; with its
+graph; the gradients of a graph that is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one action computes of its cell."""
+
+    computes: Computed = "nothing"
+    writes_kv: bool = False
+    """Whether K,V go into the store, for later chunks."""
+    remembers: int = 0
+    """First layers of the stage whose attention output and log-sum-exp are put away."""
+    remembered: int = 0
+    """First layers whose attention output is handed back: theirs does not run."""
+    recompute_layers: int = 0
+    """First layers that keep only their input in a graph, and run again in its backward."""
+    loss: bool = False
+    """Whether head and loss belong to it: with gradients in a backward, else without."""
+
+
+NOTHING = Pass()
+
+
+def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
+    """One pass for every action of `rank`; NOTHING for actions that compute nothing."""
+    actions = plan.actions[rank]
+    trained = {(a.chunk, a.stage) for a in actions if isinstance(a, Backward)}
+    forwards: dict[tuple[int, int], tuple[Forward, Pass]] = {}
+    graphs: dict[tuple[int, int], Pass] = {}
+    found: list[Pass] = []
+    for action in actions:
+        what = NOTHING
+        match action:
+            case Forward():
+                cell = action.chunk, action.stage
+                what = _of_forward(plan, action, trained=cell in trained)
+                forwards[cell] = action, what
+            case Recompute(chunk, stage, layers):
+                remembered = forwards[chunk, stage][1].remembers
+                what = Pass("graph", remembered=remembered, recompute_layers=layers)
+            case RebuildKV(chunk, stage):
+                # nothing behind the last projection runs, so its layer's attention is not needed
+                known = min(forwards[chunk, stage][1].remembers, plan.stages[stage] - 1)
+                what = Pass("to last kv", writes_kv=True, remembered=known)
+            case Backward(chunk, stage):
+                layers = graphs[chunk, stage].recompute_layers
+                is_last = stage == len(plan.stages) - 1
+                what = Pass("backward", recompute_layers=layers, loss=is_last)
+        if what.computes == "graph":
+            graphs[_cell(action)] = what
+        found.append(what)
+    return tuple(found)
+
+
+def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
+    height = plan.stages[action.stage]
+    is_last = action.stage == len(plan.stages) - 1
+    continues = plan.continues[action.chunk]
+    if not trained:
+        return Pass("values", writes_kv=continues, loss=is_last)
+    if action.keep == "all":
+        return Pass("graph", writes_kv=continues, recompute_layers=action.recompute_layers)
+    remembers = height if action.keep == "attention" else 0
+    if not is_last:
+        return Pass("values", writes_kv=continues, remembers=remembers)
+    if continues:
+        return Pass("to last kv", writes_kv=True, remembers=min(remembers, height - 1))
+    return NOTHING
+
+
+def _cell(action: Action) -> tuple[int, int]:
+    assert isinstance(action, (Forward, Recompute))
+    return action.chunk, action.stage
