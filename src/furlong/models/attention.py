@@ -1,13 +1,16 @@
 """The door through which attention enters a model: transformers' own `AttentionInterface`.
 
-The cell that is being computed is bound to the attention modules for the length of a call: some
-families drop keyword arguments on the way down, none drops its own modules.
+The cell that is being computed is bound to the attention modules for the length of a pass, and
+again for the recompute of a checkpoint inside a backward: some families drop keyword arguments on
+the way down, none drops its own modules.
 
     T tokens, N query heads, K key-value heads, H head dim
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch.nn.functional import pad
 
 from furlong.errors import FurlongError, UnsupportedModelError
 from furlong.ops.chunk_attention import AttentionRule
+from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"
 CELL = "_furlong_cell"
@@ -37,10 +41,33 @@ class Cell(Protocol):
     """Computes the attention of one (chunk, stage)."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+        self,
+        what: Pass,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H)."""
+        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H); `what` is the pass."""
         ...
+
+
+@contextmanager
+def bound(modules: Sequence[nn.Module], cell: Cell, what: Pass) -> Iterator[None]:
+    """Within it the attention of `modules` is that of a cell's pass."""
+    before = [module.__dict__.get(CELL) for module in modules]
+    for module in modules:
+        module.__dict__[CELL] = cell, what
+    try:
+        yield
+    finally:
+        for module, other in zip(modules, before, strict=True):
+            if other is None:
+                module.__dict__.pop(CELL, None)
+            else:
+                module.__dict__[CELL] = other
 
 
 def attention(
@@ -62,8 +89,8 @@ def attention(
     Values may be narrower or wider than keys. Raises UnsupportedModelError for whatever it is
     given and does not know.
     """
-    cell: Cell | None = module.__dict__.get(CELL)
-    if cell is None:
+    of_pass: tuple[Cell, Pass] | None = module.__dict__.get(CELL)
+    if of_pass is None:
         raise FurlongError(
             f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
             "outside of forward_backward; set the model's attention implementation to sdpa"
@@ -88,7 +115,8 @@ def attention(
     rule = AttentionRule(scale, sliding_window or None, softcap or None)
     width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
     q, k, v = (_widened(x[0], width) for x in (query, key, value))
-    out = cell.attend(module.layer_idx, q, k, v, rule, s_aux)[..., :value_width]  # type: ignore[arg-type]
+    cell, what = of_pass
+    out = cell.attend(what, module.layer_idx, q, k, v, rule, s_aux)[..., :value_width]  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
 
 

@@ -1,4 +1,4 @@
-"""The adapter of a Hugging Face decoder: hidden states and head.
+"""The adapter of a Hugging Face decoder: its stages and its head.
 
 T tokens, D hidden size, V vocabulary
 """
@@ -6,7 +6,7 @@ T tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from furlong.errors import UnsupportedModelError
-from furlong.models.attention import CELL, Cell
+from furlong.models.entrance import enter
 from furlong.models.rope import num_positions
+from furlong.models.stage import Stage, layer_list_name, stages
 from furlong.models.support import refuse_unsupported
 from furlong.models.switches import chunked_attention, own_forward
 from furlong.models.wrappers import bare_model
@@ -38,9 +39,9 @@ class CausalLM:
         self.max_seq_len = max_seq_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab_size = int(base.get_output_embeddings().weight.shape[0])
-        self._decoder = base.get_decoder()
-        self._decoder_name = _child_name(base, self._decoder)
-        self.attention_modules = [m for m in self._decoder.modules() if hasattr(m, "layer_idx")]
+        self.decoder = base.get_decoder()
+        self._decoder_name = _child_name(base, self.decoder)
+        self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
 
     @property
     def name(self) -> str:
@@ -61,20 +62,23 @@ class CausalLM:
         bounds = (self.max_seq_len, num_positions(self.config))
         return min((n for n in bounds if n is not None), default=None)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cell: Cell) -> Tensor:
-        """Final hidden states (T, D) of input_ids (T,) at position_ids (T,), inside `installed`."""
-        for module in self.attention_modules:
-            module.__dict__[CELL] = cell
-        try:
-            return self._decode(input_ids=input_ids[None], position_ids=position_ids[None])
-        finally:
-            for module in self.attention_modules:
-                module.__dict__.pop(CELL, None)
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers, where it holds them in one list."""
+        return list(self.decoder.get_submodule(layer_list_name(self)).children())
+
+    def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
+        """Stages of `heights[i]` layers each; see `models.stage`."""
+        return stages(self, heights)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
-        with self._decoder_out():
-            return self._whole(inputs_embeds=hidden[None])
+
+        def head() -> Tensor:
+            with self._decoder_out():
+                return self._whole(inputs_embeds=hidden[None])
+
+        return enter(self.base, head)
 
     def whole_hidden(self, input_ids: Tensor) -> Tensor:
         """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
@@ -82,7 +86,7 @@ class CausalLM:
         Attention is the model's own.
         """
         with own_forward(self.base, self.max_seq_len):
-            return self._decode(input_ids=input_ids[None])
+            return self.decode(input_ids=input_ids[None])
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
@@ -109,8 +113,9 @@ class CausalLM:
         with chunked_attention(self.base, self.max_seq_len):
             yield
 
-    def _decode(self, **inputs: Tensor) -> Tensor:
-        output = self._decoder(**inputs, use_cache=False, return_dict=True)
+    def decode(self, **inputs: Tensor) -> Tensor:
+        """Final hidden states (T, D) by the decoder, of inputs with a batch axis of 1."""
+        output = self.decoder(**inputs, use_cache=False, return_dict=True)
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ class CausalLM:
         try:
             yield
         finally:
-            children[self._decoder_name] = self._decoder
+            children[self._decoder_name] = self.decoder
 
 
 @dataclass

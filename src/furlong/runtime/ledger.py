@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Held = Literal["graph", "attention", "kv"]
+Held = Literal["graph", "attention", "kv", "input", "gradient", "output"]
+"""input: hidden states that enter a cell; gradient: the gradient of that input, for the stage
+before; output: hidden states or a gradient that wait for their Send."""
 
 
 class Ledger:
@@ -20,6 +22,11 @@ class Ledger:
         entry = (what, chunk, stage)
         assert entry in self._alive, f"{what} of cell {chunk}.{stage} is not held"
         self._alive.remove(entry)
+
+    def turn(self, chunk: int, stage: int) -> None:
+        """A cell's input becomes the gradient of that input: one buffer, read as two things."""
+        self.release("input", chunk, stage)
+        self.hold("gradient", chunk, stage)
 
     def holds(self, what: Held, chunk: int, stage: int) -> bool:
         return (what, chunk, stage) in self._alive

@@ -1,0 +1,215 @@
+"""A stage: consecutive layers of a decoder, fed and read at its layers.
+
+The decoder's list of layers is swapped in place for the length of a pass. `Skip` stands for every
+layer of another stage, `Inject` for the layer before the stage, `Capture` for the layer behind it.
+So what a family does between embedding and first layer (multiplier, positions, dropout), or behind
+the last layer, touches no other stage; config, layer indices and parameter names stay those of the
+whole model.
+
+    T tokens of a chunk, D hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from furlong.errors import UnsupportedModelError
+from furlong.models.attention import Cell, bound
+from furlong.models.entrance import enter
+from furlong.plan.passes import Pass
+
+
+class Model(Protocol):
+    """What a stage needs of the whole model; `causal_lm.CausalLM` has it."""
+
+    base: Any
+    decoder: Any
+    num_layers: int
+    attention_modules: Sequence[nn.Module]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers in order."""
+        ...
+
+    def decode(self, **inputs: Tensor) -> Tensor:
+        """Final hidden states (T, D)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (T, V) of final hidden states (T, D)."""
+        ...
+
+
+class Stage:
+    """Layers [layers.start, layers.stop) of a model; the first also embeds, the last has a head."""
+
+    def __init__(self, model: Model, layers: range) -> None:
+        self.layers = layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == model.num_layers
+        self._model = model
+        self._is_whole = self.is_first and self.is_last
+        if not self._is_whole:
+            self._list_name = layer_list_name(model)
+            self._inject, self._capture = _Inject(), _Capture()
+            self._list = nn.ModuleList(self._slots(model.layers))
+
+    def run(self, x: Tensor, position_ids: Tensor, cell: Cell, what: Pass) -> Tensor:
+        """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.
+
+        x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
+        their gradient is wanted. Call it inside `installed`.
+        """
+        return enter(self._model.base, partial(self._run, x, position_ids, cell, what))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (T, V) of final hidden states (T, D)."""
+        return self._model.logits(hidden)
+
+    def _run(self, x: Tensor, position_ids: Tensor, cell: Cell, what: Pass) -> Tensor:
+        decode, modules = self._model.decode, self._model.attention_modules
+        positions = position_ids[None]
+        with ExitStack() as stack:
+            stack.enter_context(bound(modules, cell, what))
+            if what.recompute_layers and what.computes == "graph":
+                stack.enter_context(self._checkpointed(cell, what))
+            if self._is_whole:
+                return decode(input_ids=x[None], position_ids=positions)
+            stack.enter_context(self._swapped(x))
+            if self.is_first:
+                decode(input_ids=x[None], position_ids=positions)
+            else:
+                # a family may scale its embeddings in place: they must not be x
+                final = decode(inputs_embeds=x.new_zeros((1, *x.shape)), position_ids=positions)
+                if self.is_last:
+                    return final
+            return self._capture.taken()
+
+    def _slots(self, own: Sequence[nn.Module]) -> Iterator[nn.Module]:
+        for index, layer in enumerate(own):
+            if index in self.layers:
+                yield layer
+            elif index == self.layers.start - 1:
+                yield _in_place_of(layer, self._inject)
+            elif index == self.layers.stop:
+                yield _in_place_of(layer, self._capture)
+            else:
+                yield _in_place_of(layer, _Skip())
+
+    @contextmanager
+    def _swapped(self, x: Tensor) -> Iterator[None]:
+        """Within it the decoder's layers are the stage's, fed with x (T, D)."""
+        children = self._model.decoder._modules
+        own = children[self._list_name]
+        children[self._list_name] = self._list
+        self._inject.x = None if self.is_first else x
+        try:
+            yield
+        finally:
+            children[self._list_name] = own
+            self._inject.x = self._capture.hidden = None  # they would pin a graph
+
+    @contextmanager
+    def _checkpointed(self, cell: Cell, what: Pass) -> Iterator[None]:
+        """Within it the stage's first layers keep only their inputs in the graph.
+
+        Their recompute runs inside the backward: it finds the same cell, and writes nothing.
+        """
+        again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
+        first = self.layers.start
+        layers = self._model.layers[first : first + what.recompute_layers]
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), bound(self._model.attention_modules, cell, again)
+
+        try:
+            for layer in layers:
+                layer.__dict__["forward"] = partial(
+                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
+                )
+            yield
+        finally:
+            for layer in layers:
+                layer.__dict__.pop("forward", None)
+
+
+class _Skip(nn.Module):
+    """Returns the hidden states that it is given."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Inject(nn.Module):
+    """Returns the stage's input whatever it is given."""
+
+    x: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        assert self.x is not None
+        return self.x[None]  # (T, D) -> (1, T, D)
+
+
+class _Capture(nn.Module):
+    """Keeps the hidden states that it is given: the stage's output."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.hidden = hidden_states
+        return hidden_states
+
+    def taken(self) -> Tensor:
+        assert self.hidden is not None, "the decoder left before the stage's output"
+        return self.hidden[0]  # (1, T, D) -> (T, D)
+
+
+def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
+    """`stand_in` with the plain attributes of a layer, which some decoders ask for."""
+    plain = (str, int, float, bool, type(None))
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and name != "training" and isinstance(value, plain):
+            setattr(stand_in, name, value)
+    return stand_in
+
+
+def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of `heights[i]` layers each, together all layers of the model.
+
+    Raises UnsupportedModelError for several stages of a decoder without one list of its layers.
+    """
+    if sum(heights) != model.num_layers or min(heights) < 1:
+        raise ValueError(f"stages of {tuple(heights)} layers of a model of {model.num_layers}")
+    stops = accumulate(heights)
+    return tuple(Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True))
+
+
+def layer_list_name(model: Model) -> str:
+    """The name under which the decoder holds the list of its layers."""
+    for name, child in model.decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == model.num_layers:
+            return name
+    raise uncuttable(model, f"holds no list of its {model.num_layers} layers")
+
+
+def uncuttable(model: Model, what: str) -> UnsupportedModelError:
+    """The refusal of plans with several stages."""
+    return UnsupportedModelError(
+        given=f"{model.name} {what}",
+        required="a decoder that can be cut between any two layers, for a plan of several stages",
+        source="the model's forward, with its layers divided into stages",
+        change="use order: chunk-first, which runs all layers together",
+    )
+
+

@@ -1,0 +1,80 @@
+"""What one rank exchanges with others, as an argument of the executor.
+
+No plan that needs another rank can run on `Alone`: a REDUCE that nothing carries out would leave
+half a gradient that looks like a whole one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from furlong.errors import PlanError
+from furlong.plan.text import format_action
+from furlong.plan.values import ChunkPlan, Recv, Send
+
+
+class Comms(Protocol):
+    """Messages and collectives of one rank."""
+
+    def accept(self, plan: ChunkPlan) -> None:
+        """Raise PlanError for a plan with ranks that nothing here stands for."""
+        ...
+
+    def send(self, action: Send, x: Tensor) -> None:
+        """Send hidden states, or their gradient, (T, D) to a neighbour."""
+        ...
+
+    def recv(self, action: Recv) -> Tensor:
+        """Receive the same."""
+        ...
+
+    def unshard(self, stage: int) -> None:
+        """Gather a stage's parameters."""
+        ...
+
+    def reshard(self, stage: int) -> None:
+        """Let go of what `unshard` gathered."""
+        ...
+
+    def before_last_backward(self, stage: int) -> None:
+        """Announce the rank's last Backward of a stage."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """Add up a stage's gradients over its ranks."""
+        ...
+
+
+class Alone:
+    """The comms of a single rank, which holds every sum whole."""
+
+    def accept(self, plan: ChunkPlan) -> None:
+        if len(plan.actions) != 1 or plan.sp_size != 1:
+            raise PlanError(
+                f"this run has one rank: the plan has {len(plan.actions)} with {plan.sp_size} "
+                "processes each, whose gradients nothing would add up"
+            )
+
+    def send(self, action: Send, x: Tensor) -> None:
+        raise _nobody(format_action(action))
+
+    def recv(self, action: Recv) -> Tensor:
+        raise _nobody(format_action(action))
+
+    def unshard(self, stage: int) -> None:
+        """Nothing is sharded."""
+
+    def reshard(self, stage: int) -> None:
+        """Nothing is sharded."""
+
+    def before_last_backward(self, stage: int) -> None:
+        """Nobody waits for it."""
+
+    def reduce(self, stage: int) -> None:
+        """The only rank's sum is the whole one."""
+
+
+def _nobody(text: str) -> PlanError:
+    return PlanError(f"this run has one rank: nobody answers {text!r}")
