@@ -1,54 +1,105 @@
-"""A sequence attended chunk by chunk, against dense attention of the whole under autograd."""
+"""Sequences attended chunk by chunk, against dense attention of each whole one under autograd."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from furlong.ops.chunk_attention import AttentionRule, chunk_attention, merge
+from furlong.ops.chunk_attention import AttentionRule, Relayed, chunk_attention, merge
+from furlong.ops.cpu_flash import CPUFlash
 from furlong.ops.reference import Reference
 
-NUM_TOKENS, CUTS = 23, (0, 9, 10, 23)
-OTHER = 5
-"""Tokens of a second sequence, which shares the last chunk."""
+Slices = list[tuple[int, int, int]]
+"""(sequence, start, stop) of each slice of a chunk."""
+
+PLANS: dict[str, list[Slices]] = {
+    "one sequence, and another beside its tail": [
+        [(0, 0, 9)], [(0, 9, 10)], [(0, 10, 23), (1, 0, 5)],
+    ],
+    "a prefix in front of every slice": [
+        [(0, 0, 7), (1, 0, 4), (2, 0, 1)],
+        [(2, 1, 6), (0, 7, 8), (3, 0, 3), (1, 4, 9)],
+        [(1, 9, 10), (0, 8, 19), (2, 6, 9)],
+    ],
+    "many short ones, and a prefix in their midst": [
+        [(0, 0, 6)],
+        [(1, 0, 1), (2, 0, 3), (3, 0, 3), (0, 6, 11), (4, 0, 1), (5, 0, 7), (6, 0, 2)],
+    ],
+}  # fmt: skip
+
+
+@dataclass
+class Lent:
+    """A prefix block that is poisoned when the next one is asked for."""
+
+    k: Tensor
+    v: Tensor
+    distance: int
+    grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
+        assert dk.shape == self.k.shape and dv.shape == self.v.shape
+        self.grads.append((dk.clone(), dv.clone()))
 
 
 @dataclass
 class Stored:
-    """A prefix block as the simplest store would hand it out."""
+    """K,V (K, T, H) of a whole sequence, and what has been sent back to them."""
 
     k: Tensor
     v: Tensor
-    start: int
-    grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    distance: int = 0
-
-    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
-        self.grads.append((dk, dv))
+    dk: Tensor
+    dv: Tensor
 
 
 @dataclass
 class Layer:
-    blocks: list[Stored]
-    own: Stored
-    start: int
+    """The simplest store: prefixes in blocks of a few tokens, newest first where they go back."""
 
-    def prefix_blocks(self, window):
-        for block in self.blocks:
-            block.distance = self.start - block.start
-            yield block
+    stored: list[Stored]
+    slices: Slices
+    block_tokens: int = 4
 
-    def relayed(self):
-        for dk, dv in self.own.grads:
-            yield slice(0, dk.shape[1]), dk, dv
+    def prefix(self, slice_index: int, window: int | None, *, gradients: bool) -> Iterator[Lent]:
+        sequence, start, _ = self.slices[slice_index]
+        of = self.stored[sequence]
+        first = 0 if window is None else max(0, start - window + 1)
+        starts = list(range(first, start, self.block_tokens))
+        for at in reversed(starts) if gradients else starts:
+            keys = slice(at, min(at + self.block_tokens, start))
+            lent = Lent(of.k[:, keys].clone(), of.v[:, keys].clone(), start - at)
+            gone = [weakref.ref(lent), weakref.ref(lent.k), weakref.ref(lent.v)]
+            k, v, grads = lent.k, lent.v, lent.grads
+            yield lent
+            del lent
+            assert gone[0]() is None, "chunk attention still holds the block"
+            assert len(grads) == gradients, "each block's gradients, once, before the next"
+            for dk, dv in grads:
+                of.dk[:, keys] += dk
+                of.dv[:, keys] += dv
+            k.fill_(torch.nan)
+            v.fill_(torch.nan)
+            del k, v
+            assert gone[1]() is None and gone[2]() is None, "nobody else may hold its tensors"
+
+    def relayed(self, slice_index: int) -> Relayed | None:
+        sequence, start, stop = self.slices[slice_index]
+        of = self.stored[sequence]
+        sent = (of.dk[:, start:stop] != 0).any(-1).any(0)
+        if not sent.any():
+            return None
+        first = int(sent.nonzero()[0])
+        return first, of.dk[:, start + first : stop], of.dv[:, start + first : stop]
 
 
-def draw(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + 1000 * seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
@@ -56,6 +107,8 @@ def dense(q, k, v, rule, sinks):
     """Causal attention of one whole sequence; q (N, T, H), k and v (K, T, H)."""
     k, v = (t.repeat_interleave(q.shape[0] // k.shape[0], 0) for t in (k, v))
     scores = q @ k.mT * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     behind = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     seen = (behind >= 0) & (behind < (rule.window or q.shape[1]))
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -64,49 +117,121 @@ def dense(q, k, v, rule, sinks):
     return scores.softmax(-1)[..., : q.shape[1]] @ v
 
 
-@pytest.mark.parametrize("window", [None, 12])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("is_known", [False, True])
-def test_chunks_give_the_whole_and_all_its_gradients(window, with_sinks, is_known):
-    rule = AttentionRule(0.4, window)
-    total = NUM_TOKENS + OTHER
-    q, k, v, dout = draw(4, total, 8), draw(2, total, 8), draw(2, total, 8), draw(4, total, 8)
-    sinks = draw(4) if with_sinks else None
-    leaves = [q, k, v] + [sinks] * with_sinks
-    long, other = slice(0, NUM_TOKENS), slice(NUM_TOKENS, total)
-    whole = torch.cat([dense(q[:, s], k[:, s], v[:, s], rule, sinks) for s in (long, other)], dim=1)
-    truth = torch.autograd.grad(whole, leaves, dout)
-
-    outs, chunks, blocks = [], [], []
-    for start, stop in pairwise(CUTS):
-        is_last = stop == NUM_TOKENS
-        rows = slice(start, total if is_last else stop)
-        parts = [t.detach()[:, rows].requires_grad_() for t in (q, k, v)]
-        own = Stored(parts[1].detach(), parts[2].detach(), start)
-        layer = Layer(list(blocks), own, start)
-        slices = [slice(0, stop - start)] + [slice(stop - start, total - start)] * is_last
-        sink = sinks.detach().requires_grad_() if with_sinks else None
+def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
+    """Values and all gradients of a plan's chunks against each whole sequence."""
+    lens: dict[int, int] = {}
+    for sequence, _, stop in itertools.chain(*plan):
+        lens[sequence] = max(lens.get(sequence, 0), stop)
+    wholes, truths, stored = [], [], []
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    douts = []
+    for sequence in range(len(lens)):
+        n = lens[sequence]
+        q, dout = (draw(heads[0], n, 8, seed=2 * sequence + i) for i in (1, 2))
+        k, v = (draw(heads[1], n, 8, seed=2 * sequence + i) for i in (1, 2))
+        out = dense(q, k, v, rule, sinks)
+        grads = torch.autograd.grad(out, [q, k, v] + [sinks] * (sinks is not None), dout)
+        if sinks is not None:
+            dsinks += grads[3]
+        wholes.append((q, k, v))
+        douts.append(dout)
+        truths.append((out.detach(), *grads[:3]))
+        own = (k.detach(), v.detach())
+        stored.append(Stored(*own, *(torch.zeros_like(t) for t in own)))
+    parts = []
+    for slices in plan:
+        leaves = [
+            torch.cat([wholes[s][i].detach()[:, a:b] for s, a, b in slices], 1).requires_grad_()
+            for i in range(3)
+        ]
+        stops = list(itertools.accumulate(b - a for _, a, b in slices))
+        rows = [slice(stop - (b - a), stop) for stop, (_, a, b) in zip(stops, slices, strict=True)]
+        sink = None if sinks is None else sinks.detach().requires_grad_()
         call = {
-            "slices": slices, "layer_kv": layer, "rule": rule, "backend": Reference(),
+            "slices": rows, "layer_kv": Layer(stored, slices), "rule": rule, "backend": backend,
             "sinks": sink,
         }  # fmt: skip
-        out, lse = chunk_attention(*parts, **call)
+        out, lse = chunk_attention(*leaves, **call)
         if is_known:
-            out, _ = chunk_attention(*parts, **call, known=(out.detach(), lse))
-        outs.append(out)
-        chunks.append((rows, out, parts + [sink] * with_sinks))
-        blocks.append(own)
-    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-12, atol=1e-12)
+            out, _ = chunk_attention(*leaves, **call, known=(out.detach(), lse))
+        for (s, a, b), r in zip(slices, rows, strict=True):
+            torch.testing.assert_close(out[:, r], truths[s][0][:, a:b], rtol=1e-12, atol=1e-12)
+        parts.append((slices, rows, out, leaves + [sink] * (sinks is not None)))
+    for slices, rows, out, leaves in reversed(parts):  # later chunks send before earlier go back
+        dout = torch.cat([douts[s][:, a:b] for s, a, b in slices], 1)
+        grads = torch.autograd.grad(out, leaves, dout)
+        for (s, a, b), r in zip(slices, rows, strict=True):
+            for mine, truth in zip(grads[:3], truths[s][1:], strict=True):
+                torch.testing.assert_close(mine[:, r], truth[:, a:b], rtol=1e-12, atol=1e-12)
+        if sinks is not None:
+            dsinks -= grads[3]
+    if sinks is not None:
+        torch.testing.assert_close(dsinks, torch.zeros_like(dsinks), rtol=0, atol=1e-12)
 
-    given = [torch.zeros_like(leaf) for leaf in leaves]
-    for rows, out, parts in reversed(chunks):  # later chunks send before earlier ones go back
-        grads = torch.autograd.grad(out, parts, dout[:, rows])
-        for sum_, grad in zip(given[:3], grads[:3], strict=True):
-            sum_[:, rows] += grad
-        if with_sinks:
-            given[3] += grads[3]
-    for mine, expected in zip(given, truth, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_chunks_give_the_whole_and_all_its_gradients(plan, window, with_sinks, is_known):
+    sinks = draw(4) if with_sinks else None
+    check_plan(PLANS[plan], AttentionRule(0.4, window), sinks, Reference(), is_known=is_known)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (None, 2.0), (6, 2.0)])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_cpu_kernel_gives_the_same(plan, window, softcap, heads):
+    rule = AttentionRule(0.4, window, softcap)
+    check_plan(PLANS[plan], rule, draw(heads[0]), CPUFlash(), heads=heads)
+
+
+class NothingBefore:
+    """A layer of whole sequences that says what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def prefix(self, slice_index, window, *, gradients):
+        self.asked.append(("prefix", slice_index, window, gradients))
+        return iter(())
+
+    def relayed(self, slice_index):
+        self.asked.append(("relayed", slice_index))
+
+
+@pytest.mark.parametrize("trains_kv", [False, True])
+def test_gradients_are_asked_for_only_where_they_travel(trains_kv):
+    q, k, v = draw(2, 5, 8), draw(2, 5, 8), draw(2, 5, 8)
+    layer = NothingBefore()
+    own = (k, v) if trains_kv else (k.detach(), v.detach())
+    out, _ = chunk_attention(
+        q, *own, slices=[slice(0, 2), slice(2, 5)], layer_kv=layer,
+        rule=AttentionRule(0.4, 3), backend=Reference(),
+    )  # fmt: skip
+    assert layer.asked == [("prefix", 0, 3, False), ("prefix", 1, 3, False)]
+    layer.asked.clear()
+    out.sum().backward()
+    expected = {("prefix", i, 3, trains_kv) for i in (0, 1)}
+    expected |= {("relayed", i) for i in (0, 1)} if trains_kv else set()
+    assert set(layer.asked) == expected and len(layer.asked) == len(expected)
+
+
+def test_a_forward_inside_a_backward_sends_nothing():
+    """A checkpoint's recompute walks the prefix as a forward, then the backward as a backward."""
+    q, k, v = draw(2, 5, 8), draw(2, 5, 8), draw(2, 5, 8)
+    layer = NothingBefore()
+
+    def attend(q, k, v):
+        return chunk_attention(
+            q, k, v, slices=[slice(0, 5)], layer_kv=layer, rule=AttentionRule(0.4),
+            backend=Reference(),
+        )[0]  # fmt: skip
+
+    out = torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)
+    out.sum().backward()
+    asked = [entry[-1] for entry in layer.asked if entry[0] == "prefix"]
+    assert asked == [False, False, True]
 
 
 def test_merging_two_sets_of_keys_is_attention_over_both():

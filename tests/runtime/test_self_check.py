@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 import transformers
 from gradients import batch
 from tiny_families import FAMILIES, VOCAB_SIZE, build
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
+from furlong.ops.chunk_attention import Relayed
 from furlong.runtime import cell, self_check
 
 OPTIONS = furlong.ChunkOptions(size=8)
@@ -58,9 +57,10 @@ def test_a_dropped_relay_is_seen(
     """Hidden states and the loss are right then: only gradients show it."""
     plain = cell._LayerView.relayed
 
-    def relayed(self: Any) -> Iterable[tuple[slice, Tensor, Tensor]]:
+    def relayed(self: Any, slice_index: int) -> Relayed | None:
         if lost == "of the first piece" and self.cell.pieces[0].index > 0:
-            yield from plain(self)
+            return plain(self, slice_index)
+        return None
 
     monkeypatch.setattr(cell._LayerView, "relayed", relayed)
     with pytest.raises(UnsupportedModelError, match="other gradients in chunks than whole"):
@@ -158,7 +158,7 @@ def test_a_model_of_few_positions_is_checked_too(num_positions: int) -> None:
 def test_a_short_run_is_checked_on_as_many_tokens_as_a_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cell._LayerView, "relayed", lambda self: ())
+    monkeypatch.setattr(cell._LayerView, "relayed", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other gradients"):
         furlong.Engine(build("llama"), max_seq_len=2)
 

@@ -1,20 +1,20 @@
-"""Attention of one chunk: its own slices, and the stored keys before its first slice.
+"""Attention of one chunk: its own slices, and the stored keys before each of them.
 
     out = merge over blocks of softmax(q k^T) v
 
-Own slices are causal and see nothing of one another; the prefix of the first slice is read block by
-block from the store. Partial results are merged by log-sum-exp; the backward uses the merged output
-and log-sum-exp for every block, as flash attention does. It adds the prefix's dK,dV to the store
-and returns, for the chunk's own K,V, their own gradient plus what later chunks have sent: the
-relay of SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and without an extra loss
-term.
+Own slices are causal and see nothing of one another; the prefix of a slice is read block by block
+from the store, in any order. Partial results are merged by log-sum-exp; the backward uses the
+merged output and log-sum-exp for every block, as flash attention does. It adds the prefix's dK,dV
+to the store and returns, for the chunk's own K,V, their own gradient plus what later chunks have
+sent: the relay of SeCO (Algorithm 1) and ChunkFlow (Algorithm 2) without hooks and without an extra
+loss term.
 
     T tokens of the chunk, N query heads, K key-value heads, H head dim, S keys of a prefix block
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from furlong.ops.backend import Backend, Block, lse_dtype
 
+Relayed = tuple[int, Tensor, Tensor]
+"""First row within the slice, and the dK,dV (K, rows, H) that later chunks sent from there on."""
+
 
 class PrefixBlock(Protocol):
-    """Some stored keys and values before a slice."""
+    """Some stored keys and values before a slice, valid until the next block is asked for."""
 
     @property
     def k(self) -> Tensor: ...  # (K, S, H)
@@ -45,12 +48,18 @@ class PrefixBlock(Protocol):
 class LayerKV(Protocol):
     """What one layer of one cell reads from the store and sends to it."""
 
-    def prefix_blocks(self, window: int | None) -> Iterable[PrefixBlock]:
-        """The blocks that the first slice's tokens see."""
+    def prefix(
+        self, slice_index: int, window: int | None, *, gradients: bool
+    ) -> Iterator[PrefixBlock]:
+        """The blocks that a slice's tokens see, in any order.
+
+        Whoever asks for the next block is done with this one: it keeps no tensor of it and, with
+        `gradients`, has added this one's.
+        """
         ...
 
-    def relayed(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        """Rows of the chunk with the dK,dV (K, rows, H) that later chunks have sent to them."""
+    def relayed(self, slice_index: int) -> Relayed | None:
+        """What later chunks have sent to a slice's own keys and values, None if nothing."""
         ...
 
 
@@ -80,8 +89,8 @@ def chunk_attention(
 ) -> tuple[Tensor, Tensor]:
     """q (N, T, H), k and v (K, T, H) -> out (N, T, H) and its log-sum-exp (N, T).
 
-    `slices` are the rows of the chunk's slices, the one with a prefix first. `sinks` (N,) are
-    logits without a value that join every row's softmax (gpt-oss). With `known` = (out, lse) of an
+    `slices` are the rows of the chunk's slices. `sinks` (N,) are logits without a value that join
+    every row's softmax (gpt-oss). With `known` = (out, lse) of an
     earlier identical forward nothing is computed; the backward works as ever.
     """
     if known is None:
@@ -113,15 +122,16 @@ def _forward(
             out[:, rows], lse[:, rows] = backend.forward(
                 q[:, rows], k[:, rows], v[:, rows], rule.block(0)
             )
-    first = slices[0]
-    merged: tuple[Tensor, Tensor] | None = None
-    for piece in layer_kv.prefix_blocks(rule.window):
-        if merged is None:
-            merged = out[:, first].to(lse.dtype), lse[:, first]
-        partial = backend.forward(q[:, first], piece.k, piece.v, rule.block(piece.distance))
-        merged = merge(*merged, *partial)
-    if merged is not None:
-        out[:, first], lse[:, first] = merged
+    for index, rows in enumerate(slices):
+        merged: tuple[Tensor, Tensor] | None = None
+        for piece in layer_kv.prefix(index, rule.window, gradients=False):
+            if merged is None:
+                merged = out[:, rows].to(lse.dtype), lse[:, rows]
+            partial = backend.forward(q[:, rows], piece.k, piece.v, rule.block(piece.distance))
+            merged = merge(*merged, *partial)
+            del piece, partial  # done with, before the next is asked for
+        if merged is not None:
+            out[:, rows], lse[:, rows] = merged
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
         out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
@@ -165,25 +175,39 @@ class _ChunkAttention(torch.autograd.Function):
                     rule.block(0),
                 )  # fmt: skip
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        first = call.slices[0]
-        dq_prefix: Tensor | None = None  # summed in lse's dtype, rounded once
-        for piece in call.layer_kv.prefix_blocks(rule.window):
-            dq_part, dk_prefix, dv_prefix = backend.backward(
-                dout[:, first], q[:, first], piece.k, piece.v, out[:, first], lse[:, first],
-                rule.block(piece.distance),
-            )  # fmt: skip
-            dq_prefix = dq_part.to(lse.dtype) if dq_prefix is None else dq_prefix.add_(dq_part)
-            if needs_kv:
-                piece.add_grad(dk_prefix, dv_prefix)
-        if dq_prefix is not None:
-            dq[:, first] += dq_prefix
-        if needs_kv:
-            for rows, dk_relayed, dv_relayed in call.layer_kv.relayed():
-                dk[:, rows] += dk_relayed
-                dv[:, rows] += dv_relayed
+        for index, rows in enumerate(call.slices):
+            _prefix_backward(call, index, (dout, q, out, lse), dq, needs_kv)
+            sent = call.layer_kv.relayed(index) if needs_kv else None
+            if sent is not None:
+                first, dk_relayed, dv_relayed = sent
+                kept = slice(rows.start + first, rows.start + first + dk_relayed.shape[1])
+                dk[:, kept] += dk_relayed
+                dv[:, kept] += dv_relayed
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # (N, T)
             share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
             dsinks = -(share * delta).sum(-1).to(sinks.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+
+
+def _prefix_backward(
+    call: _Call, index: int, whole: tuple[Tensor, ...], dq: Tensor, gradients: bool
+) -> None:
+    """Add to dq what a slice's prefix gives, and to the prefix what the slice sends.
+
+    `whole` is the chunk's dout, q, out (N, T, H) and lse (N, T).
+    """
+    rows = call.slices[index]
+    dout, q, out, lse = (x[:, rows] for x in whole)
+    dq_prefix: Tensor | None = None  # summed in lse's dtype, rounded once
+    for piece in call.layer_kv.prefix(index, call.rule.window, gradients=gradients):
+        dq_part, dk, dv = call.backend.backward(
+            dout, q, piece.k, piece.v, out, lse, call.rule.block(piece.distance)
+        )
+        dq_prefix = dq_part.to(lse.dtype) if dq_prefix is None else dq_prefix.add_(dq_part)
+        if gradients:
+            piece.add_grad(dk, dv)
+        del piece, dq_part, dk, dv  # done with, before the next is asked for
+    if dq_prefix is not None:
+        dq[:, rows] += dq_prefix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from furlong.errors import UnsupportedModelError
 from furlong.kv.store import KVStore
 from furlong.ops.backend import Backend
-from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, chunk_attention
+from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, Relayed, chunk_attention
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
@@ -110,17 +110,25 @@ class _LayerView:
     cell: Cell
     layer: int
 
-    def prefix_blocks(self, window: int | None) -> Iterable[PrefixBlock]:
-        for piece in self.cell.pieces:
-            if piece.index > 0:
-                store = self.cell.store
-                yield from store.prefix_blocks(piece.seq_id, self.layer, piece.index, window)
+    def prefix(
+        self, slice_index: int, window: int | None, *, gradients: bool
+    ) -> Iterator[PrefixBlock]:
+        piece = self._piece(slice_index)
+        if piece is not None and piece.index > 0:
+            store = self.cell.store
+            yield from store.prefix_blocks(piece.seq_id, self.layer, piece.index, window)
 
-    def relayed(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        for piece in self.cell.pieces:
-            sent = self.cell.store.relayed(piece.seq_id, self.layer, piece.index)
-            if sent is not None:
-                first, dk, dv = sent
-                rows = slice(piece.rows.start + first, piece.rows.stop)
-                factor = self.cell.relay_factor
-                yield rows, *((dk, dv) if factor == 1 else (dk * factor, dv * factor))
+    def relayed(self, slice_index: int) -> Relayed | None:
+        piece, factor = self._piece(slice_index), self.cell.relay_factor
+        if piece is None:
+            return None
+        sent = self.cell.store.relayed(piece.seq_id, self.layer, piece.index)
+        if sent is None or factor == 1:
+            return sent
+        first, dk, dv = sent
+        return first, dk * factor, dv * factor
+
+    def _piece(self, slice_index: int) -> Piece | None:
+        """The piece of a cut sequence that a slice is, None for a whole sequence."""
+        rows = self.cell.slices[slice_index]
+        return next((piece for piece in self.cell.pieces if piece.rows == rows), None)
