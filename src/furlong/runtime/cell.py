@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from furlong.errors import UnsupportedModelError
+from furlong.kv.pools.contract import Handle, Lease, Pool
 from furlong.kv.store import KVStore
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, Relayed, chunk_attention
+from furlong.plan.passes import Pass
 
 
 class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
@@ -31,72 +33,104 @@ class Piece:
 
 @dataclass
 class Cell:
-    """Implements `models.causal_lm.Cell` over the store."""
+    """Implements `models.attention.Cell` over the store; `known` waits in the pool `attention`."""
 
     slices: tuple[slice, ...]
     pieces: tuple[Piece, ...]
     store: KVStore
     backend: Backend
-    num_layers: int
+    attention: Pool
+    layers: range
+    """Layers of the stage."""
     relay_factor: float = 1.0
-    writes_kv: bool = False
-    stops_at_last_kv: bool = False
-    remembers: bool = False
-    """Whether each layer's attention output and log-sum-exp are put into `known`."""
-    layers: list[int] = field(default_factory=list)
-    """Those that have attended, in order; whoever starts a forward clears it."""
-    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By layer: out (N, T, H), lse (N, T). In the arena until `forget`."""
-    _held: list[Tensor] = field(default_factory=list)
+    attended: list[int] = field(default_factory=list)
+    """Layers that have attended in this pass, in order; whoever starts a forward clears it."""
+    known: dict[int, tuple[Handle, Handle]] = field(default_factory=dict)
+    """By layer: out (T, N, H) and lse (T, N), which a forward has put away."""
+    _leases: list[Lease] = field(default_factory=list)
+    """What a graph, or the layer under way, uses of `known`."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+        self,
+        what: Pass,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None,
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
-        self.layers.append(layer)
-        if self.writes_kv:
+        self.attended.append(layer)
+        if what.writes_kv:
             for piece in self.pieces:
                 if piece.continues:
                     own_k, own_v = k.detach()[:, piece.rows], v.detach()[:, piece.rows]
                     self.store.write(piece.seq_id, layer, piece.index, own_k, own_v, rule.window)
-        if self.stops_at_last_kv and layer == self.num_layers - 1:
+        if what.computes == "to last kv" and layer == self.layers[-1]:
             raise KVReady
+        place = layer - self.layers.start
         out, lse = chunk_attention(
             q, k, v, slices=self.slices, layer_kv=_LayerView(self, layer), rule=rule,
-            backend=self.backend, sinks=sinks, known=self.known.pop(layer, None),
+            backend=self.backend, sinks=sinks,
+            known=self._recalled(what, layer) if place < what.remembered else None,
         )  # fmt: skip
-        if self.remembers:
-            self.known[layer] = self._hold(out.detach()), self._hold(lse)
+        if place < what.remembers:
+            self.known[layer] = (
+                self.attention.put(out.detach().transpose(0, 1)),
+                self.attention.put(lse.transpose(0, 1)),
+            )
         return out
 
+    def expect(self, what: Pass) -> None:
+        """Begin to bring what the first layer of a pass will recall."""
+        if what.remembered:
+            self._prefetch(self.layers.start)
+
+    def end_pass(self) -> None:
+        """Let go of what a pass without a graph has recalled, or a backward's graph is done with."""
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
     def forget(self) -> None:
-        """Give back what was remembered; after the backward, whose graph still uses it."""
-        for tensor in self._held:
-            self.store.arena.give(tensor)
-        self._held.clear()
+        """Drop what was remembered, after the backward."""
+        self.end_pass()
+        for handles in self.known.values():
+            for handle in handles:
+                self.attention.drop(handle)
         self.known.clear()
 
-    def _hold(self, x: Tensor) -> Tensor:
-        """A copy of x (N, T, ...) in the arena, row-major as attention's output is read."""
-        held = self.store.arena.take((x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
-        self._held.append(held)
-        return held.transpose(0, 1).copy_(x)
+    def _recalled(self, what: Pass, layer: int) -> tuple[Tensor, Tensor]:
+        """out (N, T, H) and lse (N, T) of an earlier pass, the next layer's on their way."""
+        if what.computes != "graph":
+            self.end_pass()  # the layer before has used its own
+        leases = [self.attention.get(handle) for handle in self.known[layer]]
+        self._leases += leases
+        if layer - self.layers.start + 1 < what.remembered:
+            self._prefetch(layer + 1)
+        out, lse = (lease.tensor.transpose(0, 1) for lease in leases)
+        return out, lse
+
+    def _prefetch(self, layer: int) -> None:
+        for handle in self.known.get(layer, ()):
+            self.attention.prefetch(handle)
 
 
-def require_each_layer(name: str, layers: Sequence[int], num_layers: int) -> None:
-    """Raise UnsupportedModelError unless a forward's `layers` are all, in order, each once."""
-    if len(layers) != num_layers:
+def require_each_layer(name: str, attended: Sequence[int], layers: range) -> None:
+    """Raise UnsupportedModelError unless a pass attended in all of `layers`, in order, each once."""
+    if len(attended) != len(layers):
         raise UnsupportedModelError(
-            given=f"{name} reaches transformers' AttentionInterface {len(layers)} times in a "
-            f"forward of {num_layers} layers",
+            given=f"{name} reaches transformers' AttentionInterface {len(attended)} times in a "
+            f"forward of {len(layers)} layers",
             required="every layer's attention to go through it once",
             source="the model's forward",
             change="train a model of another family, or one that skips no layer (layerdrop 0)",
         )
-    if list(layers) != list(range(num_layers)):
+    if list(attended) != list(layers):
         raise UnsupportedModelError(
-            given=f"{name} has attention layers numbered {', '.join(map(str, layers))}",
-            required=f"0 to {num_layers - 1}, in the order in which they run",
+            given=f"{name} has attention layers numbered {', '.join(map(str, attended))}",
+            required=f"{layers[0]} to {layers[-1]}, in the order in which they run",
             source="layer_idx of the model's attention modules",
             change="number them anew after layers are removed, copied or moved: "
             "layer.self_attn.layer_idx = its place",
@@ -114,9 +148,12 @@ class _LayerView:
         self, slice_index: int, window: int | None, *, gradients: bool
     ) -> Iterator[PrefixBlock]:
         piece = self._piece(slice_index)
-        if piece is not None and piece.index > 0:
-            store = self.cell.store
-            yield from store.prefix_blocks(piece.seq_id, self.layer, piece.index, window)
+        if piece is None or piece.index == 0:
+            return
+        store = self.cell.store
+        yield from store.prefix(
+            piece.seq_id, self.layer, piece.index, window, gradients=gradients
+        )
 
     def relayed(self, slice_index: int) -> Relayed | None:
         piece, factor = self._piece(slice_index), self.cell.relay_factor

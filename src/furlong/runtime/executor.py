@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from furlong.errors import ConfigError, PlanError
-from furlong.kv.arena import Arena
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
-from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.check import check
-from furlong.plan.liveness import kv_frees
-from furlong.plan.text import format_action, tiers_in_words
+from furlong.plan.liveness import input_frees, kv_frees
+from furlong.plan.passes import Pass, passes
+from furlong.plan.text import format_action
 from furlong.plan.values import (
-    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
     Forward,
     RebuildKV,
     Recompute,
+    Recv,
     Reduce,
+    Reshard,
+    Send,
+    Unshard,
 )
-from furlong.runtime.cell import Cell, KVReady, Piece, require_each_layer
-from furlong.runtime.inputs import ChunkInputs, ShiftedSequence, chunk_inputs
+from furlong.runtime.cell import Cell, KVReady, require_each_layer
+from furlong.runtime.comms import Comms
+from furlong.runtime.inputs import BatchInputs, ShiftedSequence
+from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
-from furlong.runtime.memory import memory_bytes
+from furlong.runtime.loss_head import LossHead
+from furlong.runtime.memory import MemoryMeter
+from furlong.runtime.pools import Pools
 from furlong.runtime.rng import RNGState, replayed
+from furlong.runtime.stage_inputs import StageInputs
+from furlong.runtime.stopwatch import stopwatch
 from furlong.timeline import Record, Timeline
 
 
@@ -42,14 +48,15 @@ class _Live:
     """What a cell holds between its forward and its backward."""
 
     cell: Cell
-    inputs: ChunkInputs
-    hidden: Tensor | None = None
-    """Final hidden states (T, D) with their graph."""
+    x: Tensor | None = None
+    """The leaf (T, D) that entered the graph, behind the first stage."""
+    output: Tensor | None = None
+    """Hidden states (T, D) behind the stage, with their graph."""
     rng: RNGState | None = None
 
 
 class Executor:
-    """One plan on one device; the plan is checked, and `run` may be called once.
+    """One plan on one rank; the plan is checked, and `run` may be called once.
 
     Gradients of loss / num_valid_tokens are added to the parameters' `.grad`.
     """
@@ -62,35 +69,40 @@ class Executor:
         *,
         num_valid_tokens: int,
         backend: Backend,
-        arena: Arena,
+        pools: Pools,
+        comms: Comms,
         rank: int = 0,
+        exact_peaks: bool = False,
     ) -> None:
-        if len(plan.stages) != 1 or plan.sp_size != 1 or plan.tiers != ON_DEVICE:
-            raise PlanError(
-                f"this executor runs one stage on one device: the plan has {len(plan.stages)} "
-                f"stages, sp_size {plan.sp_size}, {tiers_in_words(plan.tiers)}"
-            )
-        if len(plan.actions) != 1:
-            raise PlanError(
-                f"this executor runs one rank: the plan has {len(plan.actions)}, whose gradients "
-                "nothing would add up"
-            )
+        """`exact_peaks`: let every record hold the peak of memory during its action, for which the
+        device's own statistics are reset; else the larger of what was in use before and after."""
+        comms.accept(plan)
         check(plan)
-        self._model = model
-        self._plan = plan
-        self._sequences = sequences
+        self._model, self._plan, self._rank = model, plan, rank
         self._num_valid_tokens = num_valid_tokens
-        self._backend = backend
-        self._rank = rank
+        self._backend, self._pools, self._comms = backend, pools, comms
+        self._stages = model.stages(plan.stages)
         self._actions = plan.actions[rank]
-        self._backwards = {(a.chunk, a.stage) for a in self._actions if isinstance(a, Backward)}
-        self._store = KVStore(arena, piece_lens(plan))
+        self._passes = passes(plan, rank)
+        self._last_action = {
+            (a.chunk, a.stage): index
+            for index, a in enumerate(self._actions)
+            if isinstance(a, (Forward, Recompute, RebuildKV, Backward))
+        }
+        """By (chunk, stage): the index of the last action on each of the rank's cells."""
+        self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
+        self._inputs = BatchInputs(plan, rank, sequences, model.device)
+        kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
+        self._store = KVStore(pools.arena, piece_lens(plan), kv_pool)
+        self._attention = pools.of(plan.tiers.attention)
         self._ledger = Ledger()
+        self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
+        self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
-        self._trains = any(module.training for module in model.model.modules())
-        self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
-        self._loss_sum = 0.0
-        lens = () if self._backwards else plan.seq_lens
+        self._draws = any(module.training for module in model.model.modules())
+        self._head = LossHead(model)
+        self._meter = MemoryMeter(model.device, exact=exact_peaks)
+        lens = () if self._last_backward else plan.seq_lens
         self.token_losses = [
             torch.zeros(seq_len, dtype=torch.float64, device="cpu") for seq_len in lens
         ]
@@ -100,176 +112,210 @@ class Executor:
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
-        records: list[Record] = []
-        start_s = time.perf_counter()
-        frees = kv_frees(self._plan, self._rank)
+        kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
+        watch = stopwatch(self._model.device)
+        in_use: list[tuple[int, int]] = []
         try:
-            for action, dead in zip(self._actions, frees, strict=True):
-                began_s = time.perf_counter() - start_s
-                self._obey(action)
-                for chunk, stage in dead:
+            watch.mark()
+            for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
+                self._meter.begin()
+                self._expect_next(index)
+                self._obey(action, what)
+                for chunk, stage in kv_dead[index]:
                     self._free_kv(chunk, stage)
-                if self._model.device.type == "cuda":
-                    torch.cuda.synchronize(self._model.device)
-                ended_s = time.perf_counter() - start_s
-                text, in_use_bytes = format_action(action), memory_bytes(self._model.device)
-                records.append(
-                    Record(self._rank, "compute", text, began_s, ended_s, in_use_bytes, 0)
-                )
+                for cell in input_dead[index]:
+                    self._hidden.drop(cell)
+                self._end(index)
+                in_use.append((self._meter.end(), self._pools.lower_bytes))
+                watch.mark()
             self._ledger.assert_empty()
+            assert not self._outbox, "a message was never sent"
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
-        finally:
-            for live in self._live.values():
-                live.cell.forget()
-            self._live.clear()
-            self._store.clear()
-        return self._loss_sum, Timeline(tuple(records))
-
-    def _obey(self, action: Action) -> None:
-        match action:
-            case Forward(recompute_layers=0):
-                self._forward(action)
-            case Recompute(recompute_layers=0):
-                self._recompute(action)
-            case RebuildKV():
-                self._rebuild_kv(action)
-            case Backward():
-                self._backward(action)
-            case Reduce():
-                pass  # a single rank holds the whole sum
-            case _:
-                raise PlanError(f"this executor does not carry out {format_action(action)}")
-
-    def _forward(self, action: Forward) -> None:
-        live = self._open(action.chunk)
-        self._live[action.chunk, action.stage] = live
-        continues = self._plan.continues[action.chunk]
-        live.cell.writes_kv = continues
-        if continues:
-            self._ledger.hold("kv", action.chunk, action.stage)
-        if action.keep == "all":
-            self._ledger.hold("graph", action.chunk, action.stage)
-            with torch.enable_grad():
-                live.hidden = self._hidden(live)
-        elif (action.chunk, action.stage) not in self._backwards:
-            self._evaluate(live, action.chunk)
-        elif continues:
-            live.rng = RNGState.read(self._model.device) if self._trains else None
-            if action.keep == "attention":
-                live.cell.remembers = True
-                self._ledger.hold("attention", action.chunk, action.stage)
-            self._run_to_last_kv(live)
-
-    def _recompute(self, action: Recompute) -> None:
-        live = self._live[action.chunk, action.stage]
-        live.cell.writes_kv = live.cell.remembers = live.cell.stops_at_last_kv = False
-        self._ledger.hold("graph", action.chunk, action.stage)
-        with torch.enable_grad(), replayed(live.rng, self._model.device):
-            live.hidden = self._hidden(live)
-
-    def _rebuild_kv(self, action: RebuildKV) -> None:
-        live = self._live[action.chunk, action.stage]
-        self._ledger.hold("kv", action.chunk, action.stage)
-        live.cell.writes_kv = True
-        with replayed(live.rng, self._model.device):
-            self._run_to_last_kv(live)
-
-    def _backward(self, action: Backward) -> None:
-        live = self._live[action.chunk, action.stage]
-        assert live.hidden is not None
-        hidden = live.hidden
-        if not hidden.requires_grad:
-            self._require_gradient(hidden)
-        live.cell.relay_factor = action.relay_factor
-        loss_sum, grad = tiled_loss(
-            self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens,
-            grad_scale=action.loss_factor / self._num_valid_tokens,
-        )  # fmt: skip
-        self._loss_sum += loss_sum
-        if hidden.requires_grad:
-            torch.autograd.backward(hidden, grad)
-        live.cell.forget()
-        if self._ledger.holds("attention", action.chunk, action.stage):
-            self._ledger.release("attention", action.chunk, action.stage)
-        self._ledger.release("graph", action.chunk, action.stage)
-        del self._live[action.chunk, action.stage]
-
-    def _require_gradient(self, hidden: Tensor) -> None:
-        """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
-        with torch.enable_grad():
-            logits = self._model.logits(hidden[:1].detach())
-        if not logits.requires_grad:
-            raise ConfigError(
-                given=f"{self._model.name}, whose loss depends on no parameter that requires a "
-                "gradient",
-                required="a trained parameter that the forward uses",
-                source="the model that was passed",
-                change="call unmerge_adapter() on merged adapters, or train parameters in use",
+        except BaseException:
+            self._abandon()
+            raise
+        marks = watch.seconds()
+        records = tuple(
+            Record(self._rank, "compute", format_action(action), start_s, stop_s, *num_bytes)
+            for action, start_s, stop_s, num_bytes in zip(
+                self._actions, marks, marks[1:], in_use, strict=True
             )
-
-    def _evaluate(self, live: _Live, chunk: int) -> None:
-        with torch.no_grad():
-            hidden = self._hidden(live)
-        losses = token_losses(
-            self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens
         )
-        self._loss_sum += float(losses.sum())
-        if self.token_losses:
-            slices = self._plan.chunks[chunk].slices
-            for piece, rows in zip(slices, live.inputs.slices, strict=True):
-                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
+        return float(self._head.loss_sum), Timeline(records)
 
-    def _run_to_last_kv(self, live: _Live) -> None:
-        live.cell.stops_at_last_kv = True
-        with torch.no_grad(), suppress(KVReady):
-            self._hidden(live)
+    def _end(self, index: int) -> None:
+        """Forget the cells and the chunk's inputs that no later action uses."""
+        self._inputs.end(index)
+        for at in [at for at in self._live if self._last_action[at] <= index]:
+            del self._live[at]
 
-    def _hidden(self, live: _Live) -> Tensor:
-        before = RNGState.read(self._model.device) if self._trains else None
-        live.cell.layers.clear()
+    def _abandon(self) -> None:
+        """Forget everything that is alive, after an error."""
+        self._live.clear()
+        self._outbox.clear()
+        self._store.clear()
+        self._pools.clear()
+
+    def _obey(self, action: Action, what: Pass) -> None:
+        match action:
+            case Forward() | Recompute() | RebuildKV():
+                self._compute(action, what)
+            case Backward():
+                self._backward(action, what)
+            case Send(payload, chunk, stage):
+                self._comms.send(action, self._outbox.pop((payload, chunk, stage)))
+            case Recv("activation", chunk, stage):
+                self._hidden.deliver((chunk, stage + 1), self._comms.recv(action))
+            case Recv("gradient", chunk, stage):
+                self._hidden.deliver_gradient((chunk, stage), self._comms.recv(action))
+            case Unshard(stage):
+                self._comms.unshard(stage)
+            case Reshard(stage):
+                self._comms.reshard(stage)
+            case Reduce(stage):
+                self._comms.reduce(stage)
+
+    def _compute(self, action: Forward | Recompute | RebuildKV, what: Pass) -> None:
+        at = action.chunk, action.stage
+        if isinstance(action, Forward):
+            self._live[at] = _Live(self._open(*at))
+            if self._draws and what.computes != "nothing":
+                self._live[at].rng = RNGState.read(self._model.device)
+        live = self._live[at]
+        if what.writes_kv:
+            self._ledger.hold("kv", *at)
+        if what.remembers:
+            self._ledger.hold("attention", *at)
+        replay = None if isinstance(action, Forward) else live.rng
+        with replayed(replay, self._model.device):
+            match what.computes:
+                case "nothing":
+                    pass
+                case "to last kv":
+                    with torch.no_grad(), suppress(KVReady):
+                        self._run(live, at, what)
+                case "values":
+                    with torch.no_grad():
+                        hidden = self._run(live, at, what)
+                        if what.loss:
+                            self._evaluate(action.chunk, hidden)
+                    self._deliver(action, hidden)
+                case "graph":
+                    self._ledger.hold("graph", *at)
+                    with torch.enable_grad():
+                        live.output = self._run(live, at, what)
+                    if isinstance(action, Forward):
+                        self._deliver(action, live.output)
+        if what.computes != "graph":
+            live.cell.end_pass()
+
+    def _run(self, live: _Live, at: tuple[int, int], what: Pass) -> Tensor:
+        """Hidden states (T, D) behind the stage; raises KVReady for a pass to the last K,V."""
+        chunk, stage = at
+        own, cell = self._inputs.of(chunk), live.cell
+        before = RNGState.read(self._model.device) if self._draws else None
+        cell.attended.clear()
+        cell.expect(what)
         try:
-            hidden = self._model.hidden(live.inputs.input_ids, live.inputs.position_ids, live.cell)
+            with ExitStack() as stack:
+                x = own.input_ids if stage == 0 else self._leaf(live, at, what, stack)
+                hidden = self._stages[stage].run(x, own.position_ids, cell, what)
         except KVReady:
-            self._require_each_layer(live)
+            require_each_layer(self._model.name, cell.attended, cell.layers)
             raise
         finally:
             if before is not None and not self.has_drawn:
                 self.has_drawn = not before.equals(RNGState.read(self._model.device))
-        self._require_each_layer(live)
+        # LayerDrop skips layers in some forwards only, which the self-check need not have met
+        require_each_layer(self._model.name, cell.attended, cell.layers)
         return hidden
 
-    def _require_each_layer(self, live: _Live) -> None:
-        """LayerDrop skips layers in some forwards only, which the self-check need not have met."""
-        require_each_layer(self._model.name, live.cell.layers, self._model.num_layers)
+    def _leaf(self, live: _Live, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
+        """The stage's input (T, D); of a graph a leaf, whose gradient is that of the input."""
+        lease = self._hidden.read(at)
+        stack.callback(lease.release)
+        if what.computes != "graph":
+            return lease.tensor
+        # a graph holds its input longer than a lease may last
+        live.x = lease.tensor.clone().requires_grad_(at[1] > self._plan.frozen_stages)
+        return live.x
 
-    def _open(self, chunk: int) -> _Live:
-        inputs = chunk_inputs(self._plan.chunks[chunk], self._sequences, self._model.device)
-        pieces = chunk_pieces(self._plan, chunk, inputs.slices)
-        cell = Cell(inputs.slices, pieces, self._store, self._backend, self._model.num_layers)
-        return _Live(cell, inputs)
+    def _deliver(self, action: Action, hidden: Tensor) -> None:
+        """Hand a stage's output (T, D) to the next stage."""
+        assert isinstance(action, Forward)
+        following = action.chunk, action.stage + 1
+        if following in self._last_action:
+            self._hidden.deliver(following, hidden)
+        elif following[1] < len(self._stages):
+            self._outbox["activation", action.chunk, action.stage] = hidden.detach()
+
+    def _backward(self, action: Backward, what: Pass) -> None:
+        at = action.chunk, action.stage
+        live = self._live[at]
+        assert live.output is not None
+        if self._last_backward[action.stage] is action:
+            self._comms.before_last_backward(action.stage)
+        live.cell.relay_factor = action.relay_factor
+        if what.loss:
+            factor = action.loss_factor / self._num_valid_tokens
+            gradient = self._head.gradient(live.output, self._inputs.of(action.chunk), factor)
+            self._pull(live.output, gradient)
+        else:
+            following = action.chunk, action.stage + 1
+            lease = self._hidden.read_gradient(following)
+            self._pull(live.output, lease.tensor)
+            lease.release()
+            self._hidden.drop(following)
+        live.output = None
+        live.cell.forget()
+        if self._ledger.holds("attention", *at):
+            self._ledger.release("attention", *at)
+        self._ledger.release("graph", *at)
+        self._return_gradient(at, live)
+
+    def _pull(self, output: Tensor, gradient: Tensor) -> None:
+        if output.requires_grad:
+            torch.autograd.backward(output, gradient)
+
+    def _return_gradient(self, at: tuple[int, int], live: _Live) -> None:
+        """Hand the gradient of a cell's input to the stage before, if that is trained."""
+        chunk, stage = at
+        if stage == 0:
+            return
+        if stage > self._plan.frozen_stages:
+            assert live.x is not None and live.x.grad is not None
+            if (chunk, stage - 1) in self._last_action:
+                self._hidden.deliver_gradient(at, live.x.grad)
+                return
+            self._outbox["gradient", chunk, stage] = live.x.grad
+        if self._ledger.holds("input", *at):
+            self._hidden.drop(at)
+
+    def _evaluate(self, chunk: int, hidden: Tensor) -> None:
+        own = self._inputs.of(chunk)
+        losses = self._head.evaluate(hidden, own)
+        if self.token_losses:
+            slices = self._plan.chunks[chunk].slices
+            for piece, rows in zip(slices, own.slices, strict=True):
+                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
+
+    def _expect_next(self, index: int) -> None:
+        """Begin to bring the hidden states that the next action reads."""
+        if index + 1 < len(self._actions):
+            match self._actions[index + 1]:
+                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                    self._hidden.expect((chunk, stage))
+                case Backward(chunk, stage):
+                    self._hidden.expect((chunk, stage + 1))
+
+    def _open(self, chunk: int, stage: int) -> Cell:
+        slices = self._inputs.of(chunk).slices
+        pieces = chunk_pieces(self._plan, chunk, slices)
+        layers = self._stages[stage].layers
+        return Cell(slices, pieces, self._store, self._backend, self._attention, layers)
 
     def _free_kv(self, chunk: int, stage: int) -> None:
         self._ledger.release("kv", chunk, stage)
         for seq_id, index in self._plan.links[chunk]:
-            for layer in range(self._model.num_layers):
+            for layer in self._stages[stage].layers:
                 self._store.free(seq_id, layer, index)
-
-
-def piece_lens(plan: ChunkPlan) -> dict[int, list[int]]:
-    """Tokens of each piece of each cut sequence."""
-    lens: dict[int, list[int]] = {}
-    for seq_id, group in plan.groups.items():
-        pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
-        lens[seq_id] = [piece.num_tokens for piece in pieces]
-    return lens
-
-
-def chunk_pieces(plan: ChunkPlan, chunk: int, rows: tuple[slice, ...]) -> tuple[Piece, ...]:
-    index_of = dict(plan.links[chunk])
-    return tuple(
-        Piece(
-            where, s.seq_id, index_of[s.seq_id], index_of[s.seq_id] < len(plan.groups[s.seq_id]) - 1
-        )
-        for s, where in zip(plan.chunks[chunk].slices, rows, strict=True)
-        if s.seq_id in index_of
-    )

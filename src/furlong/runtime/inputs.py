@@ -15,7 +15,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.plan.values import Chunk
+from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class ChunkInputs:
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, from each slice's own start
     labels: Tensor  # (T,) int64, shifted
+    labelled: Tensor  # (t,) int64, the rows that have a label
     slices: tuple[slice, ...]
     """Rows of each slice of the chunk."""
 
@@ -150,9 +151,40 @@ def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
 
 
+class BatchInputs:
+    """The inputs of a rank's chunks: each is built once, and forgotten after its last action."""
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        rank: int,
+        sequences: Sequence[ShiftedSequence],
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._sequences, self._device = plan.chunks, sequences, device
+        self._built: dict[int, ChunkInputs] = {}
+        last = {
+            action.chunk: index
+            for index, action in enumerate(plan.actions[rank])
+            if isinstance(action, (Forward, Recompute, RebuildKV, Backward))
+        }
+        self._ends = {index: chunk for chunk, index in last.items()}
+
+    def of(self, chunk: int) -> ChunkInputs:
+        if chunk not in self._built:
+            inputs = chunk_inputs(self._chunks[chunk], self._sequences, self._device)
+            self._built[chunk] = inputs
+        return self._built[chunk]
+
+    def end(self, index: int) -> None:
+        """Forget the chunk whose last action is number `index`."""
+        self._built.pop(self._ends.get(index, -1), None)
+
+
 def chunk_inputs(
     chunk: Chunk, sequences: Sequence[ShiftedSequence], device: torch.device
 ) -> ChunkInputs:
+    """The inputs of one chunk, on their way to the device."""
     ids, positions, labels, rows = [], [], [], []
     row = 0
     for piece in chunk.slices:
@@ -162,10 +194,17 @@ def chunk_inputs(
         positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
         rows.append(slice(row, row + piece.num_tokens))
         row += piece.num_tokens
-    return ChunkInputs(
-        torch.cat(ids).to(device), torch.cat(positions).to(device), torch.cat(labels).to(device),
-        tuple(rows),
-    )  # fmt: skip
+    joined = torch.cat(labels)
+    labelled = torch.nonzero(joined != IGNORE_INDEX).flatten()
+    vectors = (torch.cat(ids), torch.cat(positions), joined, labelled)
+    return ChunkInputs(*(_sent(x, device) for x in vectors), tuple(rows))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def _is_token_vector(value: Any) -> TypeGuard[Tensor]:

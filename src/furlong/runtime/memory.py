@@ -18,6 +18,29 @@ import torch
 _RESET_PEAK_RSS = "5"
 
 
+class MemoryMeter:
+    """Most bytes in use during a stretch of work, for one stretch after the other."""
+
+    def __init__(self, device: torch.device, *, exact: bool) -> None:
+        """`exact`: reset the device's peak at each begin, which others may be reading; else a
+        stretch counts what is in use at its two ends, or a peak that is higher than all before."""
+        self._device, self._exact = device, exact
+        self._before_bytes = self._highest_bytes = 0
+
+    def begin(self) -> None:
+        if self._exact:
+            reset_peak_memory(self._device)
+        self._before_bytes = memory_bytes(self._device)
+        self._highest_bytes = peak_memory_bytes(self._device)
+
+    def end(self) -> int:
+        """The peak since `begin`."""
+        peak_bytes = peak_memory_bytes(self._device)
+        if self._exact or peak_bytes > self._highest_bytes:
+            return peak_bytes
+        return max(self._before_bytes, memory_bytes(self._device))
+
+
 def memory_bytes(device: torch.device) -> int:
     """Bytes in use now."""
     if device.type == "cuda":

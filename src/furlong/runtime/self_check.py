@@ -14,7 +14,7 @@ the outputs of every attention and of the modules in it are rounded once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -53,8 +53,12 @@ _LONGEST_WINDOW_TOKENS = 8192
 _NUM_ROUNDINGS = 4
 
 
-def self_check(model: CausalLM, backend: Backend) -> float:
+def self_check(
+    model: CausalLM, backend: Backend, heights: Sequence[int] | None = None
+) -> float:
     """The largest relative L2 error of what is compared; raises if one is too large.
+
+    `heights`: layers of each stage in which the chunks are computed; None: one stage of all.
 
     Runs in the mode in which the model is, or in evaluation mode where it draws random numbers,
     with the parameters as they are now, and adds to no `.grad`. Buffers and generators are
@@ -72,7 +76,7 @@ def self_check(model: CausalLM, backend: Backend) -> float:
             if not RNGState.read(model.device).equals(before):
                 model.model.eval()
                 known.clear()
-            return max(_errors(model, backend, known))
+            return max(_errors(model, backend, heights or (model.num_layers,), known))
     finally:
         for module, training in modes:
             module.training = training
@@ -112,7 +116,9 @@ def _ids(model: CausalLM) -> list[Tensor]:
     return random_ids(model, [min(_NUM_TOKENS, positions), min(_SHORT_TOKENS, positions)])
 
 
-def _errors(model: CausalLM, backend: Backend, known: list[Tensor]) -> list[float]:
+def _errors(
+    model: CausalLM, backend: Backend, heights: Sequence[int], known: list[Tensor]
+) -> list[float]:
     """The errors of all comparisons. `known`: the short sequence's own logits, if they are known;
     the first run takes them out."""
     limit = model.longest_tokens or 2**31
@@ -122,7 +128,7 @@ def _errors(model: CausalLM, backend: Backend, known: list[Tensor]) -> list[floa
         errors = _compare(
             model,
             lambda: whole_run(model, ids, watch, known.pop() if known else None),
-            lambda: chunked_run(model, backend, ids, watch),
+            lambda: chunked_run(model, backend, heights, ids, watch),
             watch,
         )
     if window >= limit:  # no token is beyond it
@@ -137,7 +143,7 @@ def _errors(model: CausalLM, backend: Backend, known: list[Tensor]) -> list[floa
     return errors + _compare(
         model,
         lambda: {name: torch.cat([model.whole_hidden(i) for i in beyond])},
-        lambda: {name: torch.cat([h for h, _ in chunked_forwards(model, backend, beyond, watch)])},
+        lambda: {name: torch.cat([*chunked_forwards(model, backend, heights, beyond, watch)])},
         watch,
     )
 

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
+from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule
+from furlong.plan.passes import Pass
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.runtime.cell import Cell, require_each_layer
-from furlong.runtime.executor import chunk_pieces, piece_lens
 from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
+from furlong.runtime.layout import chunk_pieces, piece_lens
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
@@ -42,10 +44,17 @@ class WatchedCell(Cell):
     windows: list[int | None] = field(default_factory=list)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+        self,
+        what: Pass,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None,
     ) -> Tensor:
         self.windows.append(rule.window)
-        return super().attend(layer, q, k, v, rule, sinks)
+        return super().attend(what, layer, q, k, v, rule, sinks)
 
 
 @dataclass
@@ -121,24 +130,26 @@ def whole_run(
     return compared | {GRADIENTS: grad[0]}
 
 
-def chunked_run(model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch: Watch) -> Run:
-    """The same in chunks: forwards ascending, backwards descending."""
+def chunked_run(
+    model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
+) -> Run:
+    """The same in chunks and stages of `heights` layers: forwards ascending, backwards descending.
+    """
     length, num_short = (len(i) for i in ids)
     watch.leaves.clear()
-    runs: list[tuple[Tensor, Tensor, Cell]] = []
+    runs: list[tuple[Tensor, Tensor]] = []
     with torch.enable_grad():
-        for hidden, cell in chunked_forwards(model, backend, ids, watch):
-            runs.append((hidden, _only_leaf(model, watch), cell))
+        for hidden in chunked_forwards(model, backend, heights, ids, watch):
+            runs.append((hidden, _only_leaf(model, watch)))
             watch.leaves.clear()
         grads = []
-        for hidden, leaf, cell in reversed(runs):
+        for hidden, leaf in reversed(runs):
             is_last = hidden is runs[-1][0]
             of_long = hidden[: len(hidden) - num_short] if is_last else hidden
             cotangent = _cotangent(of_long, length) if is_last else torch.zeros_like(hidden)
             cotangent *= watch.loss_scale
             grads.append(torch.autograd.grad(of_long, leaf, cotangent)[0][0])
-            cell.forget()
-    hidden = torch.cat([h.detach() for h, _, _ in runs])
+    hidden = torch.cat([h.detach() for h, _ in runs])
     tiles = hidden[-num_short:].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
     compared = {
         "hidden states": hidden[:-num_short],
@@ -161,30 +172,34 @@ def _gradient(hidden: Tensor, leaf: Tensor, cotangent: Tensor, watch: Watch) -> 
 
 
 def chunked_forwards(
-    model: CausalLM, backend: Backend, ids: Sequence[Tensor], watch: Watch
-) -> Iterator[tuple[Tensor, Cell]]:
-    """Final hidden states (T, D) of each chunk, and its cell.
+    model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
+) -> Iterator[Tensor]:
+    """Final hidden states (T, D) of each chunk, after stages of `heights` layers.
 
     The long sequence is cut in three; its tail shares a chunk with the short one.
     """
     length, short = (len(i) for i in ids)
     pieces = [Slice(0, start, stop) for start, stop in pairwise(cuts(length))]
     chunks = (*(Chunk((piece,)) for piece in pieces[:-1]), Chunk((pieces[-1], Slice(1, 0, short))))
-    plan = ChunkPlan((length, short), chunks, (model.num_layers,), ((),))
-    store = KVStore(Arena(model.device), piece_lens(plan))
+    plan = ChunkPlan((length, short), chunks, tuple(heights), ((),))
+    arena = Arena(model.device)
+    store = KVStore(arena, piece_lens(plan))
     labels = [torch.full(i.shape, -100, device="cpu") for i in ids]
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
+    what = Pass("graph", writes_kv=True)
     with model.installed():
         for index, chunk in enumerate(chunks):
             inputs = chunk_inputs(chunk, sequences, model.device)
-            cell = WatchedCell(
-                inputs.slices, chunk_pieces(plan, index, inputs.slices), store, backend,
-                model.num_layers, writes_kv=True,
-            )  # fmt: skip
-            hidden = model.hidden(inputs.input_ids, inputs.position_ids, cell)
-            require_each_layer(model.name, cell.layers, model.num_layers)
-            watch.windows.update(cell.windows)
-            yield hidden, cell
+            hidden = inputs.input_ids
+            for stage in model.stages(heights):
+                cell = WatchedCell(
+                    inputs.slices, chunk_pieces(plan, index, inputs.slices), store, backend,
+                    DevicePool(arena), stage.layers,
+                )  # fmt: skip
+                hidden = stage.run(hidden, inputs.position_ids, cell, what)
+                require_each_layer(model.name, cell.attended, stage.layers)
+                watch.windows.update(cell.windows)
+            yield hidden
 
 
 def cuts(length: int) -> list[int]:

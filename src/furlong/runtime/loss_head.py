@@ -1,0 +1,55 @@
+"""The last stage's end: head and loss of a chunk, tile by tile, and the step's summed loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from furlong.errors import ConfigError
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
+from furlong.runtime.inputs import ChunkInputs
+
+
+class LossHead:
+    """Losses of one step, added up on the device."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
+
+    def gradient(self, hidden: Tensor, inputs: ChunkInputs, factor: float) -> Tensor:
+        """Add a chunk's loss; the gradient (T, D) of `factor` times it by the final hidden states.
+
+        The head's parameters get theirs. Raises ConfigError if no trained parameter is reached.
+        """
+        if not hidden.requires_grad:
+            self._require_gradient(hidden)
+        loss_sum, gradient = tiled_loss(
+            self._model.logits, hidden, inputs.labels,
+            max_tile_tokens=self._max_tile_tokens, grad_scale=factor,
+        )  # fmt: skip
+        self.loss_sum += loss_sum
+        return gradient
+
+    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> Tensor:
+        """Add a chunk's loss; the loss of each token (T,) of final hidden states (T, D)."""
+        losses = token_losses(
+            self._model.logits, hidden, inputs.labels, max_tile_tokens=self._max_tile_tokens
+        )
+        self.loss_sum += losses.sum()
+        return losses
+
+    def _require_gradient(self, hidden: Tensor) -> None:
+        """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
+        with torch.enable_grad():
+            logits = self._model.logits(hidden[:1].detach())
+        if not logits.requires_grad:
+            raise ConfigError(
+                given=f"{self._model.name}, whose loss depends on no parameter that requires a "
+                "gradient",
+                required="a trained parameter that the forward uses",
+                source="the model that was passed",
+                change="call unmerge_adapter() on merged adapters, or train parameters in use",
+            )

@@ -1,0 +1,68 @@
+"""Where each kind of memory of a step waits: one pool per tier, shared by the kinds that name it."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from furlong.kv.arena import Arena
+from furlong.kv.pools.contract import Pool
+from furlong.kv.pools.device import DevicePool
+from furlong.plan.values import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a run may use beside its device."""
+
+    host_bytes: int | None = None
+    """Budget of the host tier; None: no bound."""
+    disk_bytes: int | None = None
+    """Budget of the disk tier; None: no bound."""
+    disk_dir: str | Path | None = None
+    """Folder of the disk tier; None: the system's folder for temporary files."""
+
+
+class Pools:
+    """The pools of one model, opened when a plan first names their tier."""
+
+    def __init__(self, arena: Arena, storage: Storage) -> None:
+        self.arena = arena
+        self._storage = storage
+
+    @cached_property
+    def device(self) -> Pool:
+        return DevicePool(self.arena)
+
+    @cached_property
+    def host(self) -> Pool:
+        from furlong.kv.pools.staged import HostPool
+
+        return HostPool(self.arena.device, budget_bytes=self._storage.host_bytes)
+
+    @cached_property
+    def disk(self) -> Pool:
+        from furlong.kv.pools.staged import DiskPool
+
+        folder = Path(self._storage.disk_dir or tempfile.gettempdir())
+        return DiskPool(folder, self.arena.device, budget_bytes=self._storage.disk_bytes)
+
+    def of(self, tier: Tier) -> Pool:
+        """The pool of a tier."""
+        pool: Pool = getattr(self, tier)
+        return pool
+
+    @property
+    def lower_bytes(self) -> int:
+        """Bytes that wait on the host and on disk."""
+        return sum(pool.held_bytes for pool in self._opened() if pool is not self.device)
+
+    def clear(self) -> None:
+        """Forget everything, after an error."""
+        for pool in self._opened():
+            pool.clear()
+
+    def _opened(self) -> list[Pool]:
+        return [self.__dict__[tier] for tier in ("device", "host", "disk") if tier in self.__dict__]
