@@ -1,6 +1,8 @@
 """Plans survive their text forms, and text that is no plan is refused in four parts."""
 
 import json
+from dataclasses import asdict
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +32,8 @@ from furlong.plan.values import (
     Reshard,
     Send,
     Slice,
+    Tier,
+    Tiers,
     Unshard,
 )
 
@@ -53,10 +57,11 @@ PLAN = ChunkPlan(
     chunks=(Chunk((Slice(0, 0, 4),)), Chunk((Slice(0, 4, 5), Slice(1, 0, 2)))),
     stages=(2,),
     actions=((Forward(0, 0, "kv"), Forward(1, 0, "kv")),),
-    tier="host",
+    tiers=Tiers(attention="host", kv="disk"),
 )
 
 small = st.integers(0, 10**6)
+tier = st.sampled_from(get_args(Tier))
 factors = st.floats(allow_nan=False, allow_infinity=False)
 keeps = st.sampled_from(("input", "kv", "attention", "all"))
 payloads = st.sampled_from(("activation", "gradient"))
@@ -112,7 +117,8 @@ def test_plans_round_trip(chunk_list, action_lists, data):
         chunks=tuple(chunk_list),
         stages=tuple(data.draw(st.lists(small, max_size=3))),
         actions=tuple(map(tuple, action_lists)),
-        tier=data.draw(st.sampled_from(("device", "host", "disk"))),
+        tiers=data.draw(st.builds(Tiers, tier, tier, tier, tier)),
+        frozen_stages=data.draw(small),
         sp_size=data.draw(st.integers(1, 8)),
         sampled=data.draw(st.booleans()),
     )
@@ -142,6 +148,9 @@ def test_odd_chunks_are_refused(text):
         parse_chunk(text)
 
 
+TIERS = asdict(PLAN.tiers)
+
+
 def change(field, value):
     return json.dumps(json.loads(save_plan(PLAN)) | {field: value})
 
@@ -151,9 +160,15 @@ def change(field, value):
     [
         ("{", "no JSON"),
         ("[]", "version None"),
-        (change("version", 2), "version 2"),
+        (change("version", 1), "version 1"),
+        (change("version", 3), "version 3"),
         (change("extra", 1), "extra"),
-        (change("tier", "tape"), "tape"),
+        (change("tier", "host"), "tier"),
+        (change("tiers", "host"), "tiers = 'host'"),
+        (change("tiers", TIERS | {"kv": "tape"}), "tiers.kv = 'tape'"),
+        (change("tiers", TIERS | {"weights": "host"}), "weights"),
+        (change("tiers", {"kv": "host"}), "attention, graphs, inputs"),
+        (change("frozen_stages", True), "frozen_stages"),
         (change("sampled", 1), "sampled"),
         (change("seq_lens", [5, True]), "seq_lens"),
         (change("stages", "2"), "stages"),
@@ -171,8 +186,27 @@ def test_text_that_is_no_plan_is_refused_in_four_parts(text, given):
     assert error.value.required and error.value.source and error.value.change
 
 
+def test_a_plan_of_version_1_says_what_to_do():
+    """What the release before wrote: one tier, no frozen stages."""
+    saved = json.loads(save_plan(PLAN)) | {"version": 1, "tier": "host"}
+    del saved["tiers"], saved["frozen_stages"]
+    with pytest.raises(UserError) as error:
+        load_plan(json.dumps(saved))
+    assert (error.value.given, error.value.required) == ("version 1", "version 2")
+    assert "save the plan again" in error.value.change
+
+
+def test_the_json_names_the_tier_of_each_kind():
+    saved = json.loads(save_plan(PLAN))
+    assert saved["version"] == 2
+    assert saved["tiers"] == {
+        "kv": "disk", "inputs": "device", "attention": "host", "graphs": "device",
+    }  # fmt: skip
+
+
 def test_page_for_a_person():
     page = format_plan(PLAN)
+    assert "stage inputs, graphs on the device; attention on the host" in page
     assert "chunk 0: split, 4 tokens, 0:0-4" in page
     assert "chunk 1: hybrid, 3 tokens, 0:4-5 1:0-2" in page
     assert "rank 0\n  F0.0 kv, F1.0 kv\n" in page

@@ -78,7 +78,9 @@ def gradient(plan):
         return scale(above) * of_output(chunk, above) + factors[chunk][1] * relayed
 
     return [
-        sum(of_output(chunk, stage) * entering(chunk, stage) for chunk in factors)
+        0.0
+        if stage < plan.frozen_stages
+        else sum(of_output(chunk, stage) * entering(chunk, stage) for chunk in factors)
         for stage in range(last + 1)
     ]
 
@@ -186,7 +188,7 @@ class _Rank:
             _ = self.kv[earlier, stage]
             self.relayed[earlier, stage] += weight(chunk, earlier) * grad
         relayed = action.relay_factor * self.relayed.pop(cell, 0.0)
-        if stage:
+        if stage > self.plan.frozen_stages:
             self.output_grads[chunk, stage - 1] = scale(stage) * grad + relayed
 
     def assert_done(self):

@@ -8,7 +8,7 @@ from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action, format_chunk, load_plan, save_plan
-from furlong.plan.values import Backward, Forward, RebuildKV, Recompute, Reduce
+from furlong.plan.values import ON_DEVICE, Backward, Forward, RebuildKV, Recompute, Reduce
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
@@ -111,7 +111,7 @@ def test_evaluation_has_forwards_only():
 
 def test_passes_on_tier_and_layers():
     made = plan([5], size=4)
-    assert made.tier == "device"
+    assert made.tiers == ON_DEVICE
     assert made.stages == (2,)
     assert made.actions[0][-1] == Reduce(0)
 

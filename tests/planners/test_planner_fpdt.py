@@ -14,7 +14,7 @@ from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
-from furlong.plan.values import SHARDED, Backward, Forward, RebuildKV, Reduce
+from furlong.plan.values import SHARDED, Backward, Forward, RebuildKV, Reduce, Tiers
 from furlong.planners.fpdt import choose_fpdt_chunk, plan_fpdt
 from furlong.planners.layer_first import stage_heights
 from furlong.planners.spaco import plan_seco
@@ -110,9 +110,9 @@ def test_evaluation():
 
 
 def test_an_sp_group_shards_every_slice():
-    plan = plan_fpdt([9, 2], num_layers=2, chunk_size=4, sp_size=4, tier="host")
+    plan = plan_fpdt([9, 2], num_layers=2, chunk_size=4, sp_size=4, tiers=Tiers(kv="host"))
     assert {piece.placement for chunk in plan.chunks for piece in chunk.slices} == {SHARDED}
-    assert (plan.sp_size, plan.tier) == (4, "host")
+    assert (plan.sp_size, plan.tiers) == (4, Tiers(kv="host"))
 
 
 def model_of(name, device="H100"):
@@ -175,9 +175,9 @@ def test_hidden_states_of_every_chunk_are_counted():
 def test_kv_go_to_the_host_and_hidden_states_stay():
     model = model_of("Llama-3-8B")
     here = peak_bytes(model, 262_144, 1)
-    there = peak_bytes(model, 262_144, 1, tier="host")
+    there = peak_bytes(model, 262_144, 1, tiers=Tiers(kv="host"))
     assert there < here
-    plan = plan_fpdt([262_144], num_layers=32, chunk_size=4096, tier="host")
+    plan = plan_fpdt([262_144], num_layers=32, chunk_size=4096, tiers=Tiers(kv="host"))
     curve = model.memory().curve(plan, 0)
     # one layer's K,V and their gradients
     assert curve.host.max() == pytest.approx((262_144 - 4096) * 2 * 1024 * (2 + 4))
@@ -228,5 +228,7 @@ def test_chunk_that_hides_its_loads(tera_flops, giga_bytes, full, grouped):
 
 def test_the_plans_pass_with_memory():
     model = model_of("Llama-3-8B", "H200")
-    plan = plan_fpdt([65_536], num_layers=32, chunk_size=8192, stage_layers=4, tier="host")
+    plan = plan_fpdt(
+        [65_536], num_layers=32, chunk_size=8192, stage_layers=4, tiers=Tiers(kv="host")
+    )
     check(plan, model.memory(10**12))

@@ -14,7 +14,7 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import DataError
 from furlong.plan.text import load_plan, parse_chunk, save_plan
-from furlong.plan.values import Chunk, Forward
+from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.checkpointing import Checkpointing, full_checkpointing, peak_bytes
 from furlong.planners.elastic import Setting, in_a_row
@@ -47,10 +47,10 @@ def small_model(config=SMALL, **training):
 MODEL = small_model()
 
 
-def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tier="device"):
+def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE):
     groups = shard(cut_and_pack(lens, num_slices, Work(1e-3, 1)), sp_size)
     counts = [len(group) for group in groups]
-    plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tier=tier)
+    plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tiers=tiers)
     return groups, counts, BatchLoads.of(plan, counts, model.memory())
 
 
@@ -65,16 +65,16 @@ stage_heights = st.sampled_from([(6,), (3, 3), (2, 3, 1)])
     stage_heights,
     st.sampled_from([1, 2]),
     st.sampled_from([SMALL, WINDOWED]),
-    st.sampled_from(["device", "host"]),
+    st.sampled_from([ON_DEVICE, Tiers(kv="host")]),
     st.randoms(use_true_random=False),
 )
-def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, tier, draw):
+def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, tiers, draw):
     model = small_model(config, zero_stage=3)
-    groups, counts, loads = loads_of(lens, num_slices, stages, sp_size, model, tier)
+    groups, counts, loads = loads_of(lens, num_slices, stages, sp_size, model, tiers)
     problem = loads.problem(0, len(counts), 0.0)
     layers = [draw.randint(0, max(stages)) for _ in range(problem.num_diagonals)]
     plan = plan_seq1f1b(
-        lens, groups, stages=stages, sp_size=sp_size, tier=tier,
+        lens, groups, stages=stages, sp_size=sp_size, tiers=tiers,
         recompute_layers=Checkpointing(tuple(layers), 0).on_stages(counts, stages),
     )  # fmt: skip
     walked = [max(model.memory().bytes_after(plan, rank)) for rank in range(len(stages))]

@@ -5,6 +5,8 @@ A planner joins by one entry of PLANNERS, or of SEARCHING: from a random source 
 """
 
 import random
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 from toy_model import gradient, obey
@@ -15,12 +17,13 @@ from furlong.cost.memory_walk import PARTS
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
-from furlong.plan.values import Backward, Reduce
+from furlong.plan.values import Backward, Reduce, Tier, Tiers
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.data_parallel import plan_data_parallel
 from furlong.planners.fpdt import plan_fpdt
 from furlong.planners.groups import packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
+from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
 from furlong.planners.sample import Sampling, draw_chunks, sample_backwards
@@ -52,6 +55,10 @@ def options(rng):
         keep=rng.choice(KEEPS),
         hybrid=rng.random() < 0.5,
     )
+
+
+def tiers(rng):
+    return Tiers(*(rng.choice(get_args(Tier)) for _ in range(4)))
 
 
 def sampling(rng):
@@ -116,9 +123,23 @@ def fpdt(rng):
         stage_layers=rng.randint(1, num_layers),
         chunk_size=rng.randint(1, 12),
         keep=rng.choice(KEEPS),
-        tier=rng.choice(("device", "host", "disk")),
+        tiers=tiers(rng),
         sp_size=rng.choice((1, 1, 2, 4)),
         backward=rng.random() < 0.9,
+    )
+
+
+def one_device(rng):
+    num_layers = rng.randint(1, 6)
+    dials = {"tier": tiers(rng), "recompute_layers": rng.choice((0, 0, 1, 2, 9))}
+    if rng.random() < 0.7:
+        dials |= {"order": "layer-first", "stage_layers": rng.randint(1, num_layers)}
+    return plan_on_device(
+        lengths(rng),
+        replace(options(rng), **dials),
+        num_layers=num_layers,
+        backward=rng.random() < 0.9,
+        frozen_layers=rng.choice((0, 0, rng.randint(0, num_layers))),
     )
 
 
@@ -164,10 +185,12 @@ PLANNERS = {
     "seco": seco,
     "spaco": spaco,
     "fpdt": fpdt,
+    "one device": one_device,
     "sampled chunkflow": sampled(chunkflow),
     "sampled pipeline": sampled(chunkflow_pipeline),
     "sampled seq1f1b": sampled(seq1f1b),
     "sampled fpdt": sampled(fpdt),
+    "sampled one device": sampled(one_device),
 }
 SEARCHING = {
     "data parallel": data_parallel,
@@ -202,7 +225,7 @@ def hold_on_hardware(plan):
         assert (curve.device >= 0).all() and (curve.host >= 0).all()
         if isinstance(actions[-1], Reduce):
             assert curve.host[-1] == 0
-            buffers = () if plan.tier == "device" else ("kv", "kv_gradients")
+            buffers = () if plan.tiers.kv == "device" else ("kv", "kv_gradients")
             for part in set(PARTS) - {"weights", "gradients", "optimizer", *buffers}:
                 assert curve.device[-1, PARTS.index(part)] == 0, part
 

@@ -2,7 +2,7 @@
 
     I1   every token is in exactly one slice, and every loss counts once (sampled: on average)
     I2   what a chunk may hold: pieces with a prefix, placements
-    I7   every cell has one Forward, and one Backward (unless the plan samples its chunks)
+    I7   every cell has one Forward, and one Backward (but at frozen stages, and in samples)
     I3   forwards ascend, and every cell follows its neighbour in the column
     I4   earlier K,V are there when they are read
     I5   backwards descend, so that dK,dV are complete
@@ -71,13 +71,20 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
 
 
 def cells_run_once(grid: Grid) -> None:
-    """I7. One Forward per cell; Backwards at all stages of a chunk, for all chunks if for any."""
+    """I7. One Forward per cell; Backwards at all stages of a chunk from `frozen_stages` on, for all
+    chunks if for any."""
     rule = "every cell has one Forward and one Backward, on one rank"
+    frozen = grid.plan.frozen_stages
+    if not 0 <= frozen < grid.num_stages:
+        why = f"{frozen} of {grid.num_stages} stages are frozen: the last one has the loss"
+        raise PlanError(f"broken rule: {rule}\n{why}")
     firsts = {Forward: grid.forward, Backward: grid.backward}
     for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
         if kind in firsts:
             if firsts[kind][cell] != at:
                 raise grid.refuse(rule, f"cell {grid.name(cell)} has one already", at)
+            if kind is Backward and cell < frozen * grid.num_chunks:
+                raise grid.refuse(rule, f"the first {frozen} stages are frozen", at)
         elif kind is not Recompute and kind is not RebuildKV:
             continue
         if grid.forward[cell] >= 0 and grid.ranks[grid.forward[cell]] != grid.ranks[at]:
@@ -87,9 +94,10 @@ def cells_run_once(grid: Grid) -> None:
     for chunk in range(grid.num_chunks):
         cells = range(chunk, len(grid.forward), grid.num_chunks)
         counts = [sum(places[cell] >= 0 for cell in cells) for places in firsts.values()]
-        if counts[0] != grid.num_stages or counts[1] not in (0, grid.num_stages):
+        if counts[0] != grid.num_stages or counts[1] not in (0, grid.num_stages - frozen):
             why = f"chunk {chunk} has {counts[0]} Forwards and {counts[1]} Backwards"
-            raise refuse_chunk(grid.plan, rule, f"{why} over {grid.num_stages} stages", chunk)
+            over = f"{grid.num_stages} stages" + (f", {frozen} of them frozen" if frozen else "")
+            raise refuse_chunk(grid.plan, rule, f"{why} over {over}", chunk)
         if trained and not counts[1]:
             why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
             raise refuse_chunk(grid.plan, rule, why, chunk)

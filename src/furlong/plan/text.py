@@ -201,8 +201,11 @@ def load_plan(text: str) -> ChunkPlan:
 
 def _tiers(values: Any) -> Tiers:
     kinds = [field.name for field in fields(Tiers)]
-    if not isinstance(values, dict) or sorted(values) != sorted(kinds):
-        raise _unreadable(f"tiers = {values!r:.80}", f"a tier for each of {', '.join(kinds)}")
+    required = f"a tier for each of {', '.join(kinds)}"
+    if not isinstance(values, dict):
+        raise _unreadable(f"tiers = {values!r:.80}", required)
+    if odd := values.keys() ^ set(kinds):
+        raise _unreadable(f"kinds of tiers missing or unknown: {', '.join(sorted(odd))}", required)
     for kind, tier in values.items():
         if tier not in get_args(Tier):
             required = f"one of {', '.join(get_args(Tier))}"

@@ -25,7 +25,10 @@ def plan_chunkflow(
     num_layers: int,
     backward: bool = True,
 ) -> ChunkPlan:
-    """A checked plan for one device and one stage; without backward a plan that only evaluates."""
+    """A checked plan for one device and one stage; without backward a plan that only evaluates.
+
+    Chunk-first, whatever `options.order` says: `planners.one_device` follows it.
+    """
     chunks: list[Chunk] = []
     actions: list[Action] = []
     for group in group_chunks(seq_lens, options):
@@ -36,6 +39,7 @@ def plan_chunkflow(
             num_retained=options.num_retained,
             keep=options.keep,
             backward=backward,
+            recompute_layers=min(options.recompute_layers, num_layers),
         )
     if backward:
         actions.append(Reduce(0))

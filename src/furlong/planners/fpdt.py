@@ -52,9 +52,7 @@ def plan_fpdt(
     actions: list[Action] = []
     for numbers in numbered:
         is_last = numbers is numbered[-1]
-        actions += walk_layer_first(
-            numbers, len(stages), keep=keep, backward=backward, reduces=is_last
-        )
+        actions += walk_layer_first(numbers, stages, keep=keep, backward=backward, reduces=is_last)
     plan = ChunkPlan(
         seq_lens=tuple(seq_lens),
         chunks=tuple(chunk for group in groups for chunk in group),

@@ -27,33 +27,49 @@ def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
 
 def walk_layer_first(
     chunks: Sequence[int],
-    num_stages: int,
+    stages: Sequence[int],
     *,
     keep: Keep,
+    num_retained: int = 0,
+    recompute_layers: int = 0,
+    frozen_stages: int = 0,
     backward: bool = True,
     reduces: bool = False,
 ) -> list[Action]:
     """Actions for one group: all pieces of one sequence in order, or one packed chunk.
 
-    `keep`: input and attention drop K,V after their stage (attention also keeps each layer's
-    attention output, so that a recompute runs no attention); kv and all hold those of all stages.
-    `reduces`: this is a rank's last group, and each stage is reduced behind its last Backward.
-    Without backward nothing outlives its last reader, and `keep` does not matter.
+    `stages`: layers of each. `keep`: input and attention drop K,V after their stage (attention also
+    keeps each layer's attention output, so that a recompute runs no attention); kv and all hold
+    those of all stages. `num_retained`: that many last chunks keep their graph at the last stage,
+    whose backward comes next; at any other stage a graph would be held through all stages behind
+    it, which is what the walk spares (with `keep="all"` every cell does). `recompute_layers`: as
+    many first layers of a cell's graph keep only their input. `frozen_stages`: first stages without
+    a backward, for there is nothing to train in them or below. `reduces`: this is a rank's last
+    group, and each stage is reduced behind its last Backward. Without backward nothing outlives its
+    last reader, and none of this matters.
     """
+    last = len(stages) - 1
     if not backward:
-        return [Forward(c, stage, "input") for stage in range(num_stages) for c in chunks]
-    last = num_stages - 1
-    keeps: list[Keep] = [keep] * last + ["kv" if keep == "input" else keep]
-    actions: list[Action] = [
-        Forward(chunk, stage, keeps[stage]) for stage in range(num_stages) for chunk in chunks
-    ]
-    for stage in reversed(range(num_stages)):
+        return [Forward(c, stage, "input") for stage in range(last + 1) for c in chunks]
+    retained = frozenset(chunks[max(0, len(chunks) - num_retained) :])
+    layers = [min(recompute_layers, height) for height in stages]
+
+    def forward(chunk: int, stage: int) -> Forward:
+        if stage < frozen_stages:
+            return Forward(chunk, stage, "input")
+        if keep == "all" or (stage == last and chunk in retained):
+            return Forward(chunk, stage, "all", layers[stage])
+        # the last stage's K,V are there until its backward, which comes next
+        return Forward(chunk, stage, "kv" if keep == "input" and stage == last else keep)
+
+    actions: list[Action] = [forward(c, stage) for stage in range(last + 1) for c in chunks]
+    for stage in reversed(range(frozen_stages, last + 1)):
         if stage < last and keep in ("input", "attention"):
             # the last chunk of a group has no reader
             actions += [RebuildKV(chunk, stage) for chunk in chunks[:-1]]
         for chunk in reversed(chunks):
-            if keep != "all":
-                actions.append(Recompute(chunk, stage))
+            if keep != "all" and not (stage == last and chunk in retained):
+                actions.append(Recompute(chunk, stage, layers[stage]))
             actions.append(Backward(chunk, stage))
         if reduces:
             actions.append(Reduce(stage))

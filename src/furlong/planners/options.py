@@ -6,18 +6,16 @@ set is at hand, and for models whose work cannot be counted.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NoReturn, get_args
 
 from furlong.errors import ConfigError
 from furlong.plan.values import Keep, Order, Tier, Tiers
 
-_AVAILABLE: dict[str, tuple[str, ...]] = {
-    "keep": get_args(Keep),
-    "tier": ("device",),
-    "order": ("chunk-first",),
-}
+TIER_KINDS = tuple(field.name for field in fields(Tiers))
+"""Kinds of memory that a mapping of tiers may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,44 +25,86 @@ class ChunkOptions:
     size: int = 4096
     """Most tokens in a chunk."""
     num_retained: int = 1
-    """How many last chunks of a sequence keep their whole graph (ChunkFlow's K)."""
+    """How many last chunks of a sequence keep their whole graph (ChunkFlow's K); with layer-first
+    at the last stage only, where the forward turns around on the spot."""
     keep: Keep = "attention"
     """What the other chunks keep between forward and backward."""
-    tier: Tier = "device"
-    """Where K,V and their gradients live."""
+    tier: Tier | Mapping[str, Tier] | Tiers = "device"
+    """Where kept tensors live: one tier for all kinds, or a mapping of kinds (kv, inputs,
+    attention, graphs), the others on the device."""
     order: Order = "chunk-first"
+    stage_layers: int | None = None
+    """Most layers of a stage; with layer-first only, whose default is 1."""
+    recompute_layers: int = 0
+    """First layers of a cell's graph that keep only their input and run again in its backward."""
     hybrid: bool = True
     """Whether a long sequence's tail piece may share its chunk with whole short sequences."""
 
     @property
     def tiers(self) -> Tiers:
         """The tier of each kind of memory."""
-        return Tiers(self.tier, self.tier, self.tier, self.tier)
+        if isinstance(self.tier, str):
+            return Tiers(self.tier, self.tier, self.tier, self.tier)
+        assert isinstance(self.tier, Tiers)  # __post_init__ has made it of a mapping
+        return self.tier
 
     def __post_init__(self) -> None:
-        for name, lowest in (("size", 1), ("num_retained", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-                raise ConfigError(
-                    given=f"chunks.{name} = {value!r}",
-                    required=f"a whole number of at least {lowest}",
-                    source="ChunkOptions",
-                    change=f"set {name} to {lowest} or more, or to auto in a run file",
-                )
+        for name, lowest in (("size", 1), ("num_retained", 0), ("recompute_layers", 0)):
+            _check_whole(name, getattr(self, name), lowest)
         if not isinstance(self.hybrid, bool):
-            raise ConfigError(
-                given=f"chunks.hybrid = {self.hybrid!r}", required="True or False",
-                source="ChunkOptions", change="pass a boolean",
+            _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
+        _check_among("keep", self.keep, get_args(Keep))
+        _check_among("order", self.order, get_args(Order))
+        object.__setattr__(self, "tier", _checked_tier(self.tier))
+        if self.order == "layer-first":
+            stage_layers = 1 if self.stage_layers is None else self.stage_layers
+            _check_whole("stage_layers", stage_layers, 1)
+            object.__setattr__(self, "stage_layers", stage_layers)
+        elif self.stage_layers is not None:
+            _refuse(
+                "stage_layers", self.stage_layers,
+                "no stage_layers with order chunk-first, where all layers are one stage",
+                "set order to layer-first, or leave stage_layers out",
             )  # fmt: skip
-        for name, choices in _AVAILABLE.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    given=f"chunks.{name} = {value!r}",
-                    required=f"one of {', '.join(choices)}",
-                    source="ChunkOptions",
-                    change="choose one of them; the README says what this release leaves out",
-                )
+
+
+def _checked_tier(value: object) -> Tier | Tiers:
+    """A tier of all kinds, or one for each; equal wherever they mean the same."""
+    if isinstance(value, Tiers):
+        value = asdict(value)
+    if not isinstance(value, Mapping):
+        _check_among("tier", value, get_args(Tier), or_else=" or a mapping of kinds to them")
+        return value  # type: ignore[return-value]
+    for kind, tier in value.items():
+        if kind not in TIER_KINDS:
+            near = difflib.get_close_matches(str(kind), TIER_KINDS, n=1)
+            change = f"did you mean {near[0]}?" if near else f"remove {kind}"
+            _refuse("tier", dict(value), f"kinds among {', '.join(TIER_KINDS)}", change)
+        _check_among(f"tier.{kind}", tier, get_args(Tier))
+    tiers = Tiers(**value)
+    alike = set(asdict(tiers).values())
+    return tiers.kv if len(alike) == 1 else tiers
+
+
+def _check_whole(name: str, value: object, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        _refuse(
+            name, value, f"a whole number of at least {lowest}",
+            f"set {name} to {lowest} or more, or to auto in a run file",
+        )  # fmt: skip
+
+
+def _check_among(name: str, value: object, choices: tuple[str, ...], or_else: str = "") -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+        change = f"did you mean {near[0]}?" if near else "choose one of them"
+        _refuse(name, value, f"one of {', '.join(choices)}{or_else}", change)
+
+
+def _refuse(name: str, value: object, required: str, change: str) -> NoReturn:
+    raise ConfigError(
+        given=f"chunks.{name} = {value!r}", required=required, source="ChunkOptions", change=change
+    )
 
 
 def fixed_options(max_seq_len: int, dials: Mapping[str, Any] | None = None) -> ChunkOptions:

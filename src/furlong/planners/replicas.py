@@ -31,8 +31,8 @@ def join_replicas(
     """A checked plan of the global batch `seq_lens`.
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
-    in that order. All have the same stages, ranks, sp_size and tiers. A rank with a Backward whose
-    plan left out the Reduce of a stage gets it at its end.
+    in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
+    tiers. A rank with a Backward whose plan left out the Reduce of a stage gets it at its end.
     Raises ConfigError where there are fewer sequences than replicas, and ValueError for plans that
     differ or do not belong to the sequences.
     """
@@ -56,6 +56,7 @@ def join_replicas(
         tiers=first.tiers,
         sp_size=first.sp_size,
         sampled=any(plan.sampled for plan in plans),
+        frozen_stages=first.frozen_stages,
     )
     check(joined)
     return joined
@@ -64,9 +65,13 @@ def join_replicas(
 def _refuse_different(
     plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
 ) -> None:
-    layouts = {(plan.stages, len(plan.actions), plan.sp_size, plan.tiers) for plan in plans}
+    layouts = {
+        (plan.stages, len(plan.actions), plan.sp_size, plan.tiers, plan.frozen_stages)
+        for plan in plans
+    }
     if len(layouts) > 1:
-        raise ValueError(f"replicas differ in (stages, ranks, sp_size, tiers): {sorted(layouts)}")
+        shown = "; ".join(sorted(map(str, layouts)))
+        raise ValueError(f"replicas differ in (stages, ranks, sp_size, tiers, frozen): {shown}")
     for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
         if plan.seq_lens != tuple(seq_lens[seq_id] for seq_id in own):
             raise ValueError(f"the plan of replica {replica} is not one of its sequences")

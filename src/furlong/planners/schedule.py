@@ -19,23 +19,25 @@ def schedule_group(
     keep: Keep,
     backward: bool = True,
     stage: int = 0,
+    recompute_layers: int = 0,
 ) -> list[Action]:
     """Actions for `chunks`: all pieces of one sequence in order, or one packed chunk.
 
-    The last `num_retained` keep their whole graphs, the others what `keep` says. Without backward
-    nothing outlives its last reader, and `keep` does not matter.
+    The last `num_retained` keep their whole graphs, the others what `keep` says; the first
+    `recompute_layers` layers of every graph keep only their input. Without backward nothing
+    outlives its last reader, and none of this matters.
     """
     if not backward:
         return [Forward(chunk, stage, "input") for chunk in chunks]
     num_dropped = 0 if keep == "all" else max(0, len(chunks) - num_retained)
     dropped, retained = chunks[:num_dropped], chunks[num_dropped:]
     actions: list[Action] = [Forward(chunk, stage, keep) for chunk in dropped]
-    actions += [Forward(chunk, stage, "all") for chunk in retained]
+    actions += [Forward(chunk, stage, "all", recompute_layers) for chunk in retained]
     if keep == "input":
         # Every Backward reads the K,V of all earlier chunks, those of retained chunks too, so all
         # that later chunks read is rebuilt first; the group's last chunk has no reader.
         actions += [RebuildKV(chunk, stage) for chunk in dropped if chunk != chunks[-1]]
     actions += [Backward(chunk, stage) for chunk in reversed(retained)]
     for chunk in reversed(dropped):
-        actions += [Recompute(chunk, stage), Backward(chunk, stage)]
+        actions += [Recompute(chunk, stage, recompute_layers), Backward(chunk, stage)]
     return actions

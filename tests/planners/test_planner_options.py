@@ -1,0 +1,86 @@
+"""ChunkOptions: what they take, what they mean, and what they say of the rest."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from furlong.errors import ConfigError
+from furlong.plan.values import ON_DEVICE, Tiers
+from furlong.planners.options import ChunkOptions, fixed_options
+
+
+@pytest.mark.parametrize(
+    ("tier", "tiers"),
+    [
+        ("device", ON_DEVICE),
+        ("host", Tiers("host", "host", "host", "host")),
+        ({"attention": "host"}, Tiers(attention="host")),
+        ({"kv": "disk", "inputs": "host"}, Tiers(kv="disk", inputs="host")),
+        ({}, ON_DEVICE),
+        (Tiers(graphs="disk"), Tiers(graphs="disk")),
+    ],
+)
+def test_a_tier_is_of_all_kinds_or_of_those_that_are_named(tier, tiers):
+    assert ChunkOptions(tier=tier).tiers == tiers
+
+
+def test_options_that_mean_the_same_are_equal():
+    every = dict.fromkeys(("kv", "inputs", "attention", "graphs"), "disk")
+    assert ChunkOptions(tier=every) == ChunkOptions(tier="disk")
+    assert ChunkOptions(tier={"kv": "device"}) == ChunkOptions()
+    assert ChunkOptions(order="layer-first") == ChunkOptions(order="layer-first", stage_layers=1)
+    assert len({ChunkOptions(tier={"kv": "host"}), ChunkOptions(tier=Tiers(kv="host"))}) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ChunkOptions(),
+        ChunkOptions(tier={"attention": "disk"}, order="layer-first", stage_layers=2),
+        ChunkOptions(tier="host", recompute_layers=3),
+    ],
+)
+def test_options_survive_json(options):
+    """A checkpoint holds them so."""
+    assert ChunkOptions(**json.loads(json.dumps(asdict(options)))) == options
+
+
+@pytest.mark.parametrize(
+    ("dials", "given", "required", "change"),
+    [
+        ({"tier": "hots"}, "chunks.tier = 'hots'", "device, host, disk or a mapping", "host?"),
+        ({"tier": 3}, "chunks.tier = 3", "one of device", "choose"),
+        ({"tier": {"kv": "tape"}}, "chunks.tier.kv = 'tape'", "one of device", "choose"),
+        ({"tier": {"atention": "host"}}, "atention", "kinds among kv, inputs", "attention?"),
+        ({"tier": {7: "host"}}, "{7: 'host'}", "kinds among kv, inputs", "remove 7"),
+        ({"order": "layerfirst"}, "'layerfirst'", "chunk-first, layer-first", "layer-first?"),
+        ({"keep": "some"}, "chunks.keep = 'some'", "one of input, kv", "choose"),
+        ({"stage_layers": 2}, "chunks.stage_layers = 2", "chunk-first", "layer-first, or leave"),
+        (
+            {"order": "layer-first", "stage_layers": 0},
+            "chunks.stage_layers = 0",
+            "at least 1",
+            "set stage_layers",
+        ),
+        ({"order": "layer-first", "stage_layers": True}, "= True", "whole number", "set"),
+        ({"recompute_layers": -1}, "chunks.recompute_layers = -1", "at least 0", "set"),
+        ({"size": 0}, "chunks.size = 0", "at least 1", "set size"),
+        ({"num_retained": 1.5}, "chunks.num_retained = 1.5", "whole number", "set"),
+        ({"hybrid": 1}, "chunks.hybrid = 1", "True or False", "boolean"),
+    ],
+)
+def test_what_is_wrong_is_told_in_four_parts(dials, given, required, change):
+    with pytest.raises(ConfigError) as caught:
+        ChunkOptions(**dials)
+    error = caught.value
+    assert given in error.given
+    assert required in error.required
+    assert error.source == "ChunkOptions"
+    assert change in error.change
+
+
+def test_the_fixed_rule_keeps_what_is_given():
+    assert fixed_options(300) == ChunkOptions(size=256)
+    given = {"order": "layer-first", "tier": {"inputs": "disk"}}
+    assert fixed_options(100_000, given) == ChunkOptions(size=4096, **given)
