@@ -20,17 +20,21 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.plan.values import Backward, ChunkPlan
+from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import (
+    ShiftedSequence,
     check_compute_dtype,
     check_ranges,
     count_valid_tokens,
+    require_lengths,
     shift_labels,
     whole_number,
 )
+from furlong.runtime.pools import Pools, Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
@@ -56,9 +60,9 @@ class StepResult:
 class _Kept:
     """State of one model that outlives a call: buffers, probed kernels, checks that it passed."""
 
-    arena: Arena | None = None
+    pools: Pools | None = None
     backend: ProbedBackend = field(default_factory=ProbedBackend)
-    checked: set[tuple[int, torch.dtype | None, int | None]] = field(default_factory=set)
+    checked: set[tuple[Any, ...]] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -76,9 +80,12 @@ class Engine:
         *,
         max_seq_len: int | None = None,
         compute_dtype: torch.dtype | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """`max_seq_len`: the run's longest sequence, needed by RoPE of type longrope only.
         `compute_dtype`: the dtype in which float32 weights compute (None: as they are).
+        `storage`: bounds and folder of the tiers host and disk; a later engine of the same model
+        may set others, None leaves them.
 
         Raises UnsupportedModelError, by name, for a model that cannot be trained exactly. A model
         is checked against its own forward on first use, and again when its modules, its config,
@@ -87,12 +94,43 @@ class Engine:
         check_compute_dtype(compute_dtype)
         self.compute_dtype = compute_dtype
         self.max_seq_len = None if max_seq_len is None else whole_number(max_seq_len, "max_seq_len")
-        self._given = model
+        self._given, self._storage = model, storage
         self._kept = _KEPT.setdefault(bare_model(model), _Kept())
         self._fingerprint: int | None = None
         self._notes: set[str] = set()
         with self._alone():
             self._follow_model()
+
+    def plan(
+        self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True
+    ) -> ChunkPlan:
+        """The plan of a batch with sequences of `seq_lens` tokens; without backward it evaluates.
+
+        Raises ConfigError for what is no `ChunkOptions`.
+        """
+        with self._alone():
+            self._follow_model()
+            return self._plan(seq_lens, options, backward=backward)
+
+    def run(
+        self,
+        plan: ChunkPlan,
+        sequences: Sequence[Mapping[str, Tensor]],
+        num_valid_tokens: int | None = None,
+        *,
+        exact_peaks: bool = False,
+    ) -> StepResult:
+        """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
+
+        `exact_peaks`: see `Executor`; the other arguments and the outcome are as in
+        `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
+        ranks, DataError for sequences of other lengths.
+        """
+        shifted = shift_labels(sequences)
+        require_lengths(plan, shifted)
+        with self._alone():
+            self._follow_model()
+            return self._obey(plan, shifted, num_valid_tokens, exact_peaks=exact_peaks)
 
     def forward_backward(
         self,
@@ -103,6 +141,16 @@ class Engine:
     ) -> StepResult:
         """See `furlong.forward_backward`."""
         shifted = shift_labels(sequences)
+        if not shifted:
+            raise _no_data("no sequences", "at least one sequence")
+        with self._alone():
+            self._follow_model()
+            plan = self._plan([len(s.input_ids) for s in shifted], options, backward=backward)
+            return self._obey(plan, shifted, num_valid_tokens)
+
+    def _plan(
+        self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool
+    ) -> ChunkPlan:
         if not isinstance(options, ChunkOptions):
             raise ConfigError(
                 given=f"options of type {type(options).__name__}",
@@ -110,49 +158,59 @@ class Engine:
                 source="the arguments of forward_backward",
                 change="pass furlong.ChunkOptions(size=..., keep=...)",
             )
-        if not shifted:
-            raise _no_data("no sequences", "at least one sequence")
+        is_cut = options.order == "layer-first"
+        return plan_on_device(
+            seq_lens, options,
+            num_layers=self.model.num_layers, backward=backward,
+            frozen_layers=self.model.num_frozen_layers if is_cut and backward else 0,
+        )  # fmt: skip
+
+    def _obey(
+        self,
+        plan: ChunkPlan,
+        shifted: Sequence[ShiftedSequence],
+        num_valid_tokens: int | None,
+        *,
+        exact_peaks: bool = False,
+    ) -> StepResult:
         own_valid_tokens = count_valid_tokens(shifted)
-        if num_valid_tokens is not None:
-            divisor = whole_number(num_valid_tokens, "num_valid_tokens")
-        elif own_valid_tokens:
-            divisor = own_valid_tokens
-        else:
-            raise _no_data("no token with a label to divide the loss by", "at least one label")
-        with self._alone():
-            self._follow_model()
-            model, kept = self.model, self._kept
-            check_ranges(
-                shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
-                longest_tokens=model.longest_tokens,
+        divisor = _divisor(num_valid_tokens, own_valid_tokens)
+        backward = any(isinstance(a, Backward) for actions in plan.actions for a in actions)
+        model, kept = self.model, self._kept
+        check_ranges(
+            shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
+            longest_tokens=model.longest_tokens,
+        )  # fmt: skip
+        if backward:
+            self._check_trainable()
+        if len(plan.stages) > 1:
+            assert self._fingerprint is not None
+            self._check_once(self._fingerprint, plan.stages)
+        assert kept.pools is not None
+        with self._computing(), model.installed():
+            executor = Executor(
+                model, plan, shifted,
+                num_valid_tokens=divisor, backend=kept.backend, pools=kept.pools, comms=Alone(),
+                exact_peaks=exact_peaks,
             )  # fmt: skip
-            if backward:
-                self._check_trainable()
-            plan = plan_chunkflow(
-                [len(s.input_ids) for s in shifted], options,
-                num_layers=model.num_layers, backward=backward,
-            )  # fmt: skip
-            assert kept.arena is not None
-            with self._computing(), model.installed():
-                executor = Executor(
-                    model, plan, shifted,
-                    num_valid_tokens=divisor, backend=kept.backend, arena=kept.arena,
-                )  # fmt: skip
-                loss_sum, timeline = executor.run()
+            loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:
             self._note(drawn(model))
-        losses = tuple(executor.token_losses)
+        losses = tuple(losses.cpu() for losses in executor.token_losses)
         return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""
-        make = partial(type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype)
+        make = partial(
+            type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
+            storage=self._storage,
+        )  # fmt: skip
         return make, (self._given,)
 
     @property
     def _arena(self) -> Arena:
-        assert self._kept.arena is not None
-        return self._kept.arena
+        assert self._kept.pools is not None
+        return self._kept.pools.arena
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -184,14 +242,27 @@ class Engine:
             return
         refuse_placement(base)
         self.model = CausalLM(self._given, max_seq_len=self.max_seq_len)
-        if self._kept.arena is None or self._kept.arena.device != self.model.device:
-            self._kept.arena = Arena(self.model.device)
-        key = now, self.compute_dtype, self.max_seq_len
+        self._kept.pools = self._open_pools(self._kept.pools)
+        self._check_once(now, (self.model.num_layers,))
+        self._fingerprint = now
+
+    def _open_pools(self, pools: Pools | None) -> Pools:
+        """The model's pools, anew if its device or the given storage is another."""
+        device = self.model.device
+        storage = self._storage or (pools.storage if pools else Storage())
+        if pools is not None and pools.arena.device == device and pools.storage == storage:
+            return pools
+        if pools is not None:
+            pools.close()
+        return Pools(Arena(device), storage)
+
+    def _check_once(self, fingerprint: int, heights: tuple[int, ...]) -> None:
+        """Check the model against its own forward, in stages of `heights` layers, if that is new."""
+        key = fingerprint, self.compute_dtype, self.max_seq_len, heights
         if key not in self._kept.checked:
             with self._computing():
-                self_check(self.model, self._kept.backend)
+                self_check(self.model, self._kept.backend, heights)
             self._kept.checked.add(key)
-        self._fingerprint = now
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -226,6 +297,7 @@ def forward_backward(
     *,
     max_seq_len: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    storage: Storage | None = None,
 ) -> StepResult:
     """Loss and exact gradients of a global batch, computed chunk by chunk.
 
@@ -235,7 +307,7 @@ def forward_backward(
     num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call.
         With the count of a global batch, several calls add up to that batch's gradients exactly.
     backward: False evaluates: no gradients.
-    max_seq_len, compute_dtype: see `Engine`.
+    max_seq_len, compute_dtype, storage: see `Engine`.
 
     Gradients of sum(loss) / num_valid_tokens are added to the parameters' `.grad`. Train mode,
     requires_grad and the attention implementation are afterwards as before, also after an error
@@ -243,9 +315,19 @@ def forward_backward(
 
     Buffers and the outcome of the start-up check are kept for the model as long as it lives.
     """
-    engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
+    engine = Engine(
+        model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage
+    )
     options = ChunkOptions() if options is None else options
     return engine.forward_backward(sequences, options, num_valid_tokens, backward)
+
+
+def _divisor(num_valid_tokens: int | None, own_valid_tokens: int) -> int:
+    if num_valid_tokens is not None:
+        return whole_number(num_valid_tokens, "num_valid_tokens")
+    if not own_valid_tokens:
+        raise _no_data("no token with a label to divide the loss by", "at least one label")
+    return own_valid_tokens
 
 
 def _no_data(given: str, required: str) -> DataError:

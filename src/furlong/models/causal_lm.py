@@ -67,6 +67,19 @@ class CausalLM:
         """The decoder's layers, where it holds them in one list."""
         return list(self.decoder.get_submodule(layer_list_name(self)).children())
 
+    @property
+    def num_frozen_layers(self) -> int:
+        """First layers of the decoder without a trained parameter in them or below.
+
+        Parameters beside the layers count as below: whether they are is the family's own affair.
+        """
+        own = {id(p) for layer in self.layers for p in layer.parameters()}
+        others = [p for p in self.decoder.parameters() if id(p) not in own]
+        if any(p.requires_grad for p in others):
+            return 0
+        trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
+        return next((index for index, any_ in enumerate(trained) if any_), self.num_layers)
+
     def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
         """Stages of `heights[i]` layers each; see `models.stage`."""
         return stages(self, heights)

@@ -15,7 +15,6 @@ from furlong.ops.backend import Backend
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
-from furlong.plan.text import format_action
 from furlong.plan.values import (
     Action,
     Backward,
@@ -104,7 +103,7 @@ class Executor:
         self._meter = MemoryMeter(model.device, exact=exact_peaks)
         lens = () if self._last_backward else plan.seq_lens
         self.token_losses = [
-            torch.zeros(seq_len, dtype=torch.float64, device="cpu") for seq_len in lens
+            torch.zeros(n, dtype=torch.float64, device=model.device) for n in lens
         ]
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
@@ -136,7 +135,7 @@ class Executor:
             raise
         marks = watch.seconds()
         records = tuple(
-            Record(self._rank, "compute", format_action(action), start_s, stop_s, *num_bytes)
+            Record(self._rank, "compute", action, start_s, stop_s, *num_bytes)
             for action, start_s, stop_s, num_bytes in zip(
                 self._actions, marks, marks[1:], in_use, strict=True
             )

@@ -146,6 +146,22 @@ def check_ranges(
             )
 
 
+def require_lengths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> None:
+    """Raise DataError unless the sequences are of the lengths that the plan was made for."""
+    lens = tuple(len(sequence.input_ids) for sequence in sequences)
+    if lens != plan.seq_lens:
+        raise _refusal(
+            f"sequences of {_listed(lens)} tokens",
+            f"the plan's: {_listed(plan.seq_lens)}",
+            "pass the sequences for which the plan was made, in their order",
+        )
+
+
+def _listed(lens: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lens[:8]))
+    return f"{shown}, ... ({len(lens)} of them)" if len(lens) > 8 else shown or "no"
+
+
 def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     """Tokens that have a label, over all sequences."""
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)

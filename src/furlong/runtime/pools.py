@@ -29,8 +29,7 @@ class Pools:
     """The pools of one model, opened when a plan first names their tier."""
 
     def __init__(self, arena: Arena, storage: Storage) -> None:
-        self.arena = arena
-        self._storage = storage
+        self.arena, self.storage = arena, storage
 
     @cached_property
     def device(self) -> Pool:
@@ -40,14 +39,14 @@ class Pools:
     def host(self) -> Pool:
         from furlong.kv.pools.staged import HostPool
 
-        return HostPool(self.arena.device, budget_bytes=self._storage.host_bytes)
+        return HostPool(self.arena.device, budget_bytes=self.storage.host_bytes)
 
     @cached_property
     def disk(self) -> Pool:
         from furlong.kv.pools.staged import DiskPool
 
-        folder = Path(self._storage.disk_dir or tempfile.gettempdir())
-        return DiskPool(folder, self.arena.device, budget_bytes=self._storage.disk_bytes)
+        folder = Path(self.storage.disk_dir or tempfile.gettempdir())
+        return DiskPool(folder, self.arena.device, budget_bytes=self.storage.disk_bytes)
 
     def of(self, tier: Tier) -> Pool:
         """The pool of a tier."""
@@ -63,6 +62,11 @@ class Pools:
         """Forget everything, after an error."""
         for pool in self._opened():
             pool.clear()
+
+    def close(self) -> None:
+        """End the pools; an AssertionError if anything is left in them."""
+        for pool in self._opened():
+            pool.close()
 
     def _opened(self) -> list[Pool]:
         return [self.__dict__[tier] for tier in ("device", "host", "disk") if tier in self.__dict__]
