@@ -8,28 +8,36 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from furlong.kv.extents import Extents
+
 _ALIGNMENT_BYTES = 64
 _MIN_SLAB_BYTES = 2**26
+_NAN_BYTE = 0xFF
+"""A float of any width whose bytes are all this one is NaN."""
 
 
 class Arena:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+        """`poison`: what is given back turns to NaN, so that a use after it is seen."""
         self.device = device
-        self._slabs: list[Tensor] = []
-        self._free: list[list[tuple[int, int]]] = []  # per slab, sorted (start, stop) in bytes
+        self._poison = poison
+        self._slabs: list[tuple[Tensor, Extents]] = []
         self._taken: dict[int, tuple[int, int, int]] = {}  # data pointer -> (slab, start, stop)
+        self._taken_bytes = 0
         self._consolidated_bytes = 0
 
     @property
     def taken_bytes(self) -> int:
-        return sum(stop - start for _, start, stop in self._taken.values())
+        return self._taken_bytes
 
     @property
     def pooled_bytes(self) -> int:
-        return sum(slab.numel() for slab in self._slabs)
+        return sum(memory.numel() for memory, _ in self._slabs)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor; give it back with `give`."""
@@ -41,38 +49,51 @@ class Arena:
         num_bytes = num_elements * dtype.itemsize
         needed = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         slab, start = self._first_fit(needed)
-        view = self._slabs[slab][start : start + num_bytes].view(dtype).view(shape)
-        self._taken[self._slabs[slab].data_ptr() + start] = (slab, start, start + needed)
+        memory = self._slabs[slab][0]
+        self._taken[memory.data_ptr() + start] = (slab, start, start + needed)
+        self._taken_bytes += needed
         # `.data`: a version counter of its own, so that autograd sees writes to this piece only.
-        return view.data
+        return memory[start : start + num_bytes].view(dtype).view(shape).data
+
+    def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """What `take` returned, cut along its first axis into parts that are given back each by
+        itself. The whole may be used as long as the parts in use are not given back."""
+        parts = tensor.split(list(rows))
+        if tensor.numel() == 0:
+            return parts
+        slab, start, stop = self._taken.pop(tensor.data_ptr())
+        for part in reversed([p for p in parts if p.numel()]):
+            first = start + part.data_ptr() - tensor.data_ptr()
+            self._taken[part.data_ptr()] = (slab, first, stop)
+            stop = first
+        return parts
 
     def give(self, tensor: Tensor) -> None:
-        """Give back what `take` returned."""
+        """Give back what `take` or `split` returned."""
         if tensor.numel() == 0:
             return
         slab, start, stop = self._taken.pop(tensor.data_ptr())
-        free = sorted([*self._free[slab], (start, stop)])
-        merged = [free[0]]
-        for hole in free[1:]:
-            if hole[0] == merged[-1][1]:
-                merged[-1] = (merged[-1][0], hole[1])
-            else:
-                merged.append(hole)
-        self._free[slab] = merged
+        self._taken_bytes -= stop - start
+        memory, extents = self._slabs[slab]
+        if self._poison:
+            memory[start:stop].fill_(_NAN_BYTE)
+        extents.give(start, stop - start)
         if not self._taken and len(self._slabs) > 1:
             self._consolidated_bytes = self.pooled_bytes
-            self._slabs, self._free = [], []
+            self._slabs = []
 
     def _first_fit(self, num_bytes: int) -> tuple[int, int]:
-        for slab, holes in enumerate(self._free):
-            for index, (start, stop) in enumerate(holes):
-                if stop - start >= num_bytes:
-                    holes[index : index + 1] = [(start + num_bytes, stop)] * (
-                        stop - start > num_bytes
-                    )
-                    return slab, start
+        for slab, (_, extents) in enumerate(self._slabs):
+            start = extents.take(num_bytes)
+            if start is not None:
+                return slab, start
         consolidated_bytes = 0 if self._slabs else self._consolidated_bytes
+        if consolidated_bytes and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the slabs that were given up still lie in its cache
         slab_bytes = max(num_bytes, consolidated_bytes, _MIN_SLAB_BYTES)
-        self._slabs.append(torch.empty(slab_bytes, dtype=torch.uint8, device=self.device))
-        self._free.append([(num_bytes, slab_bytes)] * (slab_bytes > num_bytes))
-        return len(self._slabs) - 1, 0
+        memory = torch.empty(slab_bytes, dtype=torch.uint8, device=self.device)
+        extents = Extents(slab_bytes)
+        start = extents.take(num_bytes)
+        assert start is not None
+        self._slabs.append((memory, extents))
+        return len(self._slabs) - 1, start

@@ -1,0 +1,1 @@
+"""Where tensors wait between two uses: in the arena, in host memory, on disk."""
