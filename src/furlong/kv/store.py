@@ -66,7 +66,7 @@ class _StoredBlock:
 class KVStore:
     """K,V blocks on the device, from a pooled arena."""
 
-    def __init__(self, arena: Arena, pieces: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, arena: Arena, pieces: Mapping[int, Sequence[int]], pool: object = None) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order."""
         self.arena = arena
         self._pieces = pieces
@@ -104,6 +104,9 @@ class KVStore:
         for start in range(first, stop, _MAX_BLOCK_TOKENS):
             end = min(start + _MAX_BLOCK_TOKENS, stop)
             yield _StoredBlock(self.arena, buffer, start, end, stop - start)
+
+    def prefix(self, seq_id, layer, piece, window, *, gradients):  # type: ignore
+        return self.prefix_blocks(seq_id, layer, piece, window)
 
     def relayed(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later

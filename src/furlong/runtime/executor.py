@@ -137,7 +137,7 @@ class Executor:
         records = tuple(
             Record(self._rank, "compute", action, start_s, stop_s, *num_bytes)
             for action, start_s, stop_s, num_bytes in zip(
-                self._actions, marks, marks[1:], in_use, strict=True
+                self._actions, marks[:-1], marks[1:], in_use, strict=True
             )
         )
         return float(self._head.loss_sum), Timeline(records)

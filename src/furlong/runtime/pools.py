@@ -10,6 +10,8 @@ from pathlib import Path
 from furlong.kv.arena import Arena
 from furlong.kv.pools.contract import Pool
 from furlong.kv.pools.device import DevicePool
+from furlong.kv.pools.disk import DiskPool
+from furlong.kv.pools.host import HostPool
 from furlong.plan.values import Tier
 
 
@@ -37,14 +39,10 @@ class Pools:
 
     @cached_property
     def host(self) -> Pool:
-        from furlong.kv.pools.staged import HostPool
-
         return HostPool(self.arena.device, budget_bytes=self.storage.host_bytes)
 
     @cached_property
     def disk(self) -> Pool:
-        from furlong.kv.pools.staged import DiskPool
-
         folder = Path(self.storage.disk_dir or tempfile.gettempdir())
         return DiskPool(folder, self.arena.device, budget_bytes=self.storage.disk_bytes)
 
