@@ -51,7 +51,7 @@ def test_calls_on_one_model_share_buffers_and_checks(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         furlong.forward_backward(model, batch([29]), OPTIONS)
     assert len(checks) == 1
-    assert furlong.Engine(model)._arena is furlong.Engine(model)._arena
+    assert furlong.Engine(model)._kept.pools is furlong.Engine(model)._kept.pools
 
 
 def test_a_forgotten_model_is_freed() -> None:

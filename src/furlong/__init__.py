@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from furlong.planners.options import ChunkOptions
+    from furlong.runtime.pools import Storage
 
 __all__ = [
     "CheckpointError",
@@ -29,6 +30,7 @@ __all__ = [
     "FurlongError",
     "PlanError",
     "StepResult",
+    "Storage",
     "UnsupportedModelError",
     "UserError",
     "forward_backward",
@@ -40,6 +42,7 @@ _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "StepResult", "forward_backward"], "furlong.api"),
     "ChunkOptions": "furlong.planners.options",
+    "Storage": "furlong.runtime.pools",
 }
 
 

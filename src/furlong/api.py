@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from furlong.errors import ConfigError, DataError
-from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
-from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
@@ -34,7 +31,8 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.kept import Kept
+from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
@@ -56,19 +54,9 @@ class StepResult:
     """What the timeline is of."""
 
 
-@dataclass
-class _Kept:
-    """State of one model that outlives a call: buffers, probed kernels, checks that it passed."""
-
-    pools: Pools | None = None
-    backend: ProbedBackend = field(default_factory=ProbedBackend)
-    checked: set[tuple[Any, ...]] = field(default_factory=set)
-    busy: threading.Lock = field(default_factory=threading.Lock)
-
-
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
-_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 
 
 class Engine:
@@ -95,7 +83,7 @@ class Engine:
         self.compute_dtype = compute_dtype
         self.max_seq_len = None if max_seq_len is None else whole_number(max_seq_len, "max_seq_len")
         self._given, self._storage = model, storage
-        self._kept = _KEPT.setdefault(bare_model(model), _Kept())
+        self._kept = _KEPT.setdefault(bare_model(model), Kept())
         self._fingerprint: int | None = None
         self._notes: set[str] = set()
         with self._alone():
@@ -148,9 +136,7 @@ class Engine:
             plan = self._plan([len(s.input_ids) for s in shifted], options, backward=backward)
             return self._obey(plan, shifted, num_valid_tokens)
 
-    def _plan(
-        self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool
-    ) -> ChunkPlan:
+    def _plan(self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool) -> ChunkPlan:
         if not isinstance(options, ChunkOptions):
             raise ConfigError(
                 given=f"options of type {type(options).__name__}",
@@ -176,7 +162,7 @@ class Engine:
         own_valid_tokens = count_valid_tokens(shifted)
         divisor = _divisor(num_valid_tokens, own_valid_tokens)
         backward = any(isinstance(a, Backward) for actions in plan.actions for a in actions)
-        model, kept = self.model, self._kept
+        model = self.model
         check_ranges(
             shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
             longest_tokens=model.longest_tokens,
@@ -186,12 +172,12 @@ class Engine:
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
-        assert kept.pools is not None
+        assert self._kept.pools is not None
         with self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
-                num_valid_tokens=divisor, backend=kept.backend, pools=kept.pools, comms=Alone(),
-                exact_peaks=exact_peaks,
+                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.pools,
+                comms=Alone(), exact_peaks=exact_peaks,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:
@@ -206,11 +192,6 @@ class Engine:
             storage=self._storage,
         )  # fmt: skip
         return make, (self._given,)
-
-    @property
-    def _arena(self) -> Arena:
-        assert self._kept.pools is not None
-        return self._kept.pools.arena
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -242,22 +223,12 @@ class Engine:
             return
         refuse_placement(base)
         self.model = CausalLM(self._given, max_seq_len=self.max_seq_len)
-        self._kept.pools = self._open_pools(self._kept.pools)
+        self._kept.open_pools(self.model.device, self._storage)
         self._check_once(now, (self.model.num_layers,))
         self._fingerprint = now
 
-    def _open_pools(self, pools: Pools | None) -> Pools:
-        """The model's pools, anew if its device or the given storage is another."""
-        device = self.model.device
-        storage = self._storage or (pools.storage if pools else Storage())
-        if pools is not None and pools.arena.device == device and pools.storage == storage:
-            return pools
-        if pools is not None:
-            pools.close()
-        return Pools(Arena(device), storage)
-
     def _check_once(self, fingerprint: int, heights: tuple[int, ...]) -> None:
-        """Check the model against its own forward, in stages of `heights` layers, if that is new."""
+        """Check the model in stages of `heights` layers against its own forward, if that is new."""
         key = fingerprint, self.compute_dtype, self.max_seq_len, heights
         if key not in self._kept.checked:
             with self._computing():
@@ -315,9 +286,7 @@ def forward_backward(
 
     Buffers and the outcome of the start-up check are kept for the model as long as it lives.
     """
-    engine = Engine(
-        model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage
-    )
+    engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
     options = ChunkOptions() if options is None else options
     return engine.forward_backward(sequences, options, num_valid_tokens, backward)
 

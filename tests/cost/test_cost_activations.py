@@ -38,9 +38,11 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from furlong.kv.arena import Arena
+    from furlong.kv.pools.device import DevicePool
     from furlong.kv.store import KVStore
     from furlong.models.causal_lm import CausalLM
     from furlong.ops.choose import choose_backend
+    from furlong.plan.passes import Pass
     from furlong.runtime.cell import Cell
 
     config = AutoConfig.for_model(name, **CONFIGS[name])
@@ -50,7 +52,8 @@ def saved_bytes_per_token(name, dtype, adapters=()):
         model = get_peft_model(model, LoraConfig(r=2, target_modules=list(adapters)))
         model = model.to(torch_dtype)  # as the executor computes: adapters in compute dtype
     store = KVStore(Arena(cpu), {})
-    cell = Cell((slice(0, NUM_TOKENS),), (), store, choose_backend(cpu, torch_dtype, 32), 3)
+    backend = choose_backend(cpu, torch_dtype, 32)
+    cell = Cell((slice(0, NUM_TOKENS),), (), store, backend, DevicePool(store.arena), range(3))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages, alive = {}, []
 
@@ -65,7 +68,8 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     ids = torch.randint(0, 96, (NUM_TOKENS,))
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with adapter.installed(), hooks:
-        adapter.hidden(ids, torch.arange(NUM_TOKENS), cell)
+        (stage,) = adapter.stages((3,))
+        stage.run(ids, torch.arange(NUM_TOKENS), cell, Pass("graph"))
     return sum(storages.values()) / NUM_TOKENS, ModelShape.from_config(config.to_dict())
 
 

@@ -110,9 +110,9 @@ def test_dropout_is_allowed_with_a_note_and_replayed(keep, monkeypatch):
     keys_of: dict[tuple, list[torch.Tensor]] = {}
     plain = Cell.attend
 
-    def attend(self, layer, q, k, v, rule, sinks):
+    def attend(self, what, layer, q, k, v, rule, sinks):
         keys_of.setdefault((self.pieces[0].index, layer), []).append(k.detach())
-        return plain(self, layer, q, k, v, rule, sinks)
+        return plain(self, what, layer, q, k, v, rule, sinks)
 
     options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
     with pytest.warns(UserWarning, match="dropout modules are active"):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.attention import CELL, attention
+from furlong.plan.passes import NOTHING
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -28,7 +29,7 @@ class NoCell:
 def call(**given: Any) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0
-    module.__dict__[CELL] = NoCell()
+    module.__dict__[CELL] = NoCell(), NOTHING
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
     attention(module, q, k, k, given.pop("attention_mask", None), **given)
 

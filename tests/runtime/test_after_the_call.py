@@ -6,6 +6,7 @@ from gradients import batch
 from tiny_families import build
 
 import furlong
+from furlong.plan.values import Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.executor import Executor
 
 OPTIONS = furlong.ChunkOptions(size=8)
@@ -44,21 +45,29 @@ def test_after_success(family, training):
     assert not added
 
 
-@pytest.mark.parametrize("where", ["_forward", "_recompute", "_backward"])
-def test_after_an_error_inside(where, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("_compute", Forward),
+        ("_compute", Recompute),
+        ("_compute", RebuildKV),
+        ("_backward", Backward),
+    ],
+)
+def test_after_an_error_inside(where, kind, monkeypatch):
     model = build("gemma2", torch.float32)
     before = behaviour(model)
     furlong.forward_backward(model, batch([4]), OPTIONS, backward=False)
-    plain = getattr(Executor, where)
+    plain, options = getattr(Executor, where), furlong.ChunkOptions(size=8, keep="input")
 
-    def fail_on_the_second(self, action):
-        if action.chunk == 1:
+    def fail_on_the_second(self, action, what):
+        if isinstance(action, kind) and action.chunk == 1:
             raise KeyboardInterrupt
-        plain(self, action)
+        plain(self, action, what)
 
     monkeypatch.setattr(Executor, where, fail_on_the_second)
     with pytest.raises(KeyboardInterrupt):
-        furlong.forward_backward(model, batch([29]), OPTIONS, compute_dtype=torch.bfloat16)
+        furlong.forward_backward(model, batch([29]), options, compute_dtype=torch.bfloat16)
     monkeypatch.undo()
     model.zero_grad()
     assert_same_behaviour(before, behaviour(model))
@@ -71,11 +80,11 @@ def test_an_engine_goes_on_after_an_error_inside(monkeypatch):
 
     engine = Engine(build("llama", torch.float64))
     truth = engine.forward_backward(batch([29]), OPTIONS).loss
-    monkeypatch.setattr(Executor, "_backward", lambda self, action: 1 / 0)
+    monkeypatch.setattr(Executor, "_backward", lambda self, action, what: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.forward_backward(batch([29]), OPTIONS)
     monkeypatch.undo()
-    assert engine._arena.taken_bytes == 0
+    assert engine._kept.pools.arena.taken_bytes == 0
     assert engine.forward_backward(batch([29]), OPTIONS).loss == truth
 
 
@@ -86,8 +95,8 @@ def test_a_second_step_takes_no_new_memory_for_keys_and_values():
     pooled = []
     for _ in range(3):
         engine.forward_backward(batch([61, 40]), OPTIONS)
-        pooled.append(engine._arena.pooled_bytes)
-    assert pooled[1] == pooled[2] and engine._arena.taken_bytes == 0
+        pooled.append(engine._kept.pools.arena.pooled_bytes)
+    assert pooled[1] == pooled[2] and engine._kept.pools.arena.taken_bytes == 0
 
 
 def test_the_timeline_names_every_action():

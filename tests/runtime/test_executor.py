@@ -9,35 +9,33 @@ from gradients import batch
 from tiny_families import build
 
 import furlong
-from furlong.errors import PlanError
-from furlong.kv.arena import Arena
-from furlong.models.causal_lm import CausalLM
-from furlong.ops.choose import ProbedBackend
+from furlong.errors import DataError, PlanError
 from furlong.plan.values import ChunkPlan
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.runtime.executor import Executor
-from furlong.runtime.inputs import shift_labels
+from furlong.planners.chunkflow import group_chunks, plan_chunkflow
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import plan_1f1b
+
+LENS = [21, 4]
+OPTIONS = ChunkOptions(size=8)
 
 
 def execute(plan: ChunkPlan) -> None:
-    model = CausalLM(build("llama"))
-    sequences = shift_labels(batch([21, 4]))
-    Executor(
-        model, plan, sequences,
-        num_valid_tokens=1, backend=ProbedBackend(), arena=Arena(model.device),
-    )  # fmt: skip
+    furlong.Engine(build("llama")).run(plan, batch(LENS))
 
 
 def test_a_plan_of_several_ranks_is_refused() -> None:
     """Half a gradient would look like a whole one."""
-    plan = plan_chunkflow([21, 4], furlong.ChunkOptions(size=8), num_layers=3)
+    plan = plan_chunkflow(LENS, OPTIONS, num_layers=3)
     execute(plan)
     two = dataclasses.replace(plan, actions=plan.actions * 2)
     with pytest.raises(PlanError, match="one rank: the plan has 2"):
         execute(two)
+    pipeline = plan_1f1b(LENS, group_chunks(LENS, OPTIONS), stages=(2, 1))
+    with pytest.raises(PlanError, match="one rank: the plan has 2"):
+        execute(pipeline)
 
 
-def test_plans_of_several_stages_or_tiers_are_refused() -> None:
-    plan = plan_chunkflow([21, 4], furlong.ChunkOptions(size=8), num_layers=3)
-    with pytest.raises(PlanError, match="tier host"):
-        execute(dataclasses.replace(plan, tier="host"))
+def test_sequences_of_other_lengths_are_refused() -> None:
+    plan = plan_chunkflow([21, 5], OPTIONS, num_layers=3)
+    with pytest.raises(DataError, match="sequences of 21, 4 tokens"):
+        execute(plan)

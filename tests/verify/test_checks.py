@@ -13,7 +13,7 @@ import transformers
 import furlong
 from furlong.api import Engine
 from furlong.kv.store import KVStore
-from furlong.runtime import executor
+from furlong.runtime import executor, inputs
 from furlong.runtime.cell import Cell
 from furlong.verify.checks import (
     Bound,
@@ -125,14 +125,14 @@ def test_sequences_that_see_each_other_are_found(
 
 def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation alone would also hold for an engine that ignores its input."""
-    plain = executor.chunk_inputs
+    plain = inputs.chunk_inputs
 
     def blind(*arguments: Any) -> Any:
-        inputs = plain(*arguments)
-        inputs.input_ids.fill_(5)
-        return inputs
+        found = plain(*arguments)
+        found.input_ids.fill_(5)
+        return found
 
-    monkeypatch.setattr(executor, "chunk_inputs", blind)
+    monkeypatch.setattr(inputs, "chunk_inputs", blind)
     assert not run(check_isolation, llama).passed
 
 

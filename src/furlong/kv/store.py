@@ -66,7 +66,9 @@ class _StoredBlock:
 class KVStore:
     """K,V blocks on the device, from a pooled arena."""
 
-    def __init__(self, arena: Arena, pieces: Mapping[int, Sequence[int]], pool: object = None) -> None:
+    def __init__(
+        self, arena: Arena, pieces: Mapping[int, Sequence[int]], pool: object = None
+    ) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order."""
         self.arena = arena
         self._pieces = pieces

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from furlong.errors import UnsupportedModelError
+from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.attention import Cell, bound
 from furlong.models.entrance import enter
 from furlong.plan.passes import Pass
@@ -33,8 +33,9 @@ class Model(Protocol):
     base: Any
     decoder: Any
     num_layers: int
-    attention_modules: Sequence[nn.Module]
 
+    @property
+    def attention_modules(self) -> Sequence[nn.Module]: ...
     @property
     def name(self) -> str: ...
     @property
@@ -187,12 +188,17 @@ def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
 def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
     """The stages of `heights[i]` layers each, together all layers of the model.
 
-    Raises UnsupportedModelError for several stages of a decoder without one list of its layers.
+    Raises PlanError for stages of other layers, UnsupportedModelError for several stages of a decoder without one list of its layers.
     """
     if sum(heights) != model.num_layers or min(heights) < 1:
-        raise ValueError(f"stages of {tuple(heights)} layers of a model of {model.num_layers}")
+        raise PlanError(
+            f"the plan's stages of {', '.join(map(str, heights))} layers are not those of "
+            f"{model.name}, which has {model.num_layers}"
+        )
     stops = accumulate(heights)
-    return tuple(Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True))
+    return tuple(
+        Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True)
+    )
 
 
 def layer_list_name(model: Model) -> str:
@@ -211,5 +217,3 @@ def uncuttable(model: Model, what: str) -> UnsupportedModelError:
         source="the model's forward, with its layers divided into stages",
         change="use order: chunk-first, which runs all layers together",
     )
-
-

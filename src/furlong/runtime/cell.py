@@ -88,7 +88,7 @@ class Cell:
             self._prefetch(self.layers.start)
 
     def end_pass(self) -> None:
-        """Let go of what a pass without a graph has recalled, or a backward's graph is done with."""
+        """Let go of what a pass has recalled: no later layer, and no graph, uses it."""
         for lease in self._leases:
             lease.release()
         self._leases.clear()
@@ -118,7 +118,7 @@ class Cell:
 
 
 def require_each_layer(name: str, attended: Sequence[int], layers: range) -> None:
-    """Raise UnsupportedModelError unless a pass attended in all of `layers`, in order, each once."""
+    """Raise UnsupportedModelError unless a pass attended in all of `layers`, once, in order."""
     if len(attended) != len(layers):
         raise UnsupportedModelError(
             given=f"{name} reaches transformers' AttentionInterface {len(attended)} times in a "
@@ -151,9 +151,7 @@ class _LayerView:
         if piece is None or piece.index == 0:
             return
         store = self.cell.store
-        yield from store.prefix(
-            piece.seq_id, self.layer, piece.index, window, gradients=gradients
-        )
+        yield from store.prefix(piece.seq_id, self.layer, piece.index, window, gradients=gradients)
 
     def relayed(self, slice_index: int) -> Relayed | None:
         piece, factor = self._piece(slice_index), self.cell.relay_factor

@@ -34,12 +34,11 @@ from furlong.runtime.inputs import BatchInputs, ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.loss_head import LossHead
-from furlong.runtime.memory import MemoryMeter
 from furlong.runtime.pools import Pools
+from furlong.runtime.recorder import Recorder
 from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.stage_inputs import StageInputs
-from furlong.runtime.stopwatch import stopwatch
-from furlong.timeline import Record, Timeline
+from furlong.timeline import Timeline
 
 
 @dataclass(slots=True)
@@ -52,6 +51,12 @@ class _Live:
     output: Tensor | None = None
     """Hidden states (T, D) behind the stage, with their graph."""
     rng: RNGState | None = None
+
+
+def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
+    """By (chunk, stage): the index of the last action on each cell of a rank."""
+    computing = (Forward, Recompute, RebuildKV, Backward)
+    return {(a.chunk, a.stage): i for i, a in enumerate(actions) if isinstance(a, computing)}
 
 
 class Executor:
@@ -73,8 +78,8 @@ class Executor:
         rank: int = 0,
         exact_peaks: bool = False,
     ) -> None:
-        """`exact_peaks`: let every record hold the peak of memory during its action, for which the
-        device's own statistics are reset; else the larger of what was in use before and after."""
+        """`exact_peaks`: reset the device's statistics of memory before each action, so that every
+        record holds the peak during its own; see `MemoryMeter`."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -83,12 +88,7 @@ class Executor:
         self._stages = model.stages(plan.stages)
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
-        self._last_action = {
-            (a.chunk, a.stage): index
-            for index, a in enumerate(self._actions)
-            if isinstance(a, (Forward, Recompute, RebuildKV, Backward))
-        }
-        """By (chunk, stage): the index of the last action on each of the rank's cells."""
+        self._last_action = last_actions(self._actions)
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
@@ -99,25 +99,22 @@ class Executor:
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._draws = any(module.training for module in model.model.modules())
-        self._head = LossHead(model)
-        self._meter = MemoryMeter(model.device, exact=exact_peaks)
-        lens = () if self._last_backward else plan.seq_lens
-        self.token_losses = [
-            torch.zeros(n, dtype=torch.float64, device=model.device) for n in lens
-        ]
-        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
+        self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
+        self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks)
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
+
+    @property
+    def token_losses(self) -> list[Tensor]:
+        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
+        return self._head.token_losses
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
         kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
-        watch = stopwatch(self._model.device)
-        in_use: list[tuple[int, int]] = []
         try:
-            watch.mark()
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
-                self._meter.begin()
+                self._recorder.begin()
                 self._expect_next(index)
                 self._obey(action, what)
                 for chunk, stage in kv_dead[index]:
@@ -125,22 +122,14 @@ class Executor:
                 for cell in input_dead[index]:
                     self._hidden.drop(cell)
                 self._end(index)
-                in_use.append((self._meter.end(), self._pools.lower_bytes))
-                watch.mark()
+                self._recorder.end(action)
             self._ledger.assert_empty()
             assert not self._outbox, "a message was never sent"
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
         except BaseException:
             self._abandon()
             raise
-        marks = watch.seconds()
-        records = tuple(
-            Record(self._rank, "compute", action, start_s, stop_s, *num_bytes)
-            for action, start_s, stop_s, num_bytes in zip(
-                self._actions, marks[:-1], marks[1:], in_use, strict=True
-            )
-        )
-        return float(self._head.loss_sum), Timeline(records)
+        return float(self._head.loss_sum), self._recorder.timeline()
 
     def _end(self, index: int) -> None:
         """Forget the cells and the chunk's inputs that no later action uses."""
@@ -197,7 +186,8 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(live, at, what)
                         if what.loss:
-                            self._evaluate(action.chunk, hidden)
+                            chunk = self._plan.chunks[action.chunk]
+                            self._head.evaluate(hidden, self._inputs.of(action.chunk), chunk)
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
@@ -289,14 +279,6 @@ class Executor:
             self._outbox["gradient", chunk, stage] = live.x.grad
         if self._ledger.holds("input", *at):
             self._hidden.drop(at)
-
-    def _evaluate(self, chunk: int, hidden: Tensor) -> None:
-        own = self._inputs.of(chunk)
-        losses = self._head.evaluate(hidden, own)
-        if self.token_losses:
-            slices = self._plan.chunks[chunk].slices
-            for piece, rows in zip(slices, own.slices, strict=True):
-                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
 
     def _expect_next(self, index: int) -> None:
         """Begin to bring the hidden states that the next action reads."""

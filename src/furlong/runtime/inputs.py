@@ -213,7 +213,8 @@ def chunk_inputs(
     joined = torch.cat(labels)
     labelled = torch.nonzero(joined != IGNORE_INDEX).flatten()
     vectors = (torch.cat(ids), torch.cat(positions), joined, labelled)
-    return ChunkInputs(*(_sent(x, device) for x in vectors), tuple(rows))
+    sent = [_sent(x, device) for x in vectors]
+    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], tuple(rows))
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

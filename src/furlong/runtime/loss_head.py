@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
+from furlong.plan.values import Chunk
 from furlong.runtime.inputs import ChunkInputs
 
 
 class LossHead:
     """Losses of one step, added up on the device."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, seq_lens: Sequence[int] = ()) -> None:
+        """`seq_lens`: tokens of the sequences whose token losses are kept."""
         self._model = model
         self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
+        self.token_losses = [
+            torch.zeros(n, dtype=torch.float64, device=model.device) for n in seq_lens
+        ]
+        """The loss of each token (T,) of each sequence."""
 
     def gradient(self, hidden: Tensor, inputs: ChunkInputs, factor: float) -> Tensor:
         """Add a chunk's loss; the gradient (T, D) of `factor` times it by the final hidden states.
@@ -33,13 +41,15 @@ class LossHead:
         self.loss_sum += loss_sum
         return gradient
 
-    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> Tensor:
-        """Add a chunk's loss; the loss of each token (T,) of final hidden states (T, D)."""
+    def evaluate(self, hidden: Tensor, inputs: ChunkInputs, chunk: Chunk) -> None:
+        """Add a chunk's loss, and note that of each token, of final hidden states (T, D)."""
         losses = token_losses(
             self._model.logits, hidden, inputs.labels, max_tile_tokens=self._max_tile_tokens
         )
         self.loss_sum += losses.sum()
-        return losses
+        if self.token_losses:
+            for piece, rows in zip(chunk.slices, inputs.slices, strict=True):
+                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
 
     def _require_gradient(self, hidden: Tensor) -> None:
         """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""

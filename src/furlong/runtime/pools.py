@@ -1,4 +1,4 @@
-"""Where each kind of memory of a step waits: one pool per tier, shared by the kinds that name it."""
+"""Where kinds of memory wait during a step: one pool per tier, shared by the kinds that name it."""
 
 from __future__ import annotations
 

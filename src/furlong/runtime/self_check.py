@@ -53,9 +53,7 @@ _LONGEST_WINDOW_TOKENS = 8192
 _NUM_ROUNDINGS = 4
 
 
-def self_check(
-    model: CausalLM, backend: Backend, heights: Sequence[int] | None = None
-) -> float:
+def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None = None) -> float:
     """The largest relative L2 error of what is compared; raises if one is too large.
 
     `heights`: layers of each stage in which the chunks are computed; None: one stage of all.

@@ -133,8 +133,7 @@ def whole_run(
 def chunked_run(
     model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
 ) -> Run:
-    """The same in chunks and stages of `heights` layers: forwards ascending, backwards descending.
-    """
+    """The same in chunks and stages of `heights` layers, backwards descending."""
     length, num_short = (len(i) for i in ids)
     watch.leaves.clear()
     runs: list[tuple[Tensor, Tensor]] = []

@@ -1,0 +1,32 @@
+"""What outlives the calls on a model, as long as the model lives."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from furlong.kv.arena import Arena
+from furlong.ops.choose import ProbedBackend
+from furlong.runtime.pools import Pools, Storage
+
+
+@dataclass
+class Kept:
+    """State of one model: its buffers, the kernels that were probed, the checks that it passed."""
+
+    pools: Pools | None = None
+    backend: ProbedBackend = field(default_factory=ProbedBackend)
+    checked: set[tuple[Any, ...]] = field(default_factory=set)
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def open_pools(self, device: torch.device, storage: Storage | None) -> None:
+        """Make the pools of a device; anew if the device or the given storage is another one."""
+        if self.pools is not None:
+            storage = storage or self.pools.storage
+            if self.pools.arena.device == device and self.pools.storage == storage:
+                return
+            self.pools.close()
+        self.pools = Pools(Arena(device), storage or Storage())

@@ -1,0 +1,41 @@
+"""What ran when, and how much memory was in use meanwhile: the timeline of an executor."""
+
+from __future__ import annotations
+
+from furlong.plan.values import Action
+from furlong.runtime.memory import MemoryMeter
+from furlong.runtime.pools import Pools
+from furlong.runtime.stopwatch import stopwatch
+from furlong.timeline import Record, Timeline
+
+
+class Recorder:
+    """Notes actions one after another, without waiting for the device."""
+
+    def __init__(self, pools: Pools, rank: int, *, exact_peaks: bool) -> None:
+        self._pools, self._rank = pools, rank
+        self._watch = stopwatch(pools.arena.device)
+        self._meter = MemoryMeter(pools.arena.device, exact=exact_peaks)
+        self._noted: list[tuple[Action, int, int]] = []
+
+    def begin(self) -> None:
+        """An action begins; the first one starts the clock."""
+        if not self._noted:
+            self._watch.mark()
+        self._meter.begin()
+
+    def end(self, action: Action) -> None:
+        """The action that began is over."""
+        self._noted.append((action, self._meter.end(), self._pools.lower_bytes))
+        self._watch.mark()
+
+    def timeline(self) -> Timeline:
+        """All that was noted; waits for the device."""
+        marks = self._watch.seconds()
+        noted = zip(self._noted, marks[:-1], marks[1:], strict=True)
+        return Timeline(
+            tuple(
+                Record(self._rank, "compute", action, start_s, stop_s, device_bytes, host_bytes)
+                for (action, device_bytes, host_bytes), start_s, stop_s in noted
+            )
+        )
