@@ -181,10 +181,11 @@ class Executor:
             self._require_gradient(hidden)
         live.cell.relay_factor = action.relay_factor
         loss_sum, grad = tiled_loss(
-            self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens,
+            self._model.logits, hidden, live.inputs.labels, rows=live.inputs.labelled_rows,
+            max_tile_tokens=self._max_tile_tokens,
             grad_scale=action.loss_factor / self._num_valid_tokens,
         )  # fmt: skip
-        self._loss_sum += loss_sum
+        self._loss_sum += float(loss_sum)
         if hidden.requires_grad:
             torch.autograd.backward(hidden, grad)
         live.cell.forget()
@@ -210,8 +211,9 @@ class Executor:
         with torch.no_grad():
             hidden = self._hidden(live)
         losses = token_losses(
-            self._model.logits, hidden, live.inputs.labels, max_tile_tokens=self._max_tile_tokens
-        )
+            self._model.logits, hidden, live.inputs.labels, rows=live.inputs.labelled_rows,
+            max_tile_tokens=self._max_tile_tokens,
+        )  # fmt: skip
         self._loss_sum += float(losses.sum())
         if self.token_losses:
             slices = self._plan.chunks[chunk].slices

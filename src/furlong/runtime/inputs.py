@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
-from furlong.ops.loss import IGNORE_INDEX
+from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.values import Chunk
 
 
@@ -23,6 +23,7 @@ class ChunkInputs:
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, from each slice's own start
     labels: Tensor  # (T,) int64, shifted
+    labelled_rows: Tensor  # (R,) int64, the rows that have a label
     slices: tuple[slice, ...]
     """Rows of each slice of the chunk."""
 
@@ -162,9 +163,10 @@ def chunk_inputs(
         positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
         rows.append(slice(row, row + piece.num_tokens))
         row += piece.num_tokens
+    chunk_labels = torch.cat(labels)
     return ChunkInputs(
-        torch.cat(ids).to(device), torch.cat(positions).to(device), torch.cat(labels).to(device),
-        tuple(rows),
+        torch.cat(ids).to(device), torch.cat(positions).to(device), chunk_labels.to(device),
+        labelled_rows(chunk_labels).to(device), tuple(rows),
     )  # fmt: skip
 
 
