@@ -188,7 +188,8 @@ def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
 def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
     """The stages of `heights[i]` layers each, together all layers of the model.
 
-    Raises PlanError for stages of other layers, UnsupportedModelError for several stages of a decoder without one list of its layers.
+    Raises PlanError for stages of other layers, UnsupportedModelError for several stages of a
+    decoder without one list of its layers.
     """
     if sum(heights) != model.num_layers or min(heights) < 1:
         raise PlanError(

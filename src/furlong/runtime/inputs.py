@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
-from furlong.ops.loss import IGNORE_INDEX
+from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
 
 
@@ -23,7 +23,7 @@ class ChunkInputs:
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, from each slice's own start
     labels: Tensor  # (T,) int64, shifted
-    labelled: Tensor  # (t,) int64, the rows that have a label
+    labelled_rows: Tensor  # (R,) int64, the rows that have a label
     slices: tuple[slice, ...]
     """Rows of each slice of the chunk."""
 
@@ -211,8 +211,7 @@ def chunk_inputs(
         rows.append(slice(row, row + piece.num_tokens))
         row += piece.num_tokens
     joined = torch.cat(labels)
-    labelled = torch.nonzero(joined != IGNORE_INDEX).flatten()
-    vectors = (torch.cat(ids), torch.cat(positions), joined, labelled)
+    vectors = (torch.cat(ids), torch.cat(positions), joined, labelled_rows(joined))
     sent = [_sent(x, device) for x in vectors]
     return ChunkInputs(sent[0], sent[1], sent[2], sent[3], tuple(rows))
 

@@ -35,7 +35,7 @@ class LossHead:
         if not hidden.requires_grad:
             self._require_gradient(hidden)
         loss_sum, gradient = tiled_loss(
-            self._model.logits, hidden, inputs.labels,
+            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
             max_tile_tokens=self._max_tile_tokens, grad_scale=factor,
         )  # fmt: skip
         self.loss_sum += loss_sum
@@ -44,8 +44,9 @@ class LossHead:
     def evaluate(self, hidden: Tensor, inputs: ChunkInputs, chunk: Chunk) -> None:
         """Add a chunk's loss, and note that of each token, of final hidden states (T, D)."""
         losses = token_losses(
-            self._model.logits, hidden, inputs.labels, max_tile_tokens=self._max_tile_tokens
-        )
+            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
+            max_tile_tokens=self._max_tile_tokens,
+        )  # fmt: skip
         self.loss_sum += losses.sum()
         if self.token_losses:
             for piece, rows in zip(chunk.slices, inputs.slices, strict=True):
