@@ -23,6 +23,7 @@ from furlong.plan.values import (
     Reduce,
     Reshard,
     Slice,
+    Tiers,
     Unshard,
 )
 from furlong.planners.chunkflow import plan_chunkflow
@@ -193,7 +194,9 @@ def test_lower_tiers_keep_two_blocks_on_the_device():
     options = ChunkOptions(size=64, keep="kv")
     plan = plan_chunkflow((20_000,), options, num_layers=4)
     on_device = curve(plan)
-    offloaded = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier="host")
+    offloaded = ChunkPlan(
+        plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=Tiers(kv="host")
+    )
     memory = curve(offloaded)
     per_token = 2 * SHAPE.kv_size * 4
     assert memory.peak["kv"] == 2 * 8192 * per_token
@@ -251,7 +254,7 @@ def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, tie
     options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
     stages = (1,) * (num_stages - 1) + (5 - num_stages,)
     plan = plan_chunkflow_pipeline(lens, options, stages=stages)
-    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier=tier)
+    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=Tiers(kv=tier))
     for rank in range(num_stages):
         memory = curve(plan, rank)
         assert (memory.device >= 0).all() and (memory.host >= 0).all()
