@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from furlong.cost.cells import stage_bytes
 from furlong.cost.hardware import hardware, this_cpu
 from furlong.cost.known_models import model_shape
-from furlong.cost.memory import HostMemory, PlanMemory
-from furlong.cost.memory_walk import PARTS
+from furlong.cost.levels import PARTS
+from furlong.cost.memory import PlanMemory, TierMemory
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
@@ -203,7 +203,7 @@ def test_lower_tiers_keep_two_blocks_on_the_device():
     stored = on_device.peak["kv"] + on_device.peak["kv_gradients"]
     assert memory.host.max() == stored and not on_device.host.any()
     device = PlanMemory(SHAPE, Training.in_dtype("float32"), 10**15)
-    host = HostMemory(device, stored)
+    host = TierMemory(device, "host", stored)
     assert max(host.bytes_after(offloaded, 0)) == host.budget_bytes(0)
 
 
