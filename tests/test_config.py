@@ -93,7 +93,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--chunks.size=big"], "chunks.size = 'big'", "integer or 'auto'", "flag", "chunks.size"),
         (["--train.lr=-1"], "train.lr = '-1'", "greater than 0", "flag --train.lr", "set"),
         (["--parallel.sp=2"], "parallel.sp = '2'", "not in this release", "flag", "remove"),
-        (["--chunks.tier=hots"], "tier = 'hots'", "device, host, disk, or a", "flag", "host?"),
+        (["--chunks.tier=hots"], "tier = 'hots'", "device, host, disk or a", "flag", "host?"),
         (["--chunks.tier=[kv]"], "['kv']", "or a mapping of kinds", "flag --chunks.tier", "set"),
         (["--chunks.tier={atention: host}"], "atention", "kinds among kv", "flag", "attention?"),
         (["--chunks.tier={kv: dsk}"], "'dsk'", "one of device, host, disk for kv", "flag", "disk?"),
