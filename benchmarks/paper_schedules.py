@@ -179,8 +179,8 @@ def schedule(plan: ChunkPlan, names: Sequence[str]) -> list[set[str]]:
     stages: list[set[str]] = [set() for _ in plan.stages]
     for r in simulate(plan, UnitCosts(plan)).records:
         if r.lane == "compute":
-            name = names[int(r.action[1:].split(".")[0])]
-            stages[r.rank].add(f"{r.action[0]}{name}[{r.start_s:g}-{r.stop_s:g}]")
+            cell = r.text[1:].split(".")
+            stages[r.rank].add(f"{r.text[0]}{names[int(cell[0])]}[{r.start_s:g}-{r.stop_s:g}]")
     return stages
 
 

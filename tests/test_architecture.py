@@ -30,7 +30,8 @@ FLOORS = (
     ("report",),
     ("simulate",),
     ("cost",),
-    ("plan", "config", "timeline"),
+    ("timeline",),
+    ("plan", "config"),
     ("errors", "units"),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))

@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from furlong.errors import UserError
+from furlong.plan.text import format_action, parse_action
+from furlong.plan.values import (
+    Action,
+    Backward,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Unshard,
+)
+
 Lane = Literal["compute", "copy", "link"]
+_KINDS: dict[type[Action], str] = {
+    Forward: "F",
+    Recompute: "R",
+    RebuildKV: "K",
+    Backward: "B",
+    Send: "send",
+    Recv: "recv",
+    Unshard: "unshard",
+    Reshard: "reshard",
+    Reduce: "reduce",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One action of one rank: when it ran and what was allocated when it ended."""
+    """One action of one rank: when it ran, and the most that was in use while it did."""
 
     rank: int
     lane: Lane
-    action: str
-    """The action's text form, as in `furlong.plan.text`."""
+    action: Action
+    """On the lane "copy": the action beside which copies between tiers ran."""
     start_s: float
     """Seconds since the start of the step."""
     stop_s: float
     device_bytes: int
+    """The peak while the action ran."""
     host_bytes: int
+    """The same of the tiers below the device: host and disk."""
+
+    @property
+    def text(self) -> str:
+        """The action's short form, as in `furlong.plan.text`; "copy ..." on the lane "copy"."""
+        text = format_action(self.action)
+        return f"copy {text}" if self.lane == "copy" else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +75,22 @@ class Timeline:
         return max((r.device_bytes for r in self.records), default=0)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Seconds per kind of action (`F`, `R`, `B`, `K`, `send`, ...), summed over ranks."""
+        """Seconds per kind (`F`, `R`, `B`, `K`, `send`, ..., `copy`), summed over ranks."""
         seconds: dict[str, float] = defaultdict(float)
         for record in self.records:
-            kind = record.action[0] if record.action[0].isupper() else record.action.split()[0]
+            kind = "copy" if record.lane == "copy" else _KINDS[type(record.action)]
             seconds[kind] += record.stop_s - record.start_s
         return dict(seconds)
 
     def to_json(self) -> list[list[Any]]:
-        """One list of plain values per record, in the order of Record's fields."""
-        return [list(astuple(record)) for record in self.records]
+        """One list of plain values per record, in the order of Record's fields; actions as text."""
+        return [
+            [
+                *(r.rank, r.lane, format_action(r.action)),
+                *(r.start_s, r.stop_s, r.device_bytes, r.host_bytes),
+            ]
+            for r in self.records
+        ]
 
     @classmethod
     def from_json(cls, rows: object) -> Timeline:
@@ -71,7 +111,11 @@ def _read_record(row: object) -> Record:
             int(device_bytes),
             int(host_bytes),
         ] if rank >= 0 and 0 <= start_s <= stop_s:
-            return Record(rank, lane, action, start_s, stop_s, device_bytes, host_bytes)
+            try:
+                parsed = parse_action(action)
+            except UserError as error:
+                raise ValueError(f"{action!r:.80} is no action of a timeline") from error
+            return Record(rank, lane, parsed, start_s, stop_s, device_bytes, host_bytes)
     raise ValueError(f"{row!r:.80} is no record of a timeline")
 
 

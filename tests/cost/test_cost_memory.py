@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from furlong.cost.cells import stage_bytes
 from furlong.cost.hardware import hardware, this_cpu
 from furlong.cost.known_models import model_shape
-from furlong.cost.memory import HostMemory, PlanMemory
-from furlong.cost.memory_walk import PARTS
+from furlong.cost.levels import PARTS
+from furlong.cost.memory import PlanMemory, TierMemory
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
@@ -23,6 +23,7 @@ from furlong.plan.values import (
     Reduce,
     Reshard,
     Slice,
+    Tiers,
     Unshard,
 )
 from furlong.planners.chunkflow import plan_chunkflow
@@ -193,14 +194,16 @@ def test_lower_tiers_keep_two_blocks_on_the_device():
     options = ChunkOptions(size=64, keep="kv")
     plan = plan_chunkflow((20_000,), options, num_layers=4)
     on_device = curve(plan)
-    offloaded = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier="host")
+    offloaded = ChunkPlan(
+        plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=Tiers(kv="host")
+    )
     memory = curve(offloaded)
     per_token = 2 * SHAPE.kv_size * 4
     assert memory.peak["kv"] == 2 * 8192 * per_token
     stored = on_device.peak["kv"] + on_device.peak["kv_gradients"]
     assert memory.host.max() == stored and not on_device.host.any()
     device = PlanMemory(SHAPE, Training.in_dtype("float32"), 10**15)
-    host = HostMemory(device, stored)
+    host = TierMemory(device, "host", stored)
     assert max(host.bytes_after(offloaded, 0)) == host.budget_bytes(0)
 
 
@@ -251,7 +254,7 @@ def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, tie
     options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
     stages = (1,) * (num_stages - 1) + (5 - num_stages,)
     plan = plan_chunkflow_pipeline(lens, options, stages=stages)
-    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tier=tier)
+    plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=Tiers(kv=tier))
     for rank in range(num_stages):
         memory = curve(plan, rank)
         assert (memory.device >= 0).all() and (memory.host >= 0).all()

@@ -21,6 +21,7 @@ from furlong.plan.values import (
     Reshard,
     Send,
     Slice,
+    Tiers,
     Unshard,
 )
 from furlong.planners.chunkflow import plan_chunkflow
@@ -206,7 +207,7 @@ def test_checkpointed_layers_are_paid_in_the_backward():
 def test_streamed_kv_waits_only_where_the_link_is_slow(tier, slow):
     model = CostModel(SHAPE, A100)
     plan = plan_chunkflow((64 * 1024,), ChunkOptions(size=8192, keep="kv"), num_layers=32)
-    streamed = replace(plan, tier=tier)
+    streamed = replace(plan, tiers=Tiers(kv=tier))
     on_device, costs = model.costs(plan), model.costs(streamed)
     for action in plan.actions[0][:-1]:
         plain, waiting = on_device.compute_s(action, 0), costs.compute_s(action, 0)
@@ -224,7 +225,7 @@ def test_windowed_layers_attend_and_load_less():
     plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), num_layers=32)
     full = time_actions(plan, CostModel(gemma, A100).costs(plan)).duration_s
     assert time_actions(plan, CostModel(windowed, A100).costs(plan)).duration_s < 0.8 * full
-    streamed = replace(plan, tier="host")
+    streamed = replace(plan, tiers=Tiers(kv="host"))
     last = plan.actions[0][7]
     loads = [CostModel(s, A100).costs(streamed).copy_s(last, 0) for s in (gemma, windowed)]
     assert loads[0] / loads[1] == pytest.approx(28 * 1024 / 1023, rel=0.06)

@@ -75,7 +75,7 @@ def test_evaluation_gives_the_same_loss_and_no_gradients(keep):
     trained = furlong.forward_backward(model, sequences, options)
     assert result.loss == pytest.approx(trained.loss, rel=1e-12)
     assert result.num_valid_tokens == trained.num_valid_tokens == num_labels(sequences)
-    assert {record.action[0] for record in result.timeline.records} == {"F"}
+    assert {record.text[0] for record in result.timeline.records} == {"F"}
 
 
 def test_a_batch_without_labels_needs_a_divisor():

@@ -119,7 +119,7 @@ def schedule(plan, names, rank):
     timeline = simulate(plan, UnitCosts(plan))
     cells = [r for r in timeline.records if r.rank == rank and r.lane == "compute"]
     return " ".join(
-        f"{r.action[0]}{names[int(r.action[1:].split('.')[0])]}[{r.start_s:g}-{r.stop_s:g}]"
+        f"{r.text[0]}{names[int(r.text[1:].split('.')[0])]}[{r.start_s:g}-{r.stop_s:g}]"
         for r in sorted(cells, key=lambda r: r.start_s)
     )
 

@@ -13,7 +13,7 @@ from toy_model import gradient, obey
 
 from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape
-from furlong.cost.memory_walk import PARTS
+from furlong.cost.levels import PARTS
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan

@@ -8,6 +8,7 @@ from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
+from furlong.plan.values import Tiers
 from furlong.planners.candidates import Candidate
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.layout import Layout
@@ -30,7 +31,13 @@ def build(lens=LENS, *, size=1024, sp=1, pp=2, keep="kv", tier="device", retaine
     groups = shard(group_chunks(lens, ChunkOptions(size=size, hybrid=False)), sp)
     stages = (24 // pp,) * pp
     return plan_1f1b(
-        lens, groups, stages=stages, num_retained=retained, keep=keep, tier=tier, sp_size=sp
+        lens,
+        groups,
+        stages=stages,
+        num_retained=retained,
+        keep=keep,
+        tiers=Tiers(kv=tier),
+        sp_size=sp,
     )
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from furlong.errors import ConfigError
+from furlong.plan.text import parse_action
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
@@ -144,10 +145,10 @@ def test_shades_of_one_colour_differ():
 
 def test_memory_is_a_curve_from_the_start_and_has_no_late_sends():
     records = (
-        Record(0, "compute", "F0.0 all", 2.0, 3.0, 10, 0),
-        Record(0, "link", "send activation 0.0 to 1", 3.0, 9.0, 10, 0),
-        Record(0, "compute", "B0.0", 4.0, 5.0, 30, 0),
-        Record(0, "compute", "reduce 0", 5.0, 6.0, 20, 0),
+        Record(0, "compute", parse_action("F0.0 all"), 2.0, 3.0, 10, 0),
+        Record(0, "link", parse_action("send activation 0.0 to 1"), 3.0, 9.0, 10, 0),
+        Record(0, "compute", parse_action("B0.0"), 4.0, 5.0, 30, 0),
+        Record(0, "compute", parse_action("reduce 0"), 5.0, 6.0, 20, 0),
     )
     plan = pipeline()
     (rank,) = make_scene(Panel(Timeline(records), plan)).ranks

@@ -92,7 +92,7 @@ def test_a_second_step_takes_no_new_memory_for_keys_and_values():
 
 def test_the_timeline_names_every_action():
     timeline = furlong.forward_backward(build("llama"), batch([29, 3]), OPTIONS).timeline
-    texts = [record.action for record in timeline.records]
+    texts = [record.text for record in timeline.records]
     assert texts[0] == "F0.0 attention" and texts[-1] == "reduce 0"
     assert all(
         a.stop_s <= b.start_s for a, b in zip(timeline.records, timeline.records[1:], strict=False)

@@ -55,7 +55,7 @@ class Costs:
 
 def spans(timeline, rank, lane="compute"):
     return [
-        (record.action, record.start_s, record.stop_s)
+        (record.text, record.start_s, record.stop_s)
         for record in timeline.records
         if record.rank == rank and record.lane == lane
     ]
@@ -172,7 +172,7 @@ class Counted:
 
 def test_every_record_has_its_memory():
     timeline = simulate(two_stages(), Costs(F=1.0), memory=Counted(), host_memory=Counted())
-    by_action = {(r.rank, r.action): (r.device_bytes, r.host_bytes) for r in timeline.records}
+    by_action = {(r.rank, r.text): (r.device_bytes, r.host_bytes) for r in timeline.records}
     assert by_action[0, "F1.0 all"] == (2, 2)
     assert by_action[1, "B1.1"] == (1006, 1006)
     assert timeline.peak_device_bytes == 1008

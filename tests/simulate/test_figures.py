@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.simulate.clock import simulate
@@ -15,7 +16,12 @@ from furlong.timeline import Record, Timeline
 
 
 def timeline(*records):
-    return Timeline(tuple(Record(*record, 10 * i, i) for i, record in enumerate(records)))
+    return Timeline(
+        tuple(
+            Record(rank, lane, parse_action(text), start, stop, 10 * i, i)
+            for i, (rank, lane, text, start, stop) in enumerate(records)
+        )
+    )
 
 
 def test_every_second_of_a_rank_has_one_reason():
@@ -23,7 +29,7 @@ def test_every_second_of_a_rank_has_one_reason():
         timeline(
             (0, "link", "unshard 0", 0.0, 1.0),
             (0, "compute", "F0.0 kv", 1.0, 3.0),
-            (0, "copy", "copy F0.0 kv", 1.0, 4.0),
+            (0, "copy", "F0.0 kv", 1.0, 4.0),
             (0, "link", "send activation 0.0 to 1", 3.0, 8.0),
             (0, "link", "recv gradient 0.1 from 1", 6.0, 7.0),
             (0, "compute", "R0.0", 7.0, 8.0),
@@ -50,7 +56,7 @@ def test_overlapping_reasons_count_once():
     figures = measure(
         timeline(
             (0, "compute", "F0.0 all", 0.0, 1.0),
-            (0, "copy", "copy F0.0 all", 0.0, 3.0),
+            (0, "copy", "F0.0 all", 0.0, 3.0),
             (0, "link", "recv gradient 0.1 from 1", 2.0, 4.0),
             (0, "link", "recv gradient 1.1 from 1", 2.5, 3.5),
             (0, "compute", "B0.0", 5.0, 6.0),

@@ -16,6 +16,7 @@ from furlong.api import StepResult
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
+from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
 from furlong.timeline import Record, Timeline
 from furlong.train.loop import run_steps
@@ -45,7 +46,9 @@ class FixedEngine:
         self.weights.append(self.model.weight.detach().clone())
         self.model.weight.grad = torch.full_like(self.model.weight, grad)
         kinds = zip(("F0.0 kv", "R0.0", "K0.0", "B0.0"), (1.0, 2.0, 4.0, 8.0), strict=True)
-        records = tuple(Record(0, "compute", kind, 0.0, stop, 0, 0) for kind, stop in kinds)
+        records = tuple(
+            Record(0, "compute", parse_action(kind), 0.0, stop, 0, 0) for kind, stop in kinds
+        )
         return StepResult(loss, loss, 1, Timeline(records))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -69,20 +70,22 @@ class PlanMemory:
             return curves[0]
         worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
         device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
-        return MemoryCurve(device, np.stack([curve.host for curve in curves]).max(axis=0))
+        host = np.stack([curve.host for curve in curves]).max(axis=0)
+        return MemoryCurve(device, host, np.stack([curve.disk for curve in curves]).max(axis=0))
 
 
 @dataclass(frozen=True)
-class HostMemory:
-    """The same plan's bytes in the tier where K,V live: of all processes of an sp group that share
-    a host, the one that needs most. Implements the checker's Memory too."""
+class TierMemory:
+    """The same plan's bytes in a tier below the device: of all processes of an sp group, the one
+    that needs most. Implements the checker's Memory too."""
 
     device: PlanMemory
-    host_budget_bytes: int
+    tier: Literal["host", "disk"]
+    tier_budget_bytes: int
 
     def budget_bytes(self, rank: int) -> int:
-        return self.host_budget_bytes
+        return self.tier_budget_bytes
 
     def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        in_use: list[int] = self.device.curve(plan, rank).host.tolist()
+        in_use: list[int] = getattr(self.device.curve(plan, rank), self.tier).tolist()
         return in_use

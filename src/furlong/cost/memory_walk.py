@@ -1,24 +1,30 @@
 """One process of one rank walks its actions and adds up bytes.
 
-Follows the executor: a graph lives from its Forward or Recompute to its Backward; a stage input
-from its arrival to the cell's end; what is at work in one layer, and a tile of logits, only while
-an action runs. For K,V see `stored_kv`.
+Follows the executor, which obeys the plan's passes. A graph lives from its Forward or Recompute to
+its Backward. The input of a cell behind the first stage lives where stage inputs do, from the pass
+that delivers it; it dies with the pass that reads it last, or in its Backward becomes its own
+gradient, which dies with the Backward of the stage before. For K,V see `stored_kv`.
+
+What lives in a lower tier still has a working set on the device while an action runs: the input
+that is read and the output on its way, one layer's attention outputs (from the Recompute to the
+Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.activations import Activations
 from furlong.cost.cells import StageBytes, stage_bytes
+from furlong.cost.levels import PARTS, Levels, Part
 from furlong.cost.shape import ModelShape
 from furlong.cost.stored_kv import StoredKV, token_share
 from furlong.cost.training import Training
-from furlong.plan.liveness import kv_frees
+from furlong.plan.liveness import input_frees, kv_frees
+from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
     Action,
     Backward,
@@ -32,11 +38,6 @@ from furlong.plan.values import (
     Unshard,
 )
 
-Part = Literal[
-    "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "logits", "buffers"
-]
-PARTS: tuple[Part, ...] = get_args(Part)
-_INDEX = {part: i for i, part in enumerate(PARTS)}
 MAX_TILE_LOGITS = 2**27
 """Of a tile of the loss on a CUDA device, as `ops.loss` cuts it; 2**22 on a CPU."""
 _MIN_TILE_TOKENS = 64
@@ -49,11 +50,19 @@ class MemoryCurve:
     device: NDArray[np.int64]
     """(actions, parts): the parts at the moment of the action when their sum is highest."""
     host: NDArray[np.int64]
-    """(actions,): K,V and their gradients in the host's memory, or on disk."""
+    """(actions,): what lies in the host's memory."""
+    disk: NDArray[np.int64]
+    """(actions,)"""
 
     @property
     def device_bytes(self) -> list[int]:
         totals: list[int] = self.device.sum(axis=1).tolist()
+        return totals
+
+    @property
+    def lower_bytes(self) -> list[int]:
+        """Host and disk together, as a timeline's records count them."""
+        totals: list[int] = (self.host + self.disk).tolist()
         return totals
 
     @property
@@ -89,7 +98,8 @@ class _Walk:
     def __init__(self, rules: MemoryRules, plan: ChunkPlan, rank: int, process: int) -> None:
         self._rules, self._plan = rules, plan
         self._actions = plan.actions[rank]
-        self._frees = kv_frees(plan, rank)
+        self._passes = passes(plan, rank)
+        self._frees = kv_frees(plan, rank), input_frees(plan, rank)
         shape, training = rules.shape, rules.training
         self._bytes: list[StageBytes] = [
             stage_bytes(
@@ -99,10 +109,14 @@ class _Walk:
         ]
         computed = [a for a in self._actions if isinstance(a, (Forward, Backward))]
         self._held = frozenset(action.stage for action in computed)
-        self._trained = {(a.chunk, a.stage) for a in computed if isinstance(a, Backward)}
-        self._keeps = {(a.chunk, a.stage): a for a in computed if isinstance(a, Forward)}
-        rebuilt = {(a.chunk, a.stage) for a in self._actions if isinstance(a, RebuildKV)}
-        self._needs_input = self._trained | rebuilt
+        trained = {a.chunk for a in computed if isinstance(a, Backward) and a.stage == 0}
+        self._last_use = {
+            action.chunk: index
+            for index, action in enumerate(self._actions)
+            if isinstance(action, (Forward, RebuildKV)) and action.chunk not in trained
+            if action.stage == 0
+        }
+        """Where the token ids of a chunk without a Backward are read last."""
         # of the rank's own chunks only: a plan may have a thousand ranks
         self._tokens = {
             index: sum(
@@ -111,30 +125,19 @@ class _Walk:
             )
             for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
         }
-        self._store = StoredKV(shape, plan, self._bytes, self._held, process)
-        self._level = [0.0] * len(PARTS)
-        self._held_bytes: dict[tuple[str, int, int], tuple[Part, float]] = {}
+        self._store = StoredKV(shape, plan, self._bytes, process)
+        self._levels = Levels(plan.tiers)
 
     def run(self) -> MemoryCurve:
         self._start()
-        on_device = self._plan.tiers.kv == "device"
         device = np.zeros((len(self._actions), len(PARTS)))
-        host = np.zeros(len(self._actions))
-        for i, (action, dead) in enumerate(zip(self._actions, self._frees, strict=True)):
-            passing = self._begin(action)
-            row = self._level.copy()
-            for part, num_bytes in passing.items():
-                row[_INDEX[part]] += num_bytes
-            if on_device:
-                row[_INDEX["kv"]] += self._store.kv_bytes
-                row[_INDEX["kv_gradients"]] += self._store.gradient_bytes
-            else:
-                host[i] = self._store.kv_bytes + self._store.gradient_bytes
-            device[i] = row
-            self._end(action)
-            for chunk, stage in dead:
-                self._store.free(chunk, stage)
-        return MemoryCurve(np.rint(device).astype(np.int64), np.rint(host).astype(np.int64))
+        lower = np.zeros((len(self._actions), 2))
+        for i, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
+            self._begin(action, what)
+            device[i], lower[i] = self._levels.now(self._store.kv_bytes, self._store.gradient_bytes)
+            self._end(action, i)
+        whole = np.rint(lower).astype(np.int64)
+        return MemoryCurve(np.rint(device).astype(np.int64), whole[:, 0], whole[:, 1])
 
     def _start(self) -> None:
         rules, plan = self._rules, self._plan
@@ -143,104 +146,130 @@ class _Walk:
         alike = sum(first is not None and first.stage in self._held for first in firsts)
         group = max(1, alike) * plan.sp_size * rules.training.replicas
         state = rules.training.state_bytes(rules.shape, plan.stages, self._held, group)
-        self._add("weights", state.weights)
-        self._add("gradients", state.gradients)
-        self._add("optimizer", state.optimizer)
-        self._add("buffers", rules.overhead_bytes)
+        self._levels.add("weights", state.weights)
+        self._levels.add("gradients", state.gradients)
+        self._levels.add("optimizer", state.optimizer)
+        self._levels.add("buffers", rules.overhead_bytes)
         if not any(isinstance(action, Unshard) for action in self._actions):
             gathered = rules.training.gathered_bytes(rules.shape, plan.stages, self._held, group)
-            self._add("buffers", gathered)
-        kv, kv_gradients = self._store.device_buffers()
-        self._add("kv", kv)
-        self._add("kv_gradients", kv_gradients)
+            self._levels.add("buffers", gathered)
+        kv, kv_gradients = self._store.working_set(self._held)
+        self._levels.add("kv", kv)
+        self._levels.add("kv_gradients", kv_gradients)
 
-    def _begin(self, action: Action) -> dict[Part, float]:
-        """Allocate what the action makes and keeps; returns what only lives while it runs."""
+    def _begin(self, action: Action, what: Pass) -> None:
+        """Allocate what the action makes and keeps, and what only lives while it runs."""
         match action:
-            case Forward(chunk, stage, keep, layers):
-                return self._forward(chunk, stage, keep, layers)
-            case Recompute(chunk, stage, layers):
-                graph = self._tokens[chunk] * self._bytes[stage].graph(layers)
-                # the graph is made of what was remembered of attention, no second copy
-                remembered = self._held_bytes.get(("attention", chunk, stage), ("", 0.0))[1]
-                self._hold("graph", chunk, stage, "activations", graph - remembered)
-                return {"buffers": self._tokens[chunk] * self._bytes[stage].working}
-            case RebuildKV(chunk, stage):
-                self._store.write(chunk, stage)
-                return {"buffers": self._tokens[chunk] * self._bytes[stage].working}
-            case Backward(chunk, stage):
-                return self._backward(chunk, stage)
+            case Forward() | Recompute() | RebuildKV() | Backward():
+                self._compute(action, what)
             case Recv(payload, chunk, stage):
                 message = self._tokens[chunk] * self._bytes[stage].message
-                reader = stage + 1 if payload == "activation" else stage - 1
-                name = "input" if payload == "activation" else "gradient"
-                part: Part = "activations" if payload == "activation" else "buffers"
-                self._hold(name, chunk, reader, part, message)
+                arrives = payload == "activation"
+                part: Part = "activations" if arrives else "buffers"
+                self._levels.hold("input", chunk, stage + arrives, part, message)
             case Unshard(stage):
                 parameters = self._rules.training.held_parameters(
                     self._rules.shape, self._plan.stages, frozenset((stage,))
                 )
                 training = self._rules.training
                 whole = parameters * training.compute_bytes / training.tp_size
-                self._hold("unsharded", 0, stage, "weights", whole)
-        return {}
+                self._levels.hold("unsharded", 0, stage, "weights", whole)
 
-    def _forward(self, chunk: int, stage: int, keep: str, layers: int) -> dict[Part, float]:
-        tokens, cell = self._tokens[chunk], self._bytes[stage]
-        is_last = stage == len(self._plan.stages) - 1
-        trained = (chunk, stage) in self._trained
-        if stage == 0 or ("input", chunk, stage) not in self._held_bytes:
-            self._hold("input", chunk, stage, "activations", tokens * cell.input)
-        if self._plan.continues[chunk]:
+    def _compute(self, action: Forward | Recompute | RebuildKV | Backward, what: Pass) -> None:
+        chunk, stage = action.chunk, action.stage
+        tokens, cell, tiers = self._tokens[chunk], self._bytes[stage], self._plan.tiers
+        if isinstance(action, Forward):
+            self._deliver(chunk, stage)
+        if what.computes == "nothing":
+            return
+        self._levels.pass_by("buffers", tokens * cell.working)
+        if what.loss:
+            self._levels.pass_by("logits", self._logits(chunk, cell))
+        if what.writes_kv:
             self._store.write(chunk, stage)
-        passing: dict[Part, float] = {"buffers": tokens * cell.working}
-        if keep == "all":
-            self._hold("graph", chunk, stage, "activations", tokens * cell.graph(layers))
-        elif is_last and trained and not self._plan.continues[chunk]:
-            passing = {}
-        elif keep == "attention" and trained:
-            known = self._plan.stages[stage] - is_last
-            self._hold("attention", chunk, stage, "activations", tokens * known * cell.attention)
-        if is_last and not trained:
-            passing["logits"] = self._logits(chunk, cell)
-        if not is_last:
-            self._hold("output", chunk, stage, "buffers", tokens * cell.message)
-        return passing
+        remembered = tokens * what.remembers * cell.attention
+        if what.computes == "graph":
+            self._graph(action, what)
+        elif what.computes == "backward":
+            self._backward(chunk, stage, what)
+        else:
+            if stage and tiers.inputs != "device":
+                self._levels.pass_by("activations", tokens * cell.message)
+            if tiers.attention != "device" and (what.remembers or what.remembered):
+                self._levels.pass_by("activations", tokens * cell.attention)
+        if remembered:
+            self._levels.hold("attention", chunk, stage, "activations", remembered)
 
-    def _backward(self, chunk: int, stage: int) -> dict[Part, float]:
+    def _deliver(self, chunk: int, stage: int) -> None:
+        """The cell's own input, if it comes from nowhere else, and its output."""
+        tokens, cell = self._tokens[chunk], self._bytes[stage]
+        if stage == 0:
+            self._levels.hold("ids", chunk, 0, "activations", tokens * cell.input)
+        elif ("input", chunk, stage) not in self._levels.held:
+            self._levels.hold("input", chunk, stage, "activations", tokens * cell.message)
+        if stage < len(self._plan.stages) - 1:
+            part: Part = "activations" if stage + 1 in self._held else "buffers"
+            self._levels.hold("input", chunk, stage + 1, part, tokens * cell.message)
+            if self._plan.tiers.inputs != "device":
+                self._levels.pass_by("buffers", tokens * cell.message)
+
+    def _graph(self, action: Action, what: Pass) -> None:
+        assert isinstance(action, (Forward, Recompute))
+        chunk, stage = action.chunk, action.stage
+        tokens, cell, tiers = self._tokens[chunk], self._bytes[stage], self._plan.tiers
+        num_bytes = tokens * cell.graph(what.recompute_layers)
+        if isinstance(action, Forward):
+            self._levels.hold("graph", chunk, stage, "activations", num_bytes)
+            if tiers.graphs != "device":
+                self._levels.pass_by("activations", tokens * max(cell.graph_layers))
+        else:
+            if tiers.attention == "device":
+                # the graph is made of what was remembered of attention, no second copy
+                num_bytes -= tokens * what.remembered * cell.attention
+            self._levels.hold("graph again", chunk, stage, "activations", num_bytes)
+        if stage and tiers.inputs != "device":
+            self._levels.hold("leaf", chunk, stage, "activations", tokens * cell.message)
+
+    def _backward(self, chunk: int, stage: int, what: Pass) -> None:
         tokens, cell = self._tokens[chunk], self._bytes[stage]
         self._store.send_back(chunk, stage)
-        passing: dict[Part, float] = {"buffers": tokens * (cell.working + cell.message)}
-        forward = self._keeps[chunk, stage]
-        if forward.recompute_layers:
-            passing["activations"] = tokens * cell.graph_layers[0]
-        if stage == len(self._plan.stages) - 1:
-            passing["logits"] = self._logits(chunk, cell)
-        if stage:
-            self._hold("gradient out", chunk, stage, "buffers", tokens * cell.message)
-        return passing
+        self._levels.pass_by("buffers", tokens * cell.message)
+        is_lower = (
+            self._plan.tiers.graphs != "device" and ("graph", chunk, stage) in self._levels.held
+        )
+        if what.recompute_layers or is_lower:
+            self._levels.pass_by("activations", tokens * max(cell.graph_layers))
+        if stage > self._plan.frozen_stages:
+            if ("input", chunk, stage) in self._levels.held:
+                # autograd's gradient, until it is copied over the input
+                self._levels.pass_by("buffers", tokens * cell.message)
+            else:
+                self._levels.hold("input", chunk, stage, "buffers", tokens * cell.message)
 
-    def _end(self, action: Action) -> None:
-        """Free what ends with the action, K,V apart."""
+    def _end(self, action: Action, index: int) -> None:
+        """Free what ends with the action."""
+        kv_dead, inputs_dead = (frees[index] for frees in self._frees)
+        for chunk, stage in inputs_dead:
+            num_bytes = self._levels.let_go("input", chunk, stage)
+            if ("graph", chunk, stage) in self._levels.held and self._plan.tiers.inputs == "device":
+                # nobody reads it again, but it is the leaf of a graph
+                self._levels.hold("leaf", chunk, stage, "activations", num_bytes)
+        for chunk, stage in kv_dead:
+            self._store.free(chunk, stage)
         match action:
             case Backward(chunk, stage):
-                for name in ("graph", "attention", "input", "gradient"):
-                    self._let_go(name, chunk, stage)
-                # within one rank the next reader takes the gradient over
-                if stage and stage - 1 in self._held:
-                    self._rename("gradient out", chunk, stage, "gradient", stage - 1)
-            case Forward(chunk, stage):
-                if (chunk, stage) not in self._needs_input:
-                    self._let_go("input", chunk, stage)
-                if stage + 1 in self._held:
-                    self._rename("output", chunk, stage, "input", stage + 1)
-            case RebuildKV(chunk, stage) if (chunk, stage) not in self._trained:
-                self._let_go("input", chunk, stage)
+                for name in ("graph", "graph again", "attention", "ids", "leaf"):
+                    self._levels.let_go(name, chunk, stage)
+                self._levels.let_go("input", chunk, stage + 1)  # by now the gradient of the output
+                gradient = self._levels.let_go("input", chunk, stage)
+                if gradient and stage > self._plan.frozen_stages:
+                    self._levels.hold("input", chunk, stage, "buffers", gradient)
+            case Forward(chunk, 0) | RebuildKV(chunk, 0) if index == self._last_use.get(chunk):
+                self._levels.let_go("ids", chunk, 0)
             case Send(payload, chunk, stage):
-                name = "output" if payload == "activation" else "gradient out"
-                self._let_go(name, chunk, stage)
+                self._levels.let_go("input", chunk, stage + (payload == "activation"))
             case Reshard(stage):
-                self._let_go("unsharded", 0, stage)
+                self._levels.let_go("unsharded", 0, stage)
 
     def _logits(self, chunk: int, cell: StageBytes) -> float:
         vocab = self._rules.shape.vocab_size
@@ -248,22 +277,3 @@ class _Walk:
         if self._rules.max_tile_logits is not None:
             tokens = min(tokens, max(_MIN_TILE_TOKENS, self._rules.max_tile_logits // vocab))
         return cell.logit * vocab * tokens
-
-    def _add(self, part: Part, num_bytes: float) -> None:
-        self._level[_INDEX[part]] += num_bytes
-
-    def _hold(self, name: str, chunk: int, stage: int, part: Part, num_bytes: float) -> None:
-        assert (name, chunk, stage) not in self._held_bytes, f"{name} of {chunk}.{stage} is there"
-        self._held_bytes[name, chunk, stage] = part, num_bytes
-        self._add(part, num_bytes)
-
-    def _let_go(self, name: str, chunk: int, stage: int) -> None:
-        part, num_bytes = self._held_bytes.pop((name, chunk, stage), ("buffers", 0.0))
-        self._add(part, -num_bytes)
-
-    def _rename(self, name: str, chunk: int, stage: int, new_name: str, new_stage: int) -> None:
-        if (name, chunk, stage) in self._held_bytes:
-            held = self._held_bytes[name, chunk, stage][1]
-            part: Part = "activations" if new_name == "input" else "buffers"
-            self._let_go(name, chunk, stage)
-            self._hold(new_name, chunk, new_stage, part, held)

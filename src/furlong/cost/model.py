@@ -4,9 +4,7 @@
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
-What each action computes is what the executor computes: a first pass stops at the last K,V that
-anyone needs, the head and the loss belong to the backward, `keep="attention"` spares a recompute
-its attention.
+What each action computes is what `plan.passes` says.
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ from furlong.cost.hardware import THIS_CPU, HardwareSpec
 from furlong.cost.links import Collective, Link
 from furlong.cost.memory import PlanMemory
 from furlong.cost.memory_walk import MAX_TILE_LOGITS
-from furlong.cost.rates import Pass, StageRates
+from furlong.cost.rates import Part, StageRates
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
     Action,
     Backward,
@@ -36,12 +35,7 @@ from furlong.plan.values import (
     Unshard,
 )
 
-_FORWARD: tuple[tuple[Pass, int], ...] = (("forward", 0),)
-_EVALUATED: tuple[tuple[Pass, int], ...] = (("forward", 0), ("head", 0))
-_TO_LAST_KV: tuple[tuple[Pass, int], ...] = (("to last kv", 0),)
-_BACKWARD: tuple[tuple[Pass, int], ...] = (("backward", 0),)
-_WITH_HEAD: tuple[tuple[Pass, int], ...] = (("backward", 0), ("head and back", 0))
-
+Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
 """What a computing action may wait for inside: the all-to-all of sharded slices, the weights that
 ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
@@ -91,24 +85,16 @@ class PlanCosts:
         self._model = model
         self._plan = plan
         self._free = free
-        self._forward: dict[tuple[int, int], Forward] = {}
-        self._recompute_layers: dict[tuple[int, int], int] = {}
-        self._trained: set[tuple[int, int]] = set()
+        self._passes: dict[tuple[type[Action], int, int], Pass] = {}
+        self._found: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
         self._unsharded: set[int] = set()
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
-            for action in actions:
-                if isinstance(action, Send):
-                    continue
+            for action, what in zip(actions, passes(plan, rank), strict=True):
+                if isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
+                    self._passes[type(action), action.chunk, action.stage] = what
                 if isinstance(action, Forward):
-                    cell = action.chunk, action.stage
-                    self._forward[cell] = action
-                    self._recompute_layers.setdefault(cell, action.recompute_layers)
                     members.setdefault(action.stage, set()).add(rank)
-                elif isinstance(action, Recompute):
-                    self._recompute_layers[action.chunk, action.stage] = action.recompute_layers
-                elif isinstance(action, Backward):
-                    self._trained.add((action.chunk, action.stage))
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
@@ -116,9 +102,8 @@ class PlanCosts:
         self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
-        self._pass_s: dict[tuple[Pass, int, int], list[float]] = {}
-        self._load_s: dict[tuple[Pass, int, int], list[float]] = {}
-        self._last = len(plan.stages) - 1
+        self._part_s: dict[tuple[Part, int], list[float]] = {}
+        self._load_s: dict[tuple[Part, int], list[float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds that `action` keeps the rank's devices busy; 0 for Send, Recv and Reshard."""
@@ -128,8 +113,8 @@ class PlanCosts:
             case Reduce(stage):
                 return self._reduce_at_end_s(stage)
             case Forward() | Recompute() | Backward() | RebuildKV():
-                passes, chunk, stage = self._passes(action), action.chunk, action.stage
-                return sum(self._seconds(kind, stage, layers)[chunk] for kind, layers in passes)
+                chunk, stage = action.chunk, action.stage
+                return sum(self._seconds(part, stage)[chunk] for part in self._parts(action))
             case _:
                 return 0.0
 
@@ -140,8 +125,8 @@ class PlanCosts:
             action, (Forward, Recompute, Backward, RebuildKV)
         ):
             return 0.0
-        passes, chunk, stage = self._passes(action), action.chunk, action.stage
-        return sum(self._loads(kind, stage, layers)[chunk] for kind, layers in passes)
+        chunk, stage = action.chunk, action.stage
+        return sum(self._loads(part, stage)[chunk] for part in self._parts(action))
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
@@ -194,56 +179,36 @@ class PlanCosts:
         num_bytes = parameters * element_bytes / model.training.tp_size
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
-    def _passes(
-        self, action: Forward | Recompute | Backward | RebuildKV
-    ) -> tuple[tuple[Pass, int], ...]:
-        """What the executor runs for an action: passes, with their numbers of layers."""
-        cell = action.chunk, action.stage
-        is_last = action.stage == self._last
-        match action:
-            case Forward() if cell not in self._trained:
-                return _EVALUATED if is_last else _FORWARD
-            case Forward(keep=keep) if keep != "all" and is_last:
-                # nobody needs anything of a packed chunk before its recompute
-                return _TO_LAST_KV if self._plan.continues[action.chunk] else ()
-            case Forward():
-                return _FORWARD
-            case RebuildKV():
-                return _TO_LAST_KV
-            case Recompute():
-                stopped = is_last and not self._plan.continues[action.chunk]
-                if self._forward[cell].keep != "attention" or stopped:
-                    return _FORWARD
-                # the last stage's first pass stopped before the attention of its last layer
-                return (("without attention", self._plan.stages[action.stage] - is_last),)
-            case Backward():
-                passes = _WITH_HEAD if is_last else _BACKWARD
-                layers = self._recompute_layers.get(cell, 0)
-                return (*passes, ("first layers", layers)) if layers else passes
+    def _parts(self, action: Computing) -> tuple[Part, ...]:
+        """What an action computes, as the plan's passes say."""
+        key = type(action), action.chunk, action.stage
+        if key not in self._found:
+            self._found[key] = _parts_of(self._passes[key], self._plan.stages[action.stage])
+        return self._found[key]
 
-    def _seconds(self, kind: Pass, stage: int, layers: int) -> list[float]:
-        """Seconds of one kind of pass for every chunk."""
-        key = kind, stage, layers
-        if key not in self._pass_s:
-            seconds = self._stage_rates(stage).seconds(kind, layers)
-            if kind in ("head", "head and back"):
+    def _seconds(self, part: Part, stage: int) -> list[float]:
+        """Seconds of one part of a pass for every chunk."""
+        key = part, stage
+        if key not in self._part_s:
+            seconds = self._stage_rates(stage).seconds(part)
+            if part.work in ("head", "head and back"):
                 seconds = self._model.labelled_share * seconds
             elif self._passes_gather(stage) and "gathers" not in self._free:
                 # weights come with every pass, behind its computation (FSDP's prefetch)
-                reduced = self.reduce_s(stage) if kind == "backward" else 0.0
+                reduced = self.reduce_s(stage) if part.work == "backward" else 0.0
                 seconds = seconds.clip(min=self.unshard_s(stage) + reduced)
-            self._pass_s[key] = seconds.tolist()
-        return self._pass_s[key]
+            self._part_s[key] = seconds.tolist()
+        return self._part_s[key]
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""
         return self._model.training.zero_stage == 3 and stage not in self._unsharded
 
-    def _loads(self, kind: Pass, stage: int, layers: int) -> list[float]:
+    def _loads(self, part: Part, stage: int) -> list[float]:
         """The same of the loads of K,V."""
-        key = kind, stage, layers
+        key = part, stage
         if key not in self._load_s:
-            self._load_s[key] = self._stage_rates(stage).loads(kind, layers).tolist()
+            self._load_s[key] = self._stage_rates(stage).loads(part).tolist()
         return self._load_s[key]
 
     def _stage_rates(self, stage: int) -> StageRates:
@@ -268,3 +233,20 @@ class PlanCosts:
                 if lora else 0,
             )  # fmt: skip
         return self._rates[flops, rank]
+
+
+def _parts_of(what: Pass, height: int) -> tuple[Part, ...]:
+    """What the executor runs for a pass over a stage of `height` layers."""
+    match what.computes:
+        case "nothing":
+            return ()
+        case "to last kv":
+            return (Part("to last kv", remembered=what.remembered),)
+        case "values" | "graph":
+            head = (Part("head"),) if what.loss else ()
+            return (Part("forward", remembered=what.remembered), *head)
+        case "backward":
+            head = (Part("head and back"),) if what.loss else ()
+            layers, known = what.recompute_layers, what.remembered
+            again = (Part("first layers", layers, known),) if layers else ()
+            return (Part("backward"), *head, *again)

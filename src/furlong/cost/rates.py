@@ -26,18 +26,21 @@ from furlong.cost.links import Link
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 
-Pass = Literal[
-    "forward",
-    "to last kv",
-    "without attention",
-    "first layers",
-    "backward",
-    "head",
-    "head and back",
-]
-"""to last kv: up to the last layer's K,V projection; without attention: its results of the first
-`layers` layers are handed back; first layers: forward of that many; head and back: the language
-model head and the loss with their gradients."""
+Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
+"""to last kv: up to the last layer's K,V projection; first layers: forward of that many; head and
+back: the language model head and the loss with their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a pass computes of one kind."""
+
+    work: Work
+    layers: int = 0
+    """Of "first layers"."""
+    remembered: int = 0
+    """First layers whose attention does not run: its results are handed back."""
+
 
 BLOCK_TOKENS = 8192
 """Tokens of a streamed block of K,V, as the KVStore cuts prefixes."""
@@ -60,9 +63,9 @@ class StageRates:
     lora_per_token: int = 0
     """Forward FLOPs of the stage's adapters."""
 
-    def seconds(self, kind: Pass, layers: int = 0) -> Array:
-        """One pass over the stage for every chunk."""
-        flops, lora = self.flops, self.lora_per_token
+    def seconds(self, part: Part) -> Array:
+        """One part of a pass over the stage for every chunk."""
+        flops, lora, kind, layers = self.flops, self.lora_per_token, part.work, part.layers
         height = len(flops.windows)
         if kind in ("head", "head and back"):
             passes = 1 if kind == "head" else 2 if self.training.lora is not None else 3
@@ -71,35 +74,38 @@ class StageRates:
         if kind == "backward":
             frozen = self.training.lora is not None
             linear: float = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-            return self._slowest(linear, self._attending(kind, layers), height, backward=True)
+            return self._slowest(linear, self._attending(part), height, backward=True)
         linear = {
             "forward": flops.linear_per_token + lora,
             "to last kv": flops.linear_per_token + lora - flops.tail_per_token,
-            "without attention": flops.linear_per_token + lora,
             "first layers": sum(flops.layer_linear_per_token[:layers])
             + lora * layers / max(1, height),
         }[kind]
         num_layers = layers if kind == "first layers" else height
-        return self._slowest(linear, self._attending(kind, layers), num_layers)
+        return self._slowest(linear, self._attending(part), num_layers)
 
-    def loads(self, kind: Pass, layers: int = 0) -> Array:
+    def loads(self, part: Part) -> Array:
         """Seconds in which the pass's K,V arrive, whether it waits for them or not."""
         seconds = np.zeros_like(self.table.tokens)
-        for window, count in Counter(self._attending(kind, layers)).items():
-            seconds += count * self._loads_s(window, kind == "backward")
+        for window, count in Counter(self._attending(part)).items():
+            seconds += count * self._loads_s(window, part.work == "backward")
         slowest: Array = seconds.max(axis=0)
         return slowest
 
-    def _attending(self, kind: Pass, layers: int) -> tuple[int | None, ...]:
+    def _attending(self, part: Part) -> tuple[int | None, ...]:
         """Windows of the layers whose attention runs."""
         windows = self.flops.windows
-        return {
-            "forward": windows,
-            "to last kv": windows[:-1],
-            "without attention": windows[layers:],
-            "first layers": windows[:layers],
-            "backward": windows,
-        }.get(kind, ())
+        match part.work:
+            case "forward":
+                return windows[part.remembered :]
+            case "to last kv":
+                return windows[part.remembered : -1]
+            case "first layers":
+                return windows[part.remembered : part.layers]
+            case "backward":
+                return windows
+            case _:
+                return ()
 
     def _slowest(
         self,

@@ -36,7 +36,8 @@ class Pass:
     remembered: int = 0
     """First layers whose attention output is handed back: theirs does not run."""
     recompute_layers: int = 0
-    """First layers that keep only their input in a graph, and run again in its backward."""
+    """First layers that keep only their input in a graph, and run again in its backward (with
+    what is remembered of their attention)."""
     loss: bool = False
     """Whether head and loss belong to it: with gradients in a backward, else without."""
 
@@ -66,9 +67,11 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
                 known = min(forwards[chunk, stage][1].remembers, plan.stages[stage] - 1)
                 what = Pass("to last kv", writes_kv=True, remembered=known)
             case Backward(chunk, stage):
-                layers = graphs[chunk, stage].recompute_layers
+                graph = graphs[chunk, stage]
+                layers = graph.recompute_layers
+                known = min(graph.remembered, layers)
                 is_last = stage == len(plan.stages) - 1
-                what = Pass("backward", recompute_layers=layers, loss=is_last)
+                what = Pass("backward", remembered=known, recompute_layers=layers, loss=is_last)
         if what.computes == "graph":
             graphs[_cell(action)] = what
         found.append(what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from furlong.cost.memory_walk import Part
+from furlong.cost.levels import Part
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan

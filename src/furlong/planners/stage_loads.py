@@ -5,21 +5,20 @@ exact walk of one plan without checkpointing gives what every forward and every 
 itself; the graphs, inputs, K,V and dK,dV that lie there beside it are added for each grouping into
 pipelines. The sums are those of the walk (the tests compare), for a matrix product.
 
-    P stages, K chunks, G groups (a cut sequence, or one packed chunk)
+    P stages, K chunks
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.cells import StageBytes, stage_bytes
 from furlong.cost.memory import PlanMemory
+from furlong.cost.stored_kv import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
 from furlong.planners.checkpointing import Array, Problem, StageLoad
 from furlong.planners.seq1f1b import backward_places, count_ahead
@@ -43,9 +42,10 @@ class BatchLoads:
     backward_bytes: Array
     """(P, K) the same of a backward."""
     kv_bytes: Array
-    """(P, G) K,V of a cut sequence, from its first forward to its last backward."""
-    kv_gradient_bytes: Array
-    """(P, G) their gradients, from its first backward on."""
+    """(P, K) stored K,V that come with a chunk's forward and go with its backward: the segments
+    whose first token is in the chunk."""
+    kv_gradients: tuple[_Gradients, ...]
+    """(P) their gradients."""
 
     @classmethod
     def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
@@ -68,9 +68,7 @@ class BatchLoads:
         )
         saved = np.array([_saved_per_layer(cell) * tokens for cell in cells])
         again = np.array([max(cell.graph_layers) * tokens for cell in cells])
-        stored = _stored_tokens(plan, counts, memory)
-        kv = stored * np.array([[cell.kv_layer] for cell in cells])
-        kv_gradients = stored * np.array([[cell.kv_gradient_layer] for cell in cells])
+        kv, kv_gradients = _stored(plan, cells, memory)
         alone = cls(
             tuple(counts), plan.stages, held, saved, again,
             np.zeros_like(held), np.zeros_like(held), kv, kv_gradients,
@@ -109,10 +107,10 @@ class BatchLoads:
 
     def _lying(self, moments: _Moments, first: int, stop: int, stage: int) -> Array:
         """(W,) bytes of what is kept for later at each moment."""
-        held = moments.alive @ self.held_bytes[stage, self._chunks(first, stop)]
-        kv = moments.kv_alive @ self.kv_bytes[stage, first:stop]
-        gradients = moments.kv_gradients_alive @ self.kv_gradient_bytes[stage, first:stop]
-        total: Array = held + kv + gradients
+        chunks = self._chunks(first, stop)
+        held = moments.alive @ (self.held_bytes + self.kv_bytes)[stage, chunks]
+        gradients = self.kv_gradients[stage].within(chunks)
+        total: Array = held + moments.between(gradients.seen_by, gradients.chunk) @ gradients.bytes
         return total
 
     def _besides(self, plan: ChunkPlan, memory: PlanMemory) -> tuple[Array, Array]:
@@ -125,6 +123,31 @@ class BatchLoads:
             own = walked - self._lying(moments, 0, len(self.counts), stage)
             found[moments.is_backward.astype(int), stage, moments.acting] = own
         return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """dK,dV of a stage's segments, those alike together (M of them)."""
+
+    bytes: Array
+    """(M,)"""
+    seen_by: NDArray[np.int64]
+    """(M,) the last chunk that sees them: they come with its backward."""
+    chunk: NDArray[np.int64]
+    """(M,) the chunk that holds their first token: they go with its backward."""
+
+    @classmethod
+    def of(cls, found: dict[tuple[int, int], float]) -> _Gradients:
+        pairs = np.array(list(found), dtype=np.int64).reshape(-1, 2)
+        return cls(np.array(list(found.values()), dtype=float), pairs[:, 0], pairs[:, 1])
+
+    def within(self, chunks: slice) -> _Gradients:
+        """Those of the chunks of a slice, counted from its start."""
+        inside = (self.chunk >= chunks.start) & (self.chunk < chunks.stop)
+        start = chunks.start
+        return _Gradients(
+            self.bytes[inside], self.seen_by[inside] - start, self.chunk[inside] - start
+        )
 
 
 class _Moments:
@@ -143,11 +166,14 @@ class _Moments:
         self.is_backward[stops] = True
         moment = np.arange(2 * number)[:, None]
         self.alive: NDArray[np.bool_] = (starts <= moment) & (moment <= stops)
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        heads, tails = bounds[:-1], bounds[1:] - 1
-        ends = moment <= stops[heads]
-        self.kv_alive: NDArray[np.bool_] = (starts[heads] <= moment) & ends
-        self.kv_gradients_alive: NDArray[np.bool_] = (stops[tails] <= moment) & ends
+        self._stops, self._moment = stops, moment
+
+    def between(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(W, M) whether a moment lies between the backwards of two chunks."""
+        alive: NDArray[np.bool_] = (self._stops[first] <= self._moment) & (
+            self._moment <= self._stops[last]
+        )
+        return alive
 
 
 def _saved_per_layer(cell: StageBytes) -> float:
@@ -158,23 +184,21 @@ def _saved_per_layer(cell: StageBytes) -> float:
     )
 
 
-def _stored_tokens(plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> Array:
-    """(P, G) tokens in the store times the stage's layers, on one process; 0 where K,V are in
-    another tier or the group is one chunk. All pieces of a sequence but its last are stored, of a
-    windowed layer what the next tokens see of each."""
-    windows = memory.shape.windows
-    share = 1.0 if plan.sp_size == 1 else max(1 / plan.sp_size, 1 / memory.shape.num_kv_heads)
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    stored = np.zeros((len(plan.stages), len(counts)))
-    if plan.tiers.kv != "device":
-        return stored
-    firsts = np.concatenate([[0], np.cumsum(plan.stages)])
-    for stage, (low, high) in enumerate(pairwise(firsts)):
-        kinds = Counter(windows[low:high])
-        for group, (start, stop) in enumerate(pairwise(bounds)):
-            lens = [plan.chunks[chunk].slices[0].num_tokens for chunk in range(start, stop - 1)]
-            stored[stage, group] = share * sum(
-                count * sum(n if window is None else min(n, window - 1) for n in lens)
-                for window, count in kinds.items()
-            )
-    return stored
+def _stored(
+    plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
+) -> tuple[Array, tuple[_Gradients, ...]]:
+    """Bytes of the store's segments on one process; none where K,V are in another tier."""
+    kv = np.zeros((len(cells), len(plan.chunks)))
+    gradients: list[dict[tuple[int, int], float]] = [{} for _ in cells]
+    groups = plan.groups if plan.tiers.kv == "device" else {}
+    for seq_id, group in groups.items():
+        for stage, cell in enumerate(cells):
+            for layers in stored_layers(memory.shape, plan, cell, seq_id, stage, 0):
+                for segment in layers.segments:
+                    tokens = segment.num_tokens * layers.num_layers
+                    chunk, seen_by = group[segment.first_piece], group[layers.last_seer(segment)]
+                    kv[stage, chunk] += tokens * layers.kv_token_bytes
+                    found = gradients[stage]
+                    found.setdefault((seen_by, chunk), 0.0)
+                    found[seen_by, chunk] += tokens * layers.gradient_token_bytes
+    return kv, tuple(_Gradients.of(found) for found in gradients)

@@ -84,7 +84,7 @@ def _rank(rank: RankScene, peak: int, host_peak: int) -> dict[str, Any]:
 def _bar(bar: Bar) -> tuple[Any, ...]:
     record = bar.record
     cell = bar.kind, bar.chunk, bar.stage, bar.owner
-    return bar.start, bar.stop, *cell, record.action, record.device_bytes, record.host_bytes
+    return bar.start, bar.stop, *cell, record.text, record.device_bytes, record.host_bytes
 
 
 def _chunk_words(plan: ChunkPlan, chunk: int) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.cost.memory_walk import PARTS, MemoryCurve, Part
+from furlong.cost.levels import PARTS, Part
+from furlong.cost.memory_walk import MemoryCurve
 from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.scene import Panel
@@ -40,7 +41,8 @@ class RankMemory:
     parts: dict[Part, int]
     """On its device, at the action that needs most."""
     host_bytes: int
-    """K,V and dK,dV in the host's memory or on disk, at their own peak."""
+    """In the host's memory, at its own peak."""
+    disk_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -91,7 +93,7 @@ class PlanReport:
             "peak_bytes": self.peak_bytes,
             "memory": [
                 {"rank": rank, "device_bytes": own.device_bytes, "host_bytes": own.host_bytes}
-                | {"parts": own.parts}
+                | {"disk_bytes": own.disk_bytes, "parts": own.parts}
                 for rank, own in enumerate(self.memory)
             ],
             "figures": self.figures.to_json(),
@@ -115,7 +117,7 @@ def report_plan(
         plan, costs,
         copies=None if plan.tiers.kv == "device" else costs,
         memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
-        host_memory=_Known([curve.host.tolist() for curve in curves], 0),
+        host_memory=_Known([curve.lower_bytes for curve in curves], 0),
     )  # fmt: skip
     figures = measure(timeline)
     return PlanReport(
@@ -155,7 +157,8 @@ def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Break
 
 def _rank_memory(curve: MemoryCurve) -> RankMemory:
     peak = curve.peak
-    return RankMemory({part: peak[part] for part in PARTS}, int(max(curve.host, default=0)))
+    lower = (int(tier.max(initial=0)) for tier in (curve.host, curve.disk))
+    return RankMemory({part: peak[part] for part in PARTS}, *lower)
 
 
 def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from furlong.cost.memory_walk import PARTS
+from furlong.cost.levels import PARTS
 from furlong.plan.values import ChunkPlan, Forward, Recompute
 from furlong.report.plan_report import PlanReport
 from furlong.report.ranks import choose_ranks, held_stages, ranks_per_replica

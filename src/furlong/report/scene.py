@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from furlong.plan.text import parse_action
 from furlong.plan.values import (
-    Action,
     Backward,
     ChunkPlan,
     Forward,
@@ -145,16 +143,16 @@ def make_scene(panel: Panel) -> Scene:
     ranks = [RankScene(rank, f"rank {rank}") for rank in range(len(figures.ranks))]
     stages: list[set[int]] = [set() for _ in ranks]
     for record in timeline.records:
-        bar, action = _bar(record, chunk_owners)
+        bar = _bar(record, chunk_owners)
         ranks[record.rank].bars.append(bar)
-        if not isinstance(action, (Send, Recv)):
+        if not isinstance(record.action, (Send, Recv)):
             stages[record.rank].add(bar.stage)
     for index, (rank, own) in enumerate(zip(ranks, stages, strict=True)):
         rank.bars.sort(key=lambda bar: bar.start)
         rank.name += _stage_words(own, len(plan.stages))
         rank.limit_bytes = panel.limits_bytes[index] if panel.limits_bytes else None
         # what is still on its way when the rank goes on says nothing about the rank's memory
-        settled = [b for b in rank.bars if b.track == "compute" or b.record.action[0] == "r"]
+        settled = [b for b in rank.bars if b.track == "compute" or _is_settled(b.record)]
         rank.device = _curve((bar.start, bar.record.device_bytes) for bar in settled)
         rank.host = _curve((bar.start, bar.record.host_bytes) for bar in settled)
     ranks = ranks if panel.ranks is None else [ranks[rank] for rank in panel.ranks]
@@ -199,9 +197,13 @@ def bar_label(bar: Bar, *, with_stage: bool) -> str:
     return f"{letter}{bar.chunk}" + (f".{bar.stage}" if with_stage else "")
 
 
-def _bar(record: Record, chunk_owners: Sequence[int]) -> tuple[Bar, Action]:
-    copied = record.lane == "copy"
-    action = parse_action(record.action.removeprefix("copy "))
+def _is_settled(record: Record) -> bool:
+    """Whether the rank waits for what is no cell."""
+    return record.lane != "copy" and isinstance(record.action, (Recv, Reshard, Reduce))
+
+
+def _bar(record: Record, chunk_owners: Sequence[int]) -> Bar:
+    action, copied = record.action, record.lane == "copy"
     kind: Kind
     match action:
         case Forward():
@@ -221,8 +223,7 @@ def _bar(record: Record, chunk_owners: Sequence[int]) -> tuple[Bar, Action]:
     linked = isinstance(action, (Send, Recv, Unshard, Reshard, Reduce))
     track: Track = "copy" if copied else "link" if linked else "compute"
     kind = "copy" if copied else kind
-    bar = Bar(track, kind, record.start_s, record.stop_s, chunk, action.stage, owner, record)
-    return bar, action
+    return Bar(track, kind, record.start_s, record.stop_s, chunk, action.stage, owner, record)
 
 
 def _owner(plan: ChunkPlan, chunk: int) -> int:

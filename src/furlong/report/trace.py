@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.plan.text import format_chunk
+from furlong.plan.values import Recv, Send
 from furlong.report.looks import KIND_WORDS
 from furlong.report.scene import Bar, Panel, Scene, make_scene
 
@@ -63,8 +64,11 @@ def _thread(bar: Bar) -> tuple[int, str]:
         return _THREADS[bar.track], bar.track
     if bar.kind == "collective":
         return _THREADS["collective"], "collectives"
-    way, peer = bar.record.action.split(" ")[-2:]
-    return _FIRST_PEER + 2 * int(peer) + (way == "from"), f"{way} rank {peer}"
+    action = bar.record.action
+    assert isinstance(action, (Send, Recv))
+    receives = isinstance(action, Recv)
+    way = "from" if receives else "to"
+    return _FIRST_PEER + 2 * action.peer + receives, f"{way} rank {action.peer}"
 
 
 def _slice(scene: Scene, bar: Bar, rank: int, thread: int) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def _slice(scene: Scene, bar: Bar, rank: int, thread: int) -> dict[str, Any]:
     args |= {"device_bytes": bar.record.device_bytes, "host_bytes": bar.record.host_bytes}
     return {
         "ph": "X",
-        "name": bar.record.action,
+        "name": bar.record.text,
         "cat": KIND_WORDS[bar.kind],
         "pid": rank,
         "tid": thread,
@@ -87,7 +91,7 @@ def _slice(scene: Scene, bar: Bar, rank: int, thread: int) -> dict[str, Any]:
 
 def _arrow(bar: Bar, rank: int, thread: int, num_chunks: int) -> dict[str, Any]:
     """One end of the arrow from a Send to its Recv; both lie in their slices."""
-    sends = bar.record.action.startswith("send")
+    sends = isinstance(bar.record.action, Send)
     return {
         "ph": "s" if sends else "f",
         "bp": "e",

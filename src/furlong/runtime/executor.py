@@ -112,9 +112,9 @@ class Executor:
                 if self._model.device.type == "cuda":
                     torch.cuda.synchronize(self._model.device)
                 ended_s = time.perf_counter() - start_s
-                text, in_use_bytes = format_action(action), memory_bytes(self._model.device)
+                in_use_bytes = memory_bytes(self._model.device)
                 records.append(
-                    Record(self._rank, "compute", text, began_s, ended_s, in_use_bytes, 0)
+                    Record(self._rank, "compute", action, began_s, ended_s, in_use_bytes, 0)
                 )
             self._ledger.assert_empty()
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"

@@ -104,10 +104,10 @@ def simulate(
         starts, stops = times.start_s[rank], times.stop_s[rank]
         for index, action in enumerate(actions):
             lane: Lane = "link" if isinstance(action, _LINKED) else "compute"
-            text, start, in_use = format_action(action), starts[index], (device[index], host[index])
-            records.append(Record(rank, lane, text, start, stops[index], *in_use))
+            start, in_use = starts[index], (device[index], host[index])
+            records.append(Record(rank, lane, action, start, stops[index], *in_use))
             if copied := times.copy_stop_s.get((rank, index)):
-                records.append(Record(rank, "copy", f"copy {text}", start, copied, *in_use))
+                records.append(Record(rank, "copy", action, start, copied, *in_use))
     # sorting is stable: a rank's records that end together stay in the order of its list
     records.sort(key=lambda record: record.stop_s)
     return Timeline(tuple(records))

@@ -10,6 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from furlong.plan.values import (
+    Action,
+    Backward,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Unshard,
+)
 from furlong.timeline import Record, Timeline
 
 _Span = tuple[float, float]
@@ -34,8 +44,17 @@ class RankSeconds:
     """Idle for all other reasons: the bubble proper."""
 
 
-_KINDS = {"F": "forward_s", "B": "backward_s", "R": "recompute_s", "K": "recompute_s"}
-_LINKS = {"recv": "messages_s", "unshard": "collectives_s", "reduce": "collectives_s"}
+_KINDS: dict[type[Action], str] = {
+    Forward: "forward_s",
+    Backward: "backward_s",
+    Recompute: "recompute_s",
+    RebuildKV: "recompute_s",
+}
+_LINKS: dict[type[Action], str] = {
+    Recv: "messages_s",
+    Unshard: "collectives_s",
+    Reduce: "collectives_s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +122,10 @@ def _measure_rank(records: Sequence[Record], duration_s: float) -> RankSeconds:
     reasons: dict[str, list[_Span]] = {"copies_s": [], "messages_s": [], "collectives_s": []}
     for record in records:
         span = record.start_s, record.stop_s
-        kind = record.action.split(" ", 1)[0]
+        kind = type(record.action)
         if record.lane == "copy":
             reasons["copies_s"].append(span)
-        elif (name := _KINDS.get(kind[0])) is not None:
+        elif (name := _KINDS.get(kind)) is not None:
             seconds[name] += span[1] - span[0]
             busy.append(span)
         elif name := _LINKS.get(kind):

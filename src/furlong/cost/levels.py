@@ -1,0 +1,71 @@
+"""Bytes in use, by tier and by what they are for, while a walk adds and takes away."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from furlong.plan.values import Tier, Tiers
+
+Part = Literal[
+    "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "logits", "buffers"
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+_INDEX = {part: i for i, part in enumerate(PARTS)}
+_KINDS = {"input": "inputs", "attention": "attention", "graph": "graphs"}
+"""What of a cell may live in a lower tier, and the kind of memory that it is in `Tiers`."""
+
+
+class Levels:
+    """What one process has in use now; `held` has a name, a chunk and a stage."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._device = [0.0] * len(PARTS)
+        self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        self._passing = [0.0] * len(PARTS)
+        self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
+
+    def now(self, kv_bytes: float, gradient_bytes: float) -> tuple[list[float], list[float]]:
+        """Parts on the device, then (host, disk), with what the store holds. What passes by is
+        gone afterwards."""
+        device = [a + b for a, b in zip(self._device, self._passing, strict=True)]
+        self._passing = [0.0] * len(PARTS)
+        lower = dict(self._lower)
+        if self._tiers.kv == "device":
+            device[_INDEX["kv"]] += kv_bytes
+            device[_INDEX["kv_gradients"]] += gradient_bytes
+        else:
+            lower[self._tiers.kv] += kv_bytes + gradient_bytes
+        return device, [lower["host"], lower["disk"]]
+
+    def add(self, part: Part, num_bytes: float) -> None:
+        """For good, on the device."""
+        self._device[_INDEX[part]] += num_bytes
+
+    def pass_by(self, part: Part, num_bytes: float) -> None:
+        """On the device until the next question for what is there now."""
+        self._passing[_INDEX[part]] += num_bytes
+
+    def hold(self, name: str, chunk: int, stage: int, part: Part, num_bytes: float) -> None:
+        """Until it is let go, in the tier of its kind."""
+        key = name, chunk, stage
+        assert key not in self.held, f"{name} of {chunk}.{stage} is there"
+        kind = _KINDS.get(name)
+        tier: Tier = getattr(self._tiers, kind) if kind else "device"
+        self.held[key] = tier, part, num_bytes
+        self._change(tier, part, num_bytes)
+
+    def let_go(self, name: str, chunk: int, stage: int) -> float:
+        """Its bytes; 0 if it is not there."""
+        found = self.held.pop((name, chunk, stage), None)
+        if found is None:
+            return 0.0
+        tier, part, num_bytes = found
+        self._change(tier, part, -num_bytes)
+        return num_bytes
+
+    def _change(self, tier: Tier, part: Part, num_bytes: float) -> None:
+        if tier == "device":
+            self._device[_INDEX[part]] += num_bytes
+        else:
+            self._lower[tier] += num_bytes
