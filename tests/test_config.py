@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,9 @@ from pydantic import BaseModel
 from furlong.config.foreign import ANSWERS
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run, parse_run
+from furlong.config.tiers import Kind, TierName
 from furlong.errors import ConfigError
+from furlong.plan.values import Tier, Tiers
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "examples").glob("*.yaml"))
@@ -90,9 +93,40 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--chunks.size=big"], "chunks.size = 'big'", "integer or 'auto'", "flag", "chunks.size"),
         (["--train.lr=-1"], "train.lr = '-1'", "greater than 0", "flag --train.lr", "set"),
         (["--parallel.sp=2"], "parallel.sp = '2'", "not in this release", "flag", "remove"),
-        (["--chunks.tier=host"], "'host'", "auto or device: the rest is not", "flag", "remove"),
+        (["--chunks.tier=hots"], "tier = 'hots'", "device, host, disk or a", "flag", "host?"),
+        (["--chunks.tier=[kv]"], "['kv']", "or a mapping of kinds", "flag --chunks.tier", "set"),
+        (["--chunks.tier={atention: host}"], "atention", "kinds among kv", "flag", "attention?"),
+        (["--chunks.tier={kv: dsk}"], "'dsk'", "one of device, host, disk for kv", "flag", "disk?"),
+        (["--chunks.tier.kv=host"], "--chunks.tier.kv", "a flag", "line", "--chunks.tier?"),
+        (
+            ["--chunks.tier=disk"],
+            "disk = 0",
+            "memory.disk above",
+            "flag --chunks",
+            "add memory.disk",
+        ),
+        (["--chunks.tier={kv: disk}"], "'kv': 'disk'", "memory.disk above", "--chunks.tier", "add"),
+        (
+            ["--chunks.tier=host", "--memory.host=0"],
+            "'host' with memory.host = 0",
+            "memory.host above 0",
+            "flag --chunks.tier",
+            "add",
+        ),
+        (
+            ["--chunks.order=chunk-first", "--chunks.stage_layers=2"],
+            "stage_layers = 2 with",
+            "layer-first",
+            "flag --chunks.order",
+            "layer-first, or remove",
+        ),
+        (["--chunks.order=layers"], "'layers'", "'chunk-first' or 'layer-first'", "flag", "set"),
+        (["--chunks.stage_layers=0"], "'0'", "greater than 0", "flag --chunks.stage_layers", "set"),
+        (["--memory.disk=auto"], "'auto'", "valid integer", "flag --memory.disk", "set"),
+        (["--memory.disk_dir="], "disk_dir = ''", "at least 1 char", "flag --memory.disk", "set"),
+        (["--memory.dsk=1GiB"], "--memory.dsk", "a flag", "the command line", "--memory.disk?"),
         (["--memory.device=24XB"], "'24XB'", "write one like 512MiB", "flag", "memory.device"),
-        (["--memory.host=24GiB"], "'24GiB'", "not in this release", "flag", "remove"),
+        (["--memory.host=24XB"], "'24XB'", "write one like 512MiB", "flag", "memory.host"),
         (["--train.epochs=1", "--train.steps=2"], "both", "not both", "train.epochs", "remove"),
         (["--train.steps=null"], "none", "one of train.steps", "train.epochs", "one of them"),
         (["--model.init=random", "--model.lora.rank=2"], "random", "pretrained", "lora", "set"),
@@ -164,6 +198,45 @@ def test_a_wrong_file_is_told_in_four_parts(
     assert given in caught.value.given
     assert source in caught.value.source
     assert change in caught.value.change
+
+
+def test_tiers_orders_and_budgets_are_read_from_files_and_flags(run_file: Path) -> None:
+    run_file.write_text(
+        "model: {name: x}\ndata: {train: x}\nmemory: {host: 24GiB, disk: 1TB, disk_dir: /scratch}\n"
+        "chunks: {tier: {attention: disk, kv: host}, order: layer-first, stage_layers: 4}\n"
+    )
+    flags = [
+        "--chunks.tier={attention: disk, kv: host}", "--chunks.order=layer-first",
+        "--chunks.stage_layers=4", "--memory.host=24GiB", "--memory.disk=1TB",
+        "--memory.disk_dir=/scratch",
+    ]  # fmt: skip
+    config = load_run(run_file)
+    assert config.chunks.tier == {"attention": "disk", "kv": "host"}
+    assert (config.chunks.order, config.chunks.stage_layers) == ("layer-first", 4)
+    memory = config.memory
+    assert (memory.host, memory.disk, memory.disk_dir) == (24 * 2**30, 10**12, "/scratch")
+    by_flags = parse_run([*NEEDED, *flags])
+    assert (by_flags.chunks, by_flags.memory) == (config.chunks, config.memory)
+    assert parse_run([str(run_file), "--chunks.tier", "host"]).chunks.tier == "host"
+    assert build_run(json.loads(config.model_dump_json()), "config.json") == config
+    assert load_run(ROOT / "examples/quickstart.yaml").memory.disk == 0
+
+
+def test_stage_layers_alone_leave_the_order_to_the_search() -> None:
+    chunks = parse_run([*NEEDED, "--chunks.stage_layers=2"]).chunks
+    assert (chunks.order, chunks.stage_layers) == ("auto", 2)
+
+
+def test_a_tier_without_room_in_a_file_names_both_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_run(nested("chunks.tier", {"inputs": "disk"}), "run.yaml")
+    assert caught.value.source == "run.yaml, key chunks.tier and memory.disk"
+
+
+def test_the_kinds_and_tiers_of_run_files_are_those_of_plans() -> None:
+    """The schema spells them itself: config is not above plan."""
+    assert get_args(Kind) == tuple(field.name for field in fields(Tiers))
+    assert get_args(TierName) == get_args(Tier)
 
 
 def test_a_file_of_other_bytes_is_told(tmp_path: Path) -> None:

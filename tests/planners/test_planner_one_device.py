@@ -72,6 +72,7 @@ class Replay:
         self.plan = plan
         self.last = len(plan.stages) - 1
         self.inputs, self.kv, self.graphs, self.remembered = {}, set(), set(), {}
+        self.inputs_saved = {}
         self.num_losses = 0
         walk = zip(
             plan.actions[0], passes(plan, 0), kv_frees(plan, 0), input_frees(plan, 0), strict=True
@@ -107,6 +108,7 @@ class Replay:
         if what.computes == "graph":
             assert cell not in self.graphs
             self.graphs.add(cell)
+            self.inputs_saved[cell] = bool(stage) and isinstance(action, Recompute)
         if isinstance(action, Forward) and stage < self.last:
             assert what.computes in ("values", "graph")
             self.inputs[chunk, stage + 1] = "hidden"
@@ -116,6 +118,8 @@ class Replay:
         self.read_prefix(*cell)
         assert what.computes == "backward" and what.loss == (stage == self.last)
         self.graphs.remove(cell)
+        if self.inputs_saved.pop(cell, False):
+            assert self.inputs[cell] == "hidden", "its graph has saved it"
         if stage < self.last:
             assert self.inputs.pop((chunk, stage + 1)) == "gradient"
         if stage > self.plan.frozen_stages:

@@ -35,7 +35,10 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
         given, change = _explain_length(own[0]["input"], flags)
     elif own[0]["type"] == "lora_base":
         key = "model.lora and model.init"
-    flag = next((flag for flag in sorted(flags) if _meets(flag[2:], key)), None)
+    elif own[0]["type"] == "told":
+        key = own[0]["ctx"].get("key", key)
+    named = key.split(" and ") if own[0]["type"] == "told" else [key]
+    flag = next((f for f in sorted(flags) if any(_meets(f[2:], one) for one in named)), None)
     return ConfigError(
         given=given,
         required=required,
@@ -124,6 +127,9 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
             return f"{key} = {shown}", "a list", f"set {key} to what is required"
         case "lora_base":
             return "model.lora and model.init: random", required, "set model.init or remove lora"
+        case "told":
+            context = errors[0]["ctx"]
+            return context.get("given", f"{key} = {shown}"), required, context["change"]
         case "not_in_release":
             return f"{key} = {shown}", required, f"remove {key}"
     return f"{key} = {shown}", required, f"set {key} to what is required"

@@ -24,6 +24,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
 from furlong.config.rope import RopeConfig
+from furlong.config.tiers import TierDial, names_tier, told
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -92,15 +93,28 @@ class ChunksConfig(BaseModel):
     """How many last chunks of a sequence keep their whole graph."""
     keep: Literal["auto", "input", "kv", "attention", "all"] = "auto"
     """What the other chunks keep between forward and backward."""
-    tier: Annotated[Literal["auto", "device", "host", "disk"], _only("auto", "device")] = "auto"
-    """Where K,V and their gradients live."""
-    order: Annotated[Literal["auto", "chunk-first", "layer-first"],
-                     _only("auto", "chunk-first")] = "auto"  # fmt: skip
-    """Order of the walk."""
-    stage_layers: Annotated[Positive | Literal["auto"], _only("auto")] = "auto"
-    """Layers of a stage."""
+    tier: TierDial = "auto"
+    """Where kept tensors live: device, host (needs memory.host), disk (needs memory.disk), or a
+    mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
+    device."""
+    order: Literal["auto", "chunk-first", "layer-first"] = "auto"
+    """chunk-first takes a chunk through all layers; layer-first takes all chunks of a sequence
+    through a stage of some layers before the next: less memory, more work."""
+    stage_layers: Positive | Literal["auto"] = "auto"
+    """Most layers of a stage, with layer-first."""
     sample: Annotated[Number | None, _only(None)] = None
     """Share of the chunks that are backpropagated; null = all, exactly."""
+
+    @model_validator(mode="after")
+    def _stages_are_layer_first(self) -> ChunksConfig:
+        if self.order == "chunk-first" and self.stage_layers != "auto":
+            raise told(
+                key="chunks.stage_layers and chunks.order",
+                given=f"chunks.stage_layers = {self.stage_layers} with chunks.order: chunk-first",
+                required="chunks.order: layer-first with chunks.stage_layers",
+                change="set chunks.order to layer-first, or remove chunks.stage_layers",
+            )
+        return self
 
 
 class MemoryConfig(BaseModel):
@@ -111,12 +125,13 @@ class MemoryConfig(BaseModel):
     device: Amount = "auto"
     """Budget of the device, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
     free at the start. Dials of chunks that are auto follow it."""
-    host: Annotated[Amount, _only("auto")] = "auto"
-    """Budget of the host."""
-    disk: Annotated[Amount, _only(0)] = 0
-    """Budget on disk."""
-    disk_dir: Annotated[str | None, _only(None)] = None
-    """Folder of what lives on disk."""
+    host: Amount = "auto"
+    """Budget of the host's RAM, pinned where the system allows it, for kept tensors of a GPU; auto
+    = most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
+    disk: AmountBytes = 0
+    """Budget on disk for kept tensors; 0 = none."""
+    disk_dir: Annotated[str | None, Field(min_length=1)] = None
+    """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
 class ParallelConfig(BaseModel):
@@ -215,6 +230,19 @@ class RunConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The file's values only; `sources.parse_run` puts the flags in front."""
         return (named["init_settings"],)
+
+    @model_validator(mode="after")
+    def _tiers_have_room(self) -> RunConfig:
+        for tier, budget in (("disk", self.memory.disk), ("host", self.memory.host)):
+            if budget == 0 and names_tier(self.chunks.tier, tier):
+                name = f"memory.{tier}"
+                raise told(
+                    key=f"chunks.tier and {name}",
+                    given=f"chunks.tier = {self.chunks.tier!r} with {name} = 0",
+                    required=f"{name} above 0, for what is to live there",
+                    change=f"add {name}, such as {name}: 64GiB, or change chunks.tier",
+                )
+        return self
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> RunConfig:
