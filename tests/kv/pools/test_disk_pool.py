@@ -163,22 +163,23 @@ def test_a_folder_in_ram_is_refused_by_name():
         DiskPool(Path("/dev/shm"), CPU)
 
 
-def resident():
-    """Bytes of the process that a mapped file or shared page would raise too."""
+def resident_bytes(*kinds):
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile")) * 1024
+    return sum(int(fields[f"Rss{kind}"].split()[0]) for kind in kinds) * 1024
 
 
 def test_what_is_on_disk_takes_no_memory(tmp_path):
+    shared = resident_bytes("Shmem")
     pool = DiskPool(tmp_path, CPU, staging_bytes=2**23)
     x = torch.ones(2**19)
     handles = [pool.put(x) for _ in range(8)]
-    before = resident()
+    before = resident_bytes("Anon", "File")
     handles += [pool.put(x) for _ in range(64)]  # 128 MiB
     for handle in handles:
         pool.prefetch(handle)
         pool.get(handle).release()
     assert pool.held_bytes == 72 * 2**21
-    assert resident() - before < 2**23
+    assert resident_bytes("Anon", "File") - before < 2**23
+    assert resident_bytes("Shmem") == shared
     pool.clear()
     pool.close()
