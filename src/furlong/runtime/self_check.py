@@ -141,7 +141,7 @@ def _errors(
     return errors + _compare(
         model,
         lambda: {name: torch.cat([model.whole_hidden(i) for i in beyond])},
-        lambda: {name: torch.cat([*chunked_forwards(model, backend, heights, beyond, watch)])},
+        lambda: {name: torch.cat(chunked_forwards(model, backend, heights, beyond, watch))},
         watch,
     )
 
