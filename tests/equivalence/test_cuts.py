@@ -249,8 +249,9 @@ def test_layers_that_meet_beside_the_hidden_states_are_refused_when_cut():
     truth = take_grads(model)
     furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8))
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .* in chunks"):
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .* in chunks") as error:
         furlong.forward_backward(model, sequences, options(1, "input"))
+    assert "order: chunk-first" in error.value.change
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
