@@ -114,7 +114,9 @@ class _LayerView:
         for piece in self.cell.pieces:
             if piece.index > 0:
                 store = self.cell.store
-                yield from store.prefix_blocks(piece.seq_id, self.layer, piece.index, window)
+                yield from store.prefix(
+                    piece.seq_id, self.layer, piece.index, window, gradients=False
+                )
 
     def relayed(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
         for piece in self.cell.pieces:
