@@ -99,6 +99,33 @@ def test_arena_pieces_never_overlap(sizes, random):
     assert arena.taken_bytes == 0
 
 
+def test_parts_of_an_arena_tensor_are_given_back_one_by_one():
+    arena = Arena(CPU, poison=True)
+    whole = arena.take((10, 3, 5), torch.float64).fill_(1)
+    parts = arena.split(whole, [3, 0, 6, 1])
+    assert [p.shape[0] for p in parts] == [3, 0, 6, 1]
+    arena.give(parts[2])
+    assert torch.all(whole[3:9].isnan())
+    other = arena.take((5, 3, 5), torch.float64).fill_(2)
+    assert torch.all(whole[:3] == 1) and torch.all(whole[9:] == 1)
+    assert other.data_ptr() == parts[2].data_ptr(), "the hole is used again"
+    for tensor in (parts[0], parts[1], parts[3], other):
+        arena.give(tensor)
+    assert arena.taken_bytes == 0
+
+
+def test_what_was_given_back_is_poisoned():
+    arena = Arena(CPU, poison=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = arena.take((3,), dtype).zero_()
+        arena.give(x)
+        assert torch.all(x.isnan())
+    arena = Arena(CPU)
+    x = arena.take((3,), torch.float32).zero_()
+    arena.give(x)
+    assert torch.all(x == 0)
+
+
 def test_a_step_of_known_size_allocates_nothing():
     arena = Arena(CPU)
     for _ in range(3):

@@ -1,5 +1,7 @@
 """Segments through any tier give the bits that plain tensors give, and their bytes are counted."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -200,7 +202,7 @@ def counted(walk, layer=0):
     lens, window = walk.lens, walk.windows[layer]
     tokens = StoredTokens.of(lens, window, 5)
     last = len(lens) - 1
-    size = [b - a for a, b in zip(tokens.bounds, tokens.bounds[1:], strict=False)]
+    size = [b - a for a, b in pairwise(tokens.bounds)]
     kv, wide = 2 * K * H * 2, 2 * K * H * 4
     written = kv * tokens.offsets[-1]
     read = 0
@@ -253,7 +255,7 @@ def test_segments_of_the_device_go_back_one_by_one(tmp_path, segments_of_five):
     for piece in (1, 2, 0):
         walk.free(0, piece)
         held.append(walk.arena.taken_bytes)
-    assert all(a > b for a, b in zip(held, held[1:], strict=False)) and held[-1] == 0
+    assert all(a > b for a, b in pairwise(held)) and held[-1] == 0
 
 
 def test_adjacent_segments_are_one_view(tmp_path, segments_of_five):
