@@ -105,13 +105,12 @@ class LayerSegments:
             kv = present(segment.kv if lease is None else lease.tensor)[rows]
             grad = SegmentGradient(self._arena, self._pool, segment, self._zeros)
             add = partial(grad.add, rows) if gradients else _refuse_gradients
-            try:
-                yield Block(kv, seen.stop - segment.start - rows.start, add)
-                grad.settle(stays=number < self._num_hot)
-            finally:
-                grad.let_go()
-                if lease is not None:
-                    lease.release()
+            yield Block(kv, seen.stop - segment.start - rows.start, add)
+            # Not in a `finally`: a generator may be ended by the garbage collector, which must
+            # not touch tensors. After an error `clear` ends the leases.
+            grad.settle(stays=number < self._num_hot)
+            if lease is not None:
+                lease.release()
 
     def order(self, seen: range, *, gradients: bool) -> list[Segment]:
         """In which order a prefix is streamed."""

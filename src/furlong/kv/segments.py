@@ -94,22 +94,16 @@ class SegmentGradient:
         if stays and lease is not None:
             segment.grad = self._arena.take(tuple(lease.tensor.shape), lease.tensor.dtype)
             segment.grad.copy_(lease.tensor)
-            self.let_go()
+            lease.release()
             self._pool.drop(present(segment.grad_handle))
             segment.grad_handle = None
         elif lease is not None:
-            self._lease = None
             lease.write_back()
         elif not stays:
             grad = present(segment.grad)
             segment.grad_handle = self._pool.put(grad)
             self._arena.give(grad)
             segment.grad = None
-
-    def let_go(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
 
 
 def add_token_major(grad: Tensor, dk: Tensor, dv: Tensor) -> None:
