@@ -162,6 +162,14 @@ def test_a_step_gives_the_bits_of_plain_tensors(tier, tmp_path, segments_of_five
     run()
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_slow_links_give_the_same_bits(tier, tmp_path, segments_of_five, delays):
+    for lens in ([10] * 5, [7, 22, 1, 9]):
+        walk = Walk(tier, tmp_path, lens, [None, 9])
+        walk.step((0, 1))
+        walk.assert_empty()
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_any_order_gives_the_bits_of_plain_tensors(tier, tmp_path, segments_of_five):
     """Pieces are freed, written again, read with and without gradients as it comes."""
