@@ -1,0 +1,68 @@
+"""Which tokens of a cut sequence a layer stores, and where they are cut into segments.
+
+Pure integers: what the store does and what a cost model counts follow from them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+_SEGMENT_STEP = 64
+_MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
+_SEGMENT_BYTES = {"cpu": 2**21}
+_SEGMENT_BYTES_ELSEWHERE = 2**23
+"""A kernel on a GPU wants more keys per call than one on a CPU."""
+
+
+def segment_tokens(token_bytes: int, device_type: str) -> int:
+    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`."""
+    aim_bytes = _SEGMENT_BYTES.get(device_type, _SEGMENT_BYTES_ELSEWHERE)
+    tokens = aim_bytes // max(1, token_bytes) // _SEGMENT_STEP * _SEGMENT_STEP
+    return min(max(tokens, _MIN_SEGMENT_TOKENS), _MAX_SEGMENT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """The tokens of one sequence that one layer stores, numbered without gaps from 0."""
+
+    lens: tuple[int, ...]
+    """Tokens of each piece."""
+    offsets: tuple[int, ...]
+    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; the last piece stores none."""
+    bounds: tuple[int, ...]
+    """bounds[i] : bounds[i + 1] are the tokens of segment i."""
+
+    @classmethod
+    def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
+        """A window of w tokens leaves the last w - 1 of each piece to be seen by later ones."""
+        kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
+        offsets = tuple(accumulate(kept, initial=0))
+        return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.bounds) - 1
+
+    def seen_from(self, piece: int, window: int | None) -> range:
+        """Stored tokens that the first token of `piece` sees or a later one of it."""
+        stop = self.offsets[piece]
+        return range(0 if window is None else max(0, stop - (window - 1)), stop)
+
+    def of_piece(self, piece: int) -> range:
+        return range(self.offsets[piece], self.offsets[piece + 1])
+
+    def segments(self, tokens: range) -> range:
+        """Segments that hold some of `tokens`."""
+        if not tokens:
+            return range(0)
+        per_segment = self.bounds[1]  # all but the last have as many tokens as the first
+        return range(tokens.start // per_segment, (tokens.stop - 1) // per_segment + 1)
+
+    def pieces(self, tokens: range) -> list[int]:
+        """Pieces that hold some of `tokens`."""
+        first = bisect_right(self.offsets, tokens.start) - 1
+        last = bisect_left(self.offsets, tokens.stop)
+        return [p for p in range(first, last) if self.of_piece(p)] if tokens else []
