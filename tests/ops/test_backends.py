@@ -175,6 +175,32 @@ def test_packed_slices(backend, lens, window):
         torch.testing.assert_close(mine, expected, **close)
 
 
+@pytest.mark.parametrize("case", ["causal square", "full prefix"])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_backward_takes_its_inputs_in_any_layout(backend, case):
+    """Outputs come merged, remembered or as a kernel left them."""
+    q, k, v, dout, block = inputs(case, (6, 2), torch.float64)
+    layouts = (
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.flip(-1).mT.contiguous().mT.flip(-1) if x.ndim == 3 else x.mT.contiguous().mT,
+    )
+    with EmulatedCUDA():
+        engine = backend()
+        out, lse = engine.forward(q, k, v, block)
+        expected = engine.backward(dout, q, k, v, out, lse, block)
+        for layout in layouts:
+            others = layout(dout), q, k, v, layout(out), layout(lse)
+            for mine, truth in zip(engine.backward(*others, block), expected, strict=True):
+                torch.testing.assert_close(mine, truth, rtol=0, atol=0)
+        for layout in layouts:
+            heads = (layout(x) for x in (q, k, v))
+            grads = engine.backward(dout, *heads, out, lse, block)
+            for mine, truth in zip(grads, expected, strict=True):
+                torch.testing.assert_close(mine, truth)
+
+
 def test_the_ends_of_slices_are_made_once_per_chunk():
     backend, q = CUDAFlash(), torch.empty(2, 9, 8)
     first = backend._ends([slice(0, 4), slice(4, 9)], q)
@@ -274,3 +300,20 @@ def test_each_kind_of_attention_is_chosen_once(monkeypatch):
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_on_cuda(backend, case):
     assert worst_error(backend(), case, (6, 2), torch.bfloat16, "cuda") < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_windowed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_probe_on_cuda(backend, head_dim, is_windowed):
+    """Packed slices among the rest."""
+    device = torch.device("cuda")
+    fault = choose._probe(backend(), device, torch.bfloat16, head_dim, is_windowed, False)
+    assert fault is None
+
+
+@pytest.mark.gpu
+def test_cudnn_on_cuda_beyond_its_limit(monkeypatch):
+    monkeypatch.setattr(cudnn, "_MAX_ROWS", 8)
+    assert worst_error(CUDNN(), "full prefix", (6, 2), torch.bfloat16, "cuda") < 2e-2
