@@ -127,18 +127,27 @@ def token_major(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, 1).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
-    """Values and all gradients of a plan's chunks against each whole sequence."""
+def check_plan(
+    plan, rule, sinks, backend, *, heads=(4, 2), is_known=False, dtype=torch.float64, bound=1e-12
+):
+    """Values and all gradients of a plan's chunks, in a dtype, against each whole sequence."""
+
+    def assert_near(mine, truth):
+        torch.testing.assert_close(mine.double(), truth, rtol=bound, atol=bound)
+
     lens: dict[int, int] = {}
     for sequence, _, stop in itertools.chain(*plan):
         lens[sequence] = max(lens.get(sequence, 0), stop)
+    wide = torch.promote_types(dtype, torch.float32)
     wholes, truths, stored = [], [], []
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     douts = []
     for sequence in range(len(lens)):
         n = lens[sequence]
-        q, dout = (draw(heads[0], n, 8, seed=2 * sequence + i) for i in (1, 2))
-        k, v = (draw(heads[1], n, 8, seed=2 * sequence + i) for i in (1, 2))
+        q, k, v, dout = (
+            draw(num, n, 8, seed=2 * sequence + i).detach().to(dtype).double().requires_grad_()
+            for num, i in ((heads[0], 1), (heads[1], 1), (heads[1], 2), (heads[0], 2))
+        )
         out = dense(q, k, v, rule, sinks)
         grads = torch.autograd.grad(out, [q, k, v] + [sinks] * (sinks is not None), dout)
         if sinks is not None:
@@ -146,14 +155,15 @@ def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
         wholes.append((q, k, v))
         douts.append(dout)
         truths.append((out.detach(), *grads[:3]))
-        own = (k.detach(), v.detach())
-        stored.append(Stored(*own, *(torch.zeros_like(t) for t in own)))
+        own = (k.detach().to(dtype), v.detach().to(dtype))
+        stored.append(Stored(*own, *(torch.zeros_like(t, dtype=wide) for t in own)))
     parts = []
     for slices in plan:
         leaves = [
-            token_major([wholes[s][i].detach()[:, a:b] for s, a, b in slices]).requires_grad_()
+            token_major([wholes[s][i].detach()[:, a:b].to(dtype) for s, a, b in slices])
             for i in range(3)
         ]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
         stops = list(itertools.accumulate(b - a for _, a, b in slices))
         rows = [slice(stop - (b - a), stop) for stop, (_, a, b) in zip(stops, slices, strict=True)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
@@ -165,18 +175,18 @@ def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
         if is_known:
             out, _ = chunk_attention(*leaves, **call, known=(out.detach(), lse))
         for (s, a, b), r in zip(slices, rows, strict=True):
-            torch.testing.assert_close(out[:, r], truths[s][0][:, a:b], rtol=1e-12, atol=1e-12)
+            assert_near(out[:, r], truths[s][0][:, a:b])
         parts.append((slices, rows, out, leaves + [sink] * (sinks is not None)))
     for slices, rows, out, leaves in reversed(parts):  # later chunks send before earlier go back
-        dout = token_major([douts[s].detach()[:, a:b] for s, a, b in slices])
+        dout = token_major([douts[s].detach()[:, a:b].to(dtype) for s, a, b in slices])
         grads = torch.autograd.grad(out, leaves, dout)
         for (s, a, b), r in zip(slices, rows, strict=True):
             for mine, truth in zip(grads[:3], truths[s][1:], strict=True):
-                torch.testing.assert_close(mine[:, r], truth[:, a:b], rtol=1e-12, atol=1e-12)
+                assert_near(mine[:, r], truth[:, a:b])
         if sinks is not None:
             dsinks -= grads[3]
     if sinks is not None:
-        torch.testing.assert_close(dsinks, torch.zeros_like(dsinks), rtol=0, atol=1e-12)
+        assert_near(dsinks, torch.zeros_like(dsinks))
 
 
 @pytest.mark.parametrize("window", [None, 1, 6])
@@ -203,6 +213,18 @@ def test_the_cpu_kernel_gives_the_same(plan, window, softcap, heads):
 def test_the_cuda_kernels_give_the_same(backend, plan, window, heads):
     with EmulatedCUDA():
         check_plan(PLANS[plan], AttentionRule(0.4, window), draw(heads[0]), backend(), heads=heads)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
+def test_bfloat16(backend, plan, window):
+    """Partial results are merged in float32 and rounded as often as one kernel would."""
+    with EmulatedCUDA():
+        check_plan(
+            PLANS[plan], AttentionRule(0.4, window), None, backend(),
+            dtype=torch.bfloat16, bound=3e-2,
+        )  # fmt: skip
 
 
 class NothingBefore:
