@@ -21,7 +21,11 @@ _backward = torch.ops.aten._flash_attention_backward
 
 
 class CUDAFlash(Backend):
-    """flash attention 2: grouped heads, sliding windows and slices of any lengths natively."""
+    """flash attention 2: grouped heads, sliding windows and slices of any lengths natively.
+
+    The backward of packed slices needs scratch of 128 rows per slice beside the chunk's own, in
+    float32: 0.4 GB for 200 slices, 4,000 tokens and 28 heads of 128.
+    """
 
     def __init__(self) -> None:
         self._last_ends: tuple[object, Tensor] | None = None
