@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.kv.arena import Arena
-from furlong.kv.layout import StoredTokens, segment_tokens
+from furlong.kv.layout import StoredTokens
 from furlong.kv.pools.contract import poison_bytes
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
@@ -344,15 +344,6 @@ def test_freeing_what_was_never_written_is_fine(tmp_path):
     store = KVStore(Arena(CPU), {0: [3, 4]})
     store.free(0, 5, 0)
     store.clear()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 10**6), st.sampled_from(["cpu", "cuda"]))
-def test_segments_are_sized_by_bytes(token_bytes, device_type):
-    tokens = segment_tokens(token_bytes, device_type)
-    assert tokens % 64 == 0 and 512 <= tokens <= 8192
-    if tokens not in (512, 8192):
-        assert 2**20 <= tokens * token_bytes <= 2**23
 
 
 def test_poison_is_nan_in_every_width():

@@ -1,28 +1,12 @@
-"""Which tokens of a cut sequence a layer stores, and where they are cut into segments.
-
-Pure integers: what the store does and what a cost model counts follow from them.
-"""
+"""Where pieces of a cut sequence lie in the segments of a layer (`furlong.plan.segments`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-_SEGMENT_STEP = 64
-_MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
-_SEGMENT_BYTES = {"cpu": 2**21}
-_SEGMENT_BYTES_ELSEWHERE = 2**23
-"""A kernel on a GPU wants more keys per call than one on a CPU."""
-
-
-def segment_tokens(token_bytes: int, device_type: str) -> int:
-    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`."""
-    aim_bytes = _SEGMENT_BYTES.get(device_type, _SEGMENT_BYTES_ELSEWHERE)
-    tokens = aim_bytes // max(1, token_bytes) // _SEGMENT_STEP * _SEGMENT_STEP
-    return min(max(tokens, _MIN_SEGMENT_TOKENS), _MAX_SEGMENT_TOKENS)
-
+from furlong.plan.segments import first_seen, stored_offsets
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
@@ -38,8 +22,7 @@ class StoredTokens:
     @classmethod
     def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
         """A window of w tokens leaves the last w - 1 of each piece to be seen by later ones."""
-        kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
-        offsets = tuple(accumulate(kept, initial=0))
+        offsets = stored_offsets(lens, window)
         return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
 
     @property
@@ -48,8 +31,7 @@ class StoredTokens:
 
     def seen_from(self, piece: int, window: int | None) -> range:
         """Stored tokens that the first token of `piece` sees or a later one of it."""
-        stop = self.offsets[piece]
-        return range(0 if window is None else max(0, stop - (window - 1)), stop)
+        return range(first_seen(self.offsets, piece, window), self.offsets[piece])
 
     def of_piece(self, piece: int) -> range:
         return range(self.offsets[piece], self.offsets[piece + 1])

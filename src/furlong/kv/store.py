@@ -38,9 +38,10 @@ from torch import Tensor
 
 from furlong.kv.arena import Arena
 from furlong.kv.layer_segments import LayerSegments
-from furlong.kv.layout import StoredTokens, segment_tokens
+from furlong.kv.layout import StoredTokens
 from furlong.kv.pools.contract import Pool
 from furlong.kv.segments import Block
+from furlong.plan.segments import segment_tokens
 
 _MAX_FORWARD_TOKENS = 65_536
 _MAX_BACKWARD_TOKENS = 8192
@@ -75,7 +76,7 @@ class KVStore:
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
-            per_segment = segment_tokens(token_bytes, self.arena.device.type)
+            per_segment = segment_tokens(token_bytes)
             tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment)
             segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
             self._layers[seq_id, layer] = segments

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-SEGMENT_BYTES = 4 * 2**20
+SEGMENT_BYTES = 2 * 2**20
 _STEP_TOKENS = 64
-_LEAST_TOKENS, _MOST_TOKENS = 512, 8192
+_LEAST_TOKENS, _MOST_TOKENS = 1024, 8192
 
 
 @dataclass(frozen=True, slots=True)
