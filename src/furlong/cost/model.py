@@ -71,6 +71,7 @@ class CostModel:
             activation_factor=self.activation_factor,
             overhead_bytes=_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0,
             max_tile_logits=2**22 if is_cpu else MAX_TILE_LOGITS,
+            device_type="cpu" if is_cpu else "cuda",
         )
 
 

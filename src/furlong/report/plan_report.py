@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.cost.levels import PARTS, Part
-from furlong.cost.memory_walk import MemoryCurve
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.scene import Panel
