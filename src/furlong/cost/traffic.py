@@ -42,11 +42,11 @@ class PlanTraffic:
 
     def read_bytes(self, tier: Tier) -> int:
         """From a tier, by the whole plan."""
-        return round(float(self.read[:, self._of(tier)].sum()))
+        return round(float(self.read[:, self.of(tier)].sum()))
 
     def written_bytes(self, tier: Tier) -> int:
         """To a tier, by the whole plan."""
-        return round(float(self.written[:, self._of(tier)].sum()))
+        return round(float(self.written[:, self.of(tier)].sum()))
 
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """(read, written) bytes of each kind that moves at all, by the whole plan."""
@@ -56,7 +56,8 @@ class PlanTraffic:
         }
         return {kind: moved for kind, moved in sums.items() if any(moved)}
 
-    def _of(self, tier: Tier) -> list[int]:
+    def of(self, tier: Tier) -> list[int]:
+        """The columns of the kinds that live in a tier."""
         return [i for i, kind in enumerate(KINDS) if tier_of(self.tiers, kind) == tier]
 
 
