@@ -56,18 +56,24 @@ class PlanMemory:
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         """The same by parts, with the host's; of an sp group the process that needs most."""
-        curves = [curve for curve, _ in self._walks(plan, rank)]
-        if len(curves) == 1:
-            return curves[0]
-        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
-        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
-        host = np.stack([curve.host for curve in curves]).max(axis=0)
-        return MemoryCurve(device, host, np.stack([curve.disk for curve in curves]).max(axis=0))
+        return self.walk(plan, rank)[0]
 
     def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
         """What the rank moves between tiers; of an sp group the process that moves most."""
-        found = [traffic for _, traffic in self._walks(plan, rank)]
-        return max(found, key=lambda traffic: float(traffic.read.sum() + traffic.written.sum()))
+        return self.walk(plan, rank)[1]
+
+    def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
+        """Both, from one walk."""
+        walks = self._walks(plan, rank)
+        if len(walks) == 1:
+            return walks[0]
+        curves = [curve for curve, _ in walks]
+        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
+        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
+        host = np.stack([curve.host for curve in curves]).max(axis=0)
+        disk = np.stack([curve.disk for curve in curves]).max(axis=0)
+        most = max((moved for _, moved in walks), key=lambda t: float((t.read + t.written).sum()))
+        return MemoryCurve(device, host, disk), most
 
     def _walks(self, plan: ChunkPlan, rank: int) -> list[tuple[MemoryCurve, PlanTraffic]]:
         """One for each process of the sp group; one for all where all hold the same."""
