@@ -28,6 +28,7 @@ from furlong.cost.training import Training
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -108,11 +109,13 @@ class _Walk:
         device = np.zeros((len(self._actions), len(PARTS)))
         lower = np.zeros((len(self._actions), 2))
         moved = np.zeros((1 + len(self._actions), 4, len(KINDS)))
+        moves = self._plan.tiers != ON_DEVICE
         for i, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
             self._begin(action, what)
             device[i], lower[i] = self._levels.now(self._store.level)
-            moved[i + 1] = self._levels.moved
-            moved[i + 1, :, :2] = self._store.level.moved()
+            if moves:
+                moved[i + 1] = self._levels.moved
+                moved[i + 1, :, :2] = self._store.level.moved()
             self._end(action, i)
         whole = np.rint(lower).astype(np.int64)
         curve = MemoryCurve(np.rint(device).astype(np.int64), whole[:, 0], whole[:, 1])
