@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from furlong.plan.segments import first_seen, stored_offsets
 
+
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
     """The tokens of one sequence that one layer stores, numbered without gaps from 0."""

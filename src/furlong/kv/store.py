@@ -76,7 +76,7 @@ class KVStore:
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
-            per_segment = segment_tokens(token_bytes)
+            per_segment = segment_tokens(token_bytes, self.arena.device.type)
             tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment)
             segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
             self._layers[seq_id, layer] = segments
