@@ -47,7 +47,14 @@ class Candidate:
 
     def words(self) -> list[str]:
         """The dials, each as its name and value."""
-        return [f"{name} {value}" for name, value in self.dials.items()]
+        return [f"{name} {value_in_words(value)}" for name, value in self.dials.items()]
+
+
+def value_in_words(value: object) -> str:
+    """A dial's value; a mapping as a run file has it."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
 
 
 @dataclass(frozen=True)

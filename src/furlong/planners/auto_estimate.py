@@ -1,0 +1,227 @@
+"""Closed forms for the search of `auto`: about the seconds of any walk, and least bytes of a tier.
+
+The seconds order the candidates, the bytes prune them; what is chosen has been simulated and walked
+action by action. One layer's passes over every chunk are asked of the cost model once per chunk
+size; all orders, stage heights and keeps are sums of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.cost.cells import TOKEN_BYTES, StageBytes, stage_bytes
+from furlong.cost.memory import PlanMemory
+from furlong.cost.model import CostModel
+from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Recompute, Tier
+from furlong.planners.groups import Groups
+from furlong.planners.one_device import stages_of
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import Needs
+
+_Array = NDArray[np.float64]
+
+
+class TimeEstimate:
+    """Seconds of one set of chunks under any options with their size."""
+
+    def __init__(self, model: CostModel, seq_lens: Sequence[int], groups: Groups) -> None:
+        self._model, self._num_layers = model, model.shape.num_layers
+        chunks = tuple(chunk for group in groups for chunk in group)
+        self._tokens = float(sum(chunk.num_tokens for chunk in chunks))
+        self._prefix_tokens = float(sum(chunk.slices[0].start for chunk in chunks))
+        behind = [len(group) - 1 - i for group in groups for i in range(len(group))]
+        self._behind = np.array(behind)
+        """Chunks behind each one in its group."""
+        self._measure(ChunkPlan(tuple(seq_lens), chunks, self._stages, ((),)))
+
+    @property
+    def _stages(self) -> tuple[int, ...]:
+        """All layers but one, and the last: the first of them is no last stage."""
+        return (self._num_layers - 1, 1) if self._num_layers > 1 else (1,)
+
+    def _measure(self, bare: ChunkPlan) -> None:
+        chunks, stages = range(len(bare.chunks)), range(len(bare.stages))
+        last = len(stages) - 1
+        backward = [[Backward(c, s) for c in chunks] for s in stages]
+        again = [[Recompute(c, s) for c in chunks] for s in stages]
+        graphs = [[Forward(c, s, "all") for c in chunks] for s in stages]
+        keeps = [[Forward(c, s, "attention" if s < last else "kv") for c in chunks] for s in stages]
+        forward_s = self._seconds(bare, [*graphs, *backward])
+        known_s = self._seconds(bare, [*keeps, *again, *backward])
+        num_below = max(1, bare.stages[0])
+        self._whole_s = (forward_s[0] if last == 0 else forward_s[0] + forward_s[1]) / max(
+            1, self._num_layers
+        )
+        """(chunks,) of one layer's forward."""
+        self._known_s = known_s[len(stages)] / num_below if last else self._whole_s
+        """(chunks,) of one layer's forward whose attention is remembered."""
+        self._to_kv_s = known_s[last]
+        """(chunks,) of one layer up to its K,V projection, where a later chunk reads them."""
+        below_s = forward_s[len(stages)] / num_below
+        self._backward_s = below_s if last else np.zeros(len(bare.chunks))
+        self._head_s = forward_s[-1] - self._backward_s
+        """(chunks,) head, loss, and their backward."""
+
+    @cached_property
+    def _cell(self) -> StageBytes:
+        """Of all layers in one stage."""
+        return stage_bytes(self._model.shape, (self._num_layers,), 0, self._model.training)
+
+    def _seconds(self, bare: ChunkPlan, rows: Sequence[Sequence[Action]]) -> list[_Array]:
+        plan = ChunkPlan(
+            bare.seq_lens, bare.chunks, bare.stages, (tuple(a for row in rows for a in row),)
+        )
+        costs = self._model.costs(plan)
+        return [np.array([costs.compute_s(action, 0) for action in row]) for row in rows]
+
+    def seconds(self, options: ChunkOptions) -> float:
+        """About the step's; of stages with different windows their mean."""
+        stages = stages_of(self._num_layers, options)
+        height = self._num_layers / len(stages)
+        compute_s = self._of_last_stage(options, height, alone=len(stages) == 1)
+        if len(stages) > 1:
+            compute_s += (len(stages) - 1) * self._of_a_stage(options, height)
+        layers = self._num_layers
+        if options.recompute_layers:
+            compute_s += (
+                min(options.recompute_layers, height) * len(stages) * self._sum_again(options)
+            )
+        compute_s += float((layers * self._backward_s + self._head_s).sum())
+        return max(compute_s, self._copies_s(options, len(stages)))
+
+    def _sum_again(self, options: ChunkOptions) -> float:
+        again = self._known_s if options.keep == "attention" else self._whole_s
+        return float(again.sum())
+
+    def _of_last_stage(self, options: ChunkOptions, height: float, *, alone: bool) -> float:
+        """Forward and recompute of the stage whose backward comes next."""
+        if options.keep == "all":
+            return height * float(self._whole_s.sum())
+        dropped = self._behind >= options.num_retained
+        read = dropped & (self._behind > 0)
+        to_kv_s = (height - 1) * self._whole_s + self._to_kv_s
+        seconds = height * float(self._whole_s[~dropped].sum()) + float(to_kv_s[read].sum())
+        if options.keep == "input" and alone:
+            seconds += float(to_kv_s[read].sum())
+        again_s = height * self._whole_s
+        if options.keep == "attention":
+            again_s = np.where(read, (height - 1) * self._known_s + self._whole_s, again_s)
+        return seconds + float(again_s[dropped].sum())
+
+    def _of_a_stage(self, options: ChunkOptions, height: float) -> float:
+        """Forward, rebuilt K,V and recompute of any other stage."""
+        forward_s = height * float(self._whole_s.sum())
+        if options.keep == "all":
+            return forward_s
+        one_s = self._known_s if options.keep == "attention" else self._whole_s
+        seconds = forward_s + height * float(one_s.sum())
+        if options.keep in ("input", "attention"):
+            read = self._behind > 0
+            seconds += float(((height - 1) * one_s + self._to_kv_s)[read].sum())
+        return seconds
+
+    def _copies_s(self, options: ChunkOptions, num_stages: int) -> float:
+        """Least seconds of the links: bytes that move in the busier direction."""
+        layers, cell = self._num_layers, self._cell
+        tiers, keep = options.tiers, options.keep
+        moved: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        if keep == "attention":
+            moved[tiers.attention] += self._tokens * layers * cell.attention
+        if keep != "all":
+            moved[tiers.inputs] += 4 * self._tokens * (num_stages - 1) * cell.message
+        passes = {"kv": 3, "input": 4, "attention": 2, "all": 2}[keep]
+        read = passes * cell.kv_layer + cell.kv_gradient_layer
+        moved[tiers.kv] += self._prefix_tokens * layers * read
+        links = self._model.hardware.links
+        return moved["host"] / links.host.bytes_per_s + moved["disk"] / links.disk.bytes_per_s
+
+
+class ByteBound:
+    """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
+    of the last stage, when everything that the forward has kept is there."""
+
+    def __init__(self, model: CostModel, longest: int, size: int, *, filled: bool) -> None:
+        """`filled`: whether short sequences may share the last chunk."""
+        self._model, self._memory = model, model.memory()
+        self._tokens, self._size = longest, size
+        self._num_chunks = -(-longest // size)
+        self._stored = (self._num_chunks - 1) * size
+        self._last = size if filled and self._num_chunks > 1 else longest - self._stored
+        self._cells: dict[tuple[int, ...], StageBytes] = {}
+
+    @cached_property
+    def _state_bytes(self) -> float:
+        """Weights, gradients, optimizer, and what a framework takes."""
+        state = self._model.training.state_bytes(
+            self._model.shape, (self._model.shape.num_layers,), frozenset((0,)), 1
+        )
+        return state.weights + state.gradients + state.optimizer + self._memory.overhead_bytes
+
+    def needs(self, options: ChunkOptions) -> Needs:
+        """No plan with these options needs less in any tier."""
+        shape = self._model.shape
+        stages = stages_of(shape.num_layers, options)
+        cell = self._cell(stages)
+        tiers, keep, height = options.tiers, options.keep, stages[-1]
+        tokens = self._stored + self._last
+        used: dict[Tier, float] = {"device": self._state_bytes, "host": 0.0, "disk": 0.0}
+        used["device"] += tokens * TOKEN_BYTES
+        used["device"] += self._last * (cell.working + cell.message) + self._logits(cell)
+        if keep == "all":
+            used[tiers.graphs] += tokens * sum(self._cell((shape.num_layers,)).graph_layers)
+        else:
+            retained = (
+                self._stored
+                if options.num_retained >= self._num_chunks
+                else (max(0, options.num_retained - 1) * self._size)
+            )
+            if len(stages) > 1:
+                leaves = self._last + retained  # the input of a cell whose graph is there
+                used[tiers.inputs] += ((len(stages) - 1) * tokens - leaves) * cell.message
+                used["device"] += leaves * cell.message
+            graph = cell.graph(min(options.recompute_layers, height))
+            used[tiers.graphs if options.num_retained else "device"] += (
+                self._last + retained
+            ) * graph
+            if keep == "attention":
+                known = (shape.num_layers - height) * tokens + (height - 1) * (
+                    self._stored - retained
+                )
+                used[tiers.attention] += known * cell.attention
+        held = height if len(stages) > 1 and keep in ("input", "attention") else shape.num_layers
+        used[tiers.kv] += self._stored_tokens(shape.num_layers - held) * cell.kv_layer
+        sent_back = self._stored_tokens(shape.num_layers - height, seen=True)
+        used[tiers.kv] += sent_back * cell.kv_gradient_layer
+        return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
+
+    def _cell(self, stages: tuple[int, ...]) -> StageBytes:
+        """Of the last stage."""
+        if stages not in self._cells:
+            model = self._model
+            self._cells[stages] = stage_bytes(
+                model.shape, stages, len(stages) - 1, model.training,
+                factor=model.activation_factor,
+            )  # fmt: skip
+        return self._cells[stages]
+
+    def _stored_tokens(self, first: int, *, seen: bool = False) -> float:
+        """Tokens times layers from `first` on; `seen`: only those that the last chunk sees."""
+        total = 0
+        for window in self._model.shape.windows[first:]:
+            if window is None:
+                total += self._stored
+            elif seen:
+                total += min(self._stored, window - 1)
+            else:
+                total += (self._num_chunks - 1) * min(self._size, window - 1)
+        return float(total)
+
+    def _logits(self, cell: StageBytes) -> float:
+        memory: PlanMemory = self._memory
+        vocab = self._model.shape.vocab_size
+        tile = max(64, memory.max_tile_logits // vocab)
+        return cell.logit * vocab * min(self._last, tile)
