@@ -151,7 +151,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets) -> ConfigError:
         enough = ceil(needs.device_bytes / (1 - budgets.margin))
         own = format_bytes(budgets.device_bytes)
         return ConfigError(
-            given=f"{words}, which needs {error.given.partition('needs ')[2]}",
+            given=f"{words}, whose {error.given}",
             required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
             source=f"the search over {count:,} plans of one device",
             change=f"{advice(error.part, alone=True)}; {_enough('device', enough)}",

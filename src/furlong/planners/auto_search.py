@@ -10,8 +10,9 @@ which must fit. Work is bounded by counts, never by a clock: equal questions hav
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from furlong.cost.memory_walk import MemoryCurve
@@ -99,6 +100,8 @@ class Searched:
     """Plans of the chosen one's order, heights and tiers within the slack of its time."""
     num_pruned: int
     """Left out by their bounds: their least bytes, or their seconds."""
+    seconds: float = field(default=0.0, compare=False)
+    """Of the search."""
 
     @property
     def best(self) -> Tried:
@@ -120,6 +123,7 @@ class _Search:
         self._num_actions = 0
 
     def run(self) -> Searched:
+        started_s = time.monotonic()
         candidates = list(self._candidates())
         open_ones = [c for c in candidates if self._budgets.hold(c[1])]
         open_ones.sort(key=lambda c: (c[0], _num_lowered(c[2].tiers), c[1]))
@@ -132,7 +136,10 @@ class _Search:
         num_tried = len(self._fitting) + len(self._refused)
         tried, alike = self._ranked()
         refused = sorted(self._refused, key=lambda t: self._budgets.lacks(t.needs))
-        return Searched(tried, tuple(refused), alike, len(candidates) - num_tried)
+        return Searched(
+            tried, tuple(refused), alike, len(candidates) - num_tried,
+            seconds=time.monotonic() - started_s,
+        )  # fmt: skip
 
     def _try_least(self, candidates: Sequence[tuple[float, Needs, ChunkOptions]]) -> None:
         """Finds what lacks least, for the message that no plan fits."""

@@ -85,6 +85,10 @@ class Room:
         powers = [1 << bits for bits in range(0, num_chunks.bit_length(), 2)]
         return sorted({0, *(n for n in powers if n < num_chunks), num_chunks}, reverse=True)
 
+    def heights(self, num_layers: int) -> list[int]:
+        """Layers of a stage on one rank, layer-first: powers of two below all of them."""
+        return [1 << bits for bits in range(num_layers.bit_length() - 1)]
+
 
 @dataclass(frozen=True)
 class Ladder:
