@@ -55,6 +55,9 @@ def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[Chunk
     seen: set[ChunkOptions] = set()
     for order in _orders(space, num_chunks):
         for keep, num_retained in _kept(space, num_chunks, layer_first=bool(order)):
+            is_chunk_first = order.get("stage_layers", 0) >= num_layers and keep != "input"
+            if is_chunk_first and "order" not in given and "stage_layers" not in given:
+                continue
             values = {"size": size, "keep": keep, "num_retained": num_retained, **order}
             plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "tier"}))
             for tiers in _tiers(plain, num_chunks, stages_of(num_layers, plain), given, lower):

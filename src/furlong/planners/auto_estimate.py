@@ -163,39 +163,47 @@ class ByteBound:
 
     def needs(self, options: ChunkOptions) -> Needs:
         """No plan with these options needs less in any tier."""
-        shape = self._model.shape
-        stages = stages_of(shape.num_layers, options)
-        cell = self._cell(stages)
+        needs = self._at(options, self._last, done=0)
+        if self._num_chunks > 1 and self._last < self._size:
+            # the chunk before is larger
+            later = self._at(options, self._size, done=self._last)
+            needs = Needs(*map(max, needs, later))
+        return needs
+
+    def _at(self, options: ChunkOptions, current: int, *, done: int) -> Needs:
+        """Bytes while the last stage's backward of a chunk of `current` tokens runs, when those of
+        `done` tokens have run."""
+        num_layers = self._model.shape.num_layers
+        stages = stages_of(num_layers, options)
+        cell, num_below = self._cell(stages), len(stages) - 1
         tiers, keep, height = options.tiers, options.keep, stages[-1]
         tokens = self._stored + self._last
         used: dict[Tier, float] = {"device": self._state_bytes, "host": 0.0, "disk": 0.0}
-        used["device"] += tokens * TOKEN_BYTES
-        used["device"] += self._last * (cell.working + cell.message) + self._logits(cell)
+        used["device"] += (tokens - done) * TOKEN_BYTES
+        used["device"] += current * (cell.working + cell.message) + self._logits(cell, current)
         if keep == "all":
-            used[tiers.graphs] += tokens * sum(self._cell((shape.num_layers,)).graph_layers)
+            graphs = sum(self._cell((num_layers,)).graph_layers)
+            used[tiers.graphs] += (tokens - done) * graphs
         else:
-            retained = (
-                self._stored
-                if options.num_retained >= self._num_chunks
-                else (max(0, options.num_retained - 1) * self._size)
-            )
-            if len(stages) > 1:
-                leaves = self._last + retained  # the input of a cell whose graph is there
-                used[tiers.inputs] += ((len(stages) - 1) * tokens - leaves) * cell.message
-                used["device"] += leaves * cell.message
+            num_retained = min(options.num_retained, self._num_chunks) - bool(done)
+            retained = max(0, num_retained - 1) * self._size  # besides the current one
             graph = cell.graph(min(options.recompute_layers, height))
-            used[tiers.graphs if options.num_retained else "device"] += (
-                self._last + retained
-            ) * graph
+            used[tiers.graphs if num_retained > 0 else "device"] += (current + retained) * graph
+            if num_below:
+                leaves = current + retained  # inputs of cells whose graph is there
+                used[tiers.inputs] += (num_below * tokens - leaves) * cell.message
+                used["device"] += leaves * cell.message
             if keep == "attention":
-                known = (shape.num_layers - height) * tokens + (height - 1) * (
-                    self._stored - retained
-                )
+                dropped = self._stored - retained - (current if done else 0)
+                known = (num_layers - height) * tokens + (height - 1) * dropped
                 used[tiers.attention] += known * cell.attention
-        held = height if len(stages) > 1 and keep in ("input", "attention") else shape.num_layers
-        used[tiers.kv] += self._stored_tokens(shape.num_layers - held) * cell.kv_layer
-        sent_back = self._stored_tokens(shape.num_layers - height, seen=True)
+        held = height if num_below and keep in ("input", "attention") else num_layers
+        used[tiers.kv] += self._stored_tokens(num_layers - held) * cell.kv_layer
+        sent_back = self._stored_tokens(num_layers - height, seen=True)
         used[tiers.kv] += sent_back * cell.kv_gradient_layer
+        if tiers.kv != "device":
+            each = NUM_BUFFERS * min(segment_tokens(cell.kv_layer), self._stored)
+            used["device"] += each * (cell.kv_layer + cell.kv_gradient_layer)
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
@@ -220,8 +228,8 @@ class ByteBound:
                 total += (self._num_chunks - 1) * min(self._size, window - 1)
         return float(total)
 
-    def _logits(self, cell: StageBytes) -> float:
+    def _logits(self, cell: StageBytes, num_tokens: int) -> float:
         memory: PlanMemory = self._memory
         vocab = self._model.shape.vocab_size
         tile = max(64, memory.max_tile_logits // vocab)
-        return cell.logit * vocab * min(self._last, tile)
+        return cell.logit * vocab * min(num_tokens, tile)

@@ -34,9 +34,10 @@ SLACK = 0.02
 MARGIN = 0.10
 """Share of the device's budget that plans leave free: what a prediction of peak memory may miss.
 A calibration whose residuals are smaller sets a smaller one."""
+_SMALL_BYTES = 2**20
+"""What a message of what would fit may be wrong by."""
 _MAX_ACTIONS = 24_000
-"""Walked in all, once a plan that fits and a second one are found: ends the search."""
-_MAX_TRIED = 60
+"""Walked in all once a plan fits, twice as many while none does: then the search ends."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Search:
         open_ones = [c for c in candidates if self._budgets.hold(c[1])]
         open_ones.sort(key=lambda c: (c[0], _num_lowered(c[2].tiers), c[1]))
         for estimate_s, _, options in open_ones:
-            if self._is_done(estimate_s, options):
+            if self._is_done(estimate_s):
                 break
             self._try(options)
         if not self._fitting:
@@ -147,16 +148,16 @@ class _Search:
         known = {tried.options for tried in self._refused}
         for _, needs, options in sorted(candidates, key=lambda c: (lacks(c[1]), c[0])):
             nearest = min((lacks(t.needs) for t in self._refused), default=inf)
-            if self._fitting or nearest <= lacks(needs):
+            if self._fitting or nearest <= lacks(needs) + _SMALL_BYTES:
                 break
             if options not in known:
                 self._try(options)
 
-    def _is_done(self, estimate_s: float, options: ChunkOptions) -> bool:
-        if len(self._fitting) < 2:
-            return len(self._fitting) + len(self._refused) >= _MAX_TRIED
-        if self._num_actions > _MAX_ACTIONS:
+    def _is_done(self, estimate_s: float) -> bool:
+        if self._num_actions > _MAX_ACTIONS * (1 if self._fitting else 2):
             return True
+        if len(self._fitting) < 2:
+            return False
         return estimate_s > self._fastest.step_s * (1 + SLACK)
 
     @property
