@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.cost.levels import PARTS, Part
-from furlong.cost.memory_walk import MemoryCurve
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.model import CostModel, Hidden, PlanCosts
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
@@ -115,7 +115,7 @@ def report_plan(
     curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(
         plan, costs,
-        copies=None if plan.tiers.kv == "device" else costs,
+        copies=None if plan.tiers == ON_DEVICE else costs,
         memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
         host_memory=_Known([curve.lower_bytes for curve in curves], 0),
     )  # fmt: skip
