@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from furlong.cost.cells import TOKEN_BYTES, StageBytes, stage_bytes
 from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
+from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Recompute, Tier
 from furlong.planners.groups import Groups
 from furlong.planners.one_device import stages_of
@@ -82,7 +83,7 @@ class TimeEstimate:
         """About the step's; of stages with different windows their mean."""
         stages = stages_of(self._num_layers, options)
         height = self._num_layers / len(stages)
-        compute_s = self._of_last_stage(options, height, alone=len(stages) == 1)
+        compute_s = self._of_last_stage(options, height)
         if len(stages) > 1:
             compute_s += (len(stages) - 1) * self._of_a_stage(options, height)
         layers = self._num_layers
@@ -97,7 +98,7 @@ class TimeEstimate:
         again = self._known_s if options.keep == "attention" else self._whole_s
         return float(again.sum())
 
-    def _of_last_stage(self, options: ChunkOptions, height: float, *, alone: bool) -> float:
+    def _of_last_stage(self, options: ChunkOptions, height: float) -> float:
         """Forward and recompute of the stage whose backward comes next."""
         if options.keep == "all":
             return height * float(self._whole_s.sum())
@@ -105,7 +106,7 @@ class TimeEstimate:
         read = dropped & (self._behind > 0)
         to_kv_s = (height - 1) * self._whole_s + self._to_kv_s
         seconds = height * float(self._whole_s[~dropped].sum()) + float(to_kv_s[read].sum())
-        if options.keep == "input" and alone:
+        if options.keep == "input" and options.order == "chunk-first":
             seconds += float(to_kv_s[read].sum())
         again_s = height * self._whole_s
         if options.keep == "attention":
@@ -125,32 +126,45 @@ class TimeEstimate:
         return seconds
 
     def _copies_s(self, options: ChunkOptions, num_stages: int) -> float:
-        """Least seconds of the links: bytes that move in the busier direction."""
+        """Least seconds of the busiest link in its busier direction; operations take none."""
         layers, cell = self._num_layers, self._cell
         tiers, keep = options.tiers, options.keep
-        moved: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        read: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        written = dict(read)
         if keep == "attention":
-            moved[tiers.attention] += self._tokens * layers * cell.attention
+            remembered = self._tokens * (layers - layers / num_stages) * cell.attention
+            read[tiers.attention] += remembered
+            written[tiers.attention] += remembered
         if keep != "all":
-            moved[tiers.inputs] += 4 * self._tokens * (num_stages - 1) * cell.message
-        passes = {"kv": 3, "input": 4, "attention": 2, "all": 2}[keep]
-        read = passes * cell.kv_layer + cell.kv_gradient_layer
-        moved[tiers.kv] += self._prefix_tokens * layers * read
-        links = self._model.hardware.links
-        return moved["host"] / links.host.bytes_per_s + moved["disk"] / links.disk.bytes_per_s
+            delivered = self._tokens * (num_stages - 1) * cell.message
+            read[tiers.inputs] += 3 * delivered
+            written[tiers.inputs] += 2 * delivered
+        if tiers.kv != "device":
+            times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
+            each = segment_tokens(cell.kv_layer, self._model.device_type)
+            cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
+            gradients = cold * layers * cell.kv_gradient_layer
+            read[tiers.kv] += times * self._prefix_tokens * (layers - 1) * cell.kv_layer
+            read[tiers.kv] += gradients
+            written[tiers.kv] += gradients
+        host, disk = self._model.hardware.links.host, self._model.hardware.links.disk
+        return max(
+            max(moved["host"] / host.bytes_per_s, moved["disk"] / disk.bytes_per_s)
+            for moved in (read, written)
+        )
 
 
 class ByteBound:
     """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
     of the last stage, when everything that the forward has kept is there."""
 
-    def __init__(self, model: CostModel, longest: int, size: int, *, filled: bool) -> None:
-        """`filled`: whether short sequences may share the last chunk."""
+    def __init__(self, model: CostModel, longest: int, size: int, others: int = 0) -> None:
+        """`others`: tokens of short sequences that share the last chunk."""
         self._model, self._memory = model, model.memory()
         self._tokens, self._size = longest, size
         self._num_chunks = -(-longest // size)
         self._stored = (self._num_chunks - 1) * size
-        self._last = size if filled and self._num_chunks > 1 else longest - self._stored
+        self._last = longest - self._stored + others
         self._cells: dict[tuple[int, ...], StageBytes] = {}
 
     @cached_property
@@ -182,8 +196,10 @@ class ByteBound:
         used["device"] += (tokens - done) * TOKEN_BYTES
         used["device"] += current * (cell.working + cell.message) + self._logits(cell, current)
         if keep == "all":
-            graphs = sum(self._cell((num_layers,)).graph_layers)
-            used[tiers.graphs] += (tokens - done) * graphs
+            whole = self._cell((num_layers,))
+            again = min(num_layers, options.recompute_layers * len(stages))
+            graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
+            used[tiers.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
         else:
             num_retained = min(options.num_retained, self._num_chunks) - bool(done)
             retained = max(0, num_retained - 1) * self._size  # besides the current one
@@ -200,10 +216,15 @@ class ByteBound:
         held = height if num_below and keep in ("input", "attention") else num_layers
         used[tiers.kv] += self._stored_tokens(num_layers - held) * cell.kv_layer
         sent_back = self._stored_tokens(num_layers - height, seen=True)
-        used[tiers.kv] += sent_back * cell.kv_gradient_layer
-        if tiers.kv != "device":
-            each = NUM_BUFFERS * min(segment_tokens(cell.kv_layer), self._stored)
-            used["device"] += each * (cell.kv_layer + cell.kv_gradient_layer)
+        if tiers.kv == "device":
+            used["device"] += sent_back * cell.kv_gradient_layer
+        else:
+            # the newest segments of gradients stay, others and those of K,V pass by
+            each = segment_tokens(cell.kv_layer, self._model.device_type)
+            cold = max(0.0, sent_back - NUM_HOT * height * each)
+            used[tiers.kv] += cold * cell.kv_gradient_layer
+            used["device"] += min(2 * each, self._stored) * cell.kv_layer
+            used["device"] += min(sent_back, (NUM_HOT - 1) * each) * cell.kv_gradient_layer
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from furlong.cost.memory_walk import MemoryCurve
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.plan.values import Chunk, Tier, Tiers
 from furlong.planners.auto_candidates import (
     Space,
@@ -198,10 +198,10 @@ class _Search:
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
         """(about its seconds, its least bytes, options) of each."""
         space = self._space
-        filled = space.sequences_per_step > 1
         for size in sizes(space):
             estimate = TimeEstimate(space.model, space.seq_lens, self._chunks(size))
-            bound = ByteBound(space.model, space.longest, size, filled=filled)
+            others = sum(longest_step(space, size)) - space.longest
+            bound = ByteBound(space.model, space.longest, size, others)
             for options in options_of(space, size, self._budgets.lower_tiers):
                 yield estimate.seconds(options), bound.needs(options), options
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from furlong.cost.memory_walk import MemoryCurve
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.groups import Groups
@@ -58,15 +58,18 @@ def simulated_s(
 ) -> float:
     """Seconds of the step of `plan_on_device` over these groups.
 
-    On one device actions run one after the other, and stages with the same layers take the same
-    time: one of each kind is simulated, and counted as often as there are such stages.
+    On one device actions run one after the other, and stages behind the first with the same layers
+    take the same time: one of each kind is simulated, and counted as often as there are such
+    stages. The one behind it is there too, for it hands gradients back.
     """
     stages = stages_of(model.shape.num_layers, options)
     alike = first_alike(model.shape, stages)
-    count = Counter(alike)
+    # the first stage has token ids for an input, which no tier holds
+    count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
+    walked = {*count, *(stage + 1 for stage in count)}
     actions: list[Action] = []
     for numbers in number_chunks(groups):
-        actions += walk_group(numbers, stages, options, only=frozenset(count))
+        actions += walk_group(numbers, stages, options, only=walked)
     chunks: tuple[Chunk, ...] = tuple(chunk for group in groups for chunk in group)
     plan = ChunkPlan(tuple(seq_lens), chunks, stages, (tuple(actions),), options.tiers)
     starts = [*(times := _times(model, plan)).start_s[0], times.duration_s]
