@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.kv.arena import Arena
-from furlong.kv.layout import StoredTokens
 from furlong.kv.pools.contract import poison_bytes
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
+from furlong.plan.segments import StoredTokens
 
 CPU = torch.device("cpu")
 K, H = 2, 3

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from furlong.kv.arena import Arena
-from furlong.kv.layout import StoredTokens
 from furlong.kv.pools.contract import Pool
 from furlong.kv.segments import (
     Block,
@@ -27,6 +26,7 @@ from furlong.kv.segments import (
     joined,
     present,
 )
+from furlong.plan.segments import StoredTokens
 
 
 class LayerSegments:

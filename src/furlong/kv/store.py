@@ -3,7 +3,7 @@
 K,V of a cut sequence and the gradients that later chunks send (float32 where K,V have 16 bits),
 made when the first one arrives. With a sliding window of w tokens only the last w-1 tokens of a
 chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous. They
-lie in segments, the unit of freeing and of tiers (`furlong.kv.layout` says how they are cut).
+lie in segments, the unit of freeing and of tiers (`furlong.plan.segments` says how they are cut).
 
 Without a pool everything is in the arena. With one, segments travel, and bytes are counted by
 
@@ -38,10 +38,9 @@ from torch import Tensor
 
 from furlong.kv.arena import Arena
 from furlong.kv.layer_segments import LayerSegments
-from furlong.kv.layout import StoredTokens
 from furlong.kv.pools.contract import Pool
 from furlong.kv.segments import Block
-from furlong.plan.segments import segment_tokens
+from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 _MAX_FORWARD_TOKENS = 65_536
 _MAX_BACKWARD_TOKENS = 8192
@@ -57,7 +56,7 @@ class KVStore:
         pieces: Mapping[int, Sequence[int]],
         pool: Pool | None = None,
         *,
-        num_hot: int = 2,
+        num_hot: int = NUM_HOT,
     ) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `num_hot`:
         segments of a prefix, the newest, whose gradients stay in the arena beside a pool."""
