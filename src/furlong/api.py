@@ -178,12 +178,11 @@ class Engine:
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
-        assert self._kept.pools is not None
         gradients = made_gradients(model.model) if backward else nullcontext()
         with gradients, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
-                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.pools,
+                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
                 comms=Alone(), exact_peaks=exact_peaks,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
@@ -280,7 +279,7 @@ def forward_backward(
     requires_grad and the attention implementation are afterwards as before, also after an error
     (then part of the gradients may have been added). Raises UserError for what the caller can mend.
 
-    Buffers and the outcome of the start-up check are kept for the model as long as it lives.
+    Buffers and the start-up check's outcome are kept as long as the model lives.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
     return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
