@@ -35,4 +35,5 @@ class Kept:
             if self.pools.arena.device == device and self.pools.storage == storage:
                 return
             self.pools.close()
-        self.pools = Pools(Arena(device), storage or Storage())
+        storage = storage or Storage()
+        self.pools = Pools(Arena(device, poison=storage.poison), storage)
