@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 import transformers
-from gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import VOCAB_SIZE, build, build_other
 from peft import LoraConfig, get_peft_model
-from tiny_families import VOCAB_SIZE, build, build_other
 
 import furlong
 from furlong.errors import UnsupportedModelError

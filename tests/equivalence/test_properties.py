@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradients import (
+from helpers.gradients import (
     batch,
     num_labels,
     reference_loss,
@@ -10,7 +10,7 @@ from gradients import (
     total_relative_error,
     worst_relative_error,
 )
-from tiny_families import FAMILIES, VOCAB_SIZE, build
+from helpers.tiny_families import FAMILIES, VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradients import batch
-from tiny_families import build, build_other
+from helpers.gradients import batch
+from helpers.tiny_families import build, build_other
 from torch import nn
 
 import furlong

@@ -8,8 +8,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from gradients import batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import build
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -10,8 +10,8 @@ from queue import Queue
 import peft
 import pytest
 import torch
-from gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
-from tiny_families import build
+from helpers.gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import build
 
 import furlong
 from furlong.errors import ConfigError, DataError, PlanError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradients import batch, num_labels, take_grads
-from tiny_families import build
+from helpers.gradients import batch, num_labels, take_grads
+from helpers.tiny_families import build
 from torch import Tensor
 
 from furlong.kv.arena import Arena
