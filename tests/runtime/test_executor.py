@@ -18,6 +18,7 @@ from furlong.errors import ConfigError, DataError, PlanError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
+from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import (
     Backward,
     ChunkPlan,
@@ -127,6 +128,18 @@ def test_nothing_is_left_at_the_end(options, tier) -> None:
     assert not executor._live and not executor._outbox and not executor._inputs._built
     assert pools.arena.taken_bytes == pools.lower_bytes == 0
     pools.close()
+
+
+def test_a_plan_from_a_file_is_obeyed_like_the_one_that_was_saved() -> None:
+    engine = furlong.Engine(build("llama"))
+    options = dataclasses.replace(LAYER_FIRST, tier={"inputs": "disk", "kv": "host"})
+    plan = engine.plan(LENS, options)
+    loss = engine.run(plan, batch(LENS)).loss
+    truth = take_grads(engine.model.model)
+    loaded = load_plan(save_plan(plan))
+    assert loaded == plan and engine.run(loaded, batch(LENS)).loss == loss
+    again = take_grads(engine.model.model)
+    assert all(torch.equal(again[n], truth[n]) for n in truth)
 
 
 FAILING = [Forward, RebuildKV, Recompute, Backward]
