@@ -142,14 +142,17 @@ def test_a_plan_from_a_file_is_obeyed_like_the_one_that_was_saved() -> None:
     assert all(torch.equal(again[n], truth[n]) for n in truth)
 
 
-FAILING = [Forward, RebuildKV, Recompute, Backward]
+FAILING = [
+    *((keep, kind) for keep in ("input", "attention") for kind in (RebuildKV, Recompute)),
+    *((keep, kind) for keep in ("input", "attention", "all") for kind in (Forward, Backward)),
+]
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize(("keep", "kind"), FAILING)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-@pytest.mark.parametrize("keep", ["input", "attention"])
 def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
+    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
     model = build("llama")
     engine = furlong.Engine(model)
     options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
@@ -175,7 +178,7 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         engine.forward_backward(batch(LENS), options)
     hook.remove()
-    monkeypatch.undo()
+    monkeypatch.setattr(Executor, "_obey", plain)
     assert pools.arena.taken_bytes == pools.lower_bytes == 0
     for pool in pools._opened():
         assert not pool._handles and pool.held_bytes == 0
