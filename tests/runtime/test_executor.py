@@ -244,6 +244,25 @@ def test_nothing_runs_backward_below_the_lowest_trained_layer(layers, height, fr
     assert again == set(range(frozen, len(result.plan.stages)))
 
 
+def test_a_plan_that_leaves_out_what_is_trained_by_now_is_refused() -> None:
+    """Its gradients would be missing without a word."""
+    model = build("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    model.model.norm.requires_grad_(False)
+    engine = furlong.Engine(model)
+    plan = engine.plan(LENS, LAYER_FIRST)
+    assert plan.frozen_stages == 1
+    engine.run(plan, batch(LENS))
+    model.zero_grad(set_to_none=True)
+    for lower in (model.model.layers[0].mlp.up_proj, model.model.embed_tokens, model.model.norm):
+        lower.requires_grad_(True)
+        with pytest.raises(PlanError, match="no backward in the first 1 layers of Llama"):
+            engine.run(plan, batch(LENS))
+        lower.requires_grad_(False)
+    assert all(p.grad is None for p in model.parameters())
+
+
 class Mailbox:
     """Two ranks in one process: implements Comms by queues."""
 
