@@ -105,7 +105,7 @@ def test_late_copies_change_no_bit(mixture, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("walk", WALKS)
 def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, monkeypatch):
