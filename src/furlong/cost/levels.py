@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import numpy as np
-
 from furlong.cost.stored_kv import StoreLevel
 from furlong.cost.traffic import KINDS, Kind, tier_of
 from furlong.plan.values import Tier, Tiers
@@ -27,7 +25,8 @@ class Levels:
         self._device = [0.0] * len(PARTS)
         self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
         self._passing = [0.0] * len(PARTS)
-        self.moved = np.zeros((4, len(KINDS)))
+        self._travels = {kind: tier_of(tiers, kind) != "device" for kind in KINDS}
+        self.moved = [[0.0] * len(KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes by kind, so far; K,V apart."""
         self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
 
@@ -62,10 +61,10 @@ class Levels:
 
     def move(self, kind: Kind, num_bytes: float, *, writes: bool, operations: int = 1) -> None:
         """Count bytes between the device and the tier of `kind`, unless that is the device."""
-        if tier_of(self._tiers, kind) != "device":
+        if self._travels[kind]:
             column = KINDS.index(kind)
-            self.moved[int(writes), column] += num_bytes
-            self.moved[2 + int(writes), column] += operations
+            self.moved[writes][column] += num_bytes
+            self.moved[2 + writes][column] += operations
 
     def let_go(self, name: str, chunk: int, stage: int) -> float:
         """Its bytes; 0 if it is not there."""

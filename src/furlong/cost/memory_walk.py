@@ -28,6 +28,7 @@ from furlong.cost.training import Training
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -40,10 +41,6 @@ from furlong.plan.values import (
     Unshard,
 )
 
-MAX_TILE_LOGITS = 2**27
-"""Of a tile of the loss on a CUDA device, as `ops.loss` cuts it; 2**22 on a CPU."""
-_MIN_TILE_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class MemoryRules:
@@ -54,8 +51,8 @@ class MemoryRules:
     activations: Activations | None
     activation_factor: float
     overhead_bytes: int
-    max_tile_logits: int | None
-    """None: the loss holds the logits of a whole chunk."""
+    tile_tokens: int | None
+    """Rows of a tile of the loss; None: it holds the logits of a whole chunk."""
     device_type: str = "cuda"
     """cuda or cpu: it decides how large the store's segments are."""
 
@@ -108,11 +105,13 @@ class _Walk:
         device = np.zeros((len(self._actions), len(PARTS)))
         lower = np.zeros((len(self._actions), 2))
         moved = np.zeros((1 + len(self._actions), 4, len(KINDS)))
+        moves = self._plan.tiers != ON_DEVICE
         for i, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
             self._begin(action, what)
             device[i], lower[i] = self._levels.now(self._store.level)
-            moved[i + 1] = self._levels.moved
-            moved[i + 1, :, :2] = self._store.level.moved()
+            if moves:
+                moved[i + 1] = self._levels.moved
+                moved[i + 1, :, :2] = self._store.level.moved()
             self._end(action, i)
         whole = np.rint(lower).astype(np.int64)
         curve = MemoryCurve(np.rint(device).astype(np.int64), whole[:, 0], whole[:, 1])
@@ -160,7 +159,8 @@ class _Walk:
             return
         self._levels.pass_by("buffers", tokens * cell.working)
         if what.loss:
-            self._levels.pass_by("logits", self._logits(chunk, cell))
+            backward = what.computes == "backward"
+            self._levels.pass_by("logits", self._loss(chunk, cell, backward=backward))
         if what.writes_kv:
             self._store.write(chunk, stage)
         self._read(chunk, stage, what)
@@ -276,9 +276,8 @@ class _Walk:
             case Reshard(stage):
                 self._levels.let_go("unsharded", 0, stage)
 
-    def _logits(self, chunk: int, cell: StageBytes) -> float:
-        vocab = self._rules.shape.vocab_size
-        tokens = self._tokens[chunk]
-        if self._rules.max_tile_logits is not None:
-            tokens = min(tokens, max(_MIN_TILE_TOKENS, self._rules.max_tile_logits // vocab))
-        return cell.logit * vocab * tokens
+    def _loss(self, chunk: int, cell: StageBytes, *, backward: bool) -> float:
+        """Bytes of a tile's logits, with its gradient of the head."""
+        tokens = min(self._tokens[chunk], self._rules.tile_tokens or self._tokens[chunk])
+        logits = cell.logit * self._rules.shape.vocab_size * tokens
+        return logits + (cell.head_gradient if backward else 0.0)

@@ -5,6 +5,7 @@ Pure integers: what the store does and what the cost model counts follow from th
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -64,7 +65,6 @@ class StoredTokens:
 
     def pieces(self, tokens: range) -> list[int]:
         """Pieces that hold some of `tokens`."""
-        return [
-            p for p in range(len(self.offsets) - 1)
-            if max(tokens.start, self.offsets[p]) < min(tokens.stop, self.offsets[p + 1])
-        ]  # fmt: skip
+        first = bisect_right(self.offsets, tokens.start) - 1
+        last = bisect_left(self.offsets, tokens.stop)
+        return [p for p in range(first, last) if self.of_piece(p)] if tokens else []
