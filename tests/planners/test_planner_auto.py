@@ -162,6 +162,7 @@ def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     assert "lacks" in caught.value.required
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", [{}, {"disk_bytes": 10**12}])
 def test_the_message_names_the_smallest_budget_that_would_do(lower):
     with pytest.raises(ConfigError) as caught:
@@ -173,6 +174,7 @@ def test_the_message_names_the_smallest_budget_that_would_do(lower):
         choose(budget_bytes=int(0.994 * enough), lengths=SHORT, must_fit=True, **lower)
 
 
+@pytest.mark.slow
 def test_a_tier_without_room_names_its_budget():
     dials = {"tier": "disk"}
     with pytest.raises(ConfigError) as caught:
@@ -262,6 +264,7 @@ def test_where_both_fit_the_one_that_simulates_faster_is_taken(model, budget_byt
     assert seconds["auto"] <= fastest * (1 + SLACK)
 
 
+@pytest.mark.slow
 def test_tiers_are_used_only_where_they_are_allowed():
     budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     alone = choose(**budget)
@@ -277,6 +280,7 @@ def test_tiers_are_used_only_where_they_are_allowed():
     assert 0 < needs.host_bytes <= 100 * GIB and needs.disk_bytes == 0
 
 
+@pytest.mark.slow
 def test_each_tier_keeps_its_own_budget():
     budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     for host, disk in ((GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):
