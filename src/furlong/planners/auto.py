@@ -57,7 +57,7 @@ class Decision:
     searched: Searched | None = None
     """None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
-    """What predicts; None where the model's work cannot be counted."""
+    """What predicts the steps; None where the model's work cannot be counted."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
