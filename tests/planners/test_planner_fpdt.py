@@ -4,9 +4,9 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
+from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_model import gradient, obey
 
 from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape
