@@ -243,6 +243,4 @@ def test_where_some_chunks_get_no_backward_all_bytes_come_back(drawn, window):
     assert (disk >= 0).all()
     # the last chunk that is drawn sees so many segments, and brings none of their gradients
     assert traffic.read[texts.index(f"B{drawn[0]}.0"), gradients] == 0
-    # then everything has died but the K,V that chunks behind the last one's own still held
-    assert disk[-1] <= disk.max()
-    assert traffic.read.sum() >= 0 and (traffic.read >= 0).all()
+    assert (traffic.read >= 0).all()
