@@ -232,16 +232,28 @@ def with_adapters(layers: list[int]):
     ("layers", "height", "frozen"), [([2], 1, 2), ([1, 2], 1, 1), ([0, 2], 1, 0), ([2], 2, 1)]
 )
 @pytest.mark.parametrize("keep", ["input", "attention", "kv", "all"])
-def test_nothing_runs_backward_below_the_lowest_trained_layer(layers, height, frozen, keep) -> None:
+def test_nothing_runs_backward_below_the_lowest_trained_layer(
+    layers, height, frozen, keep, monkeypatch
+) -> None:
     model, sequences = with_adapters(layers), batch(LENS)
     reference_loss(model, sequences)
     truth = take_grads(model)
+    plain, wants_gradient = Executor._leaf, {}
+
+    def leaf(self, live, at, what, stack):
+        x = plain(self, live, at, what, stack)
+        if what.computes == "graph":
+            wants_gradient[at[1]] = x.requires_grad
+        return x
+
+    monkeypatch.setattr(Executor, "_leaf", leaf)
     options = dataclasses.replace(LAYER_FIRST, keep=keep, stage_layers=height)
     result = furlong.forward_backward(model, sequences, options)
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
     ran = [r.action for r in result.timeline.records]
     again = {a.stage for a in ran if isinstance(a, (Recompute, RebuildKV, Backward))}
     assert again == set(range(frozen, len(result.plan.stages)))
+    assert wants_gradient == {stage: stage > frozen for stage in again if stage > 0}
 
 
 def test_a_plan_that_leaves_out_what_is_trained_by_now_is_refused() -> None:
