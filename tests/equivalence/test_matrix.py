@@ -18,7 +18,9 @@ from helpers.gradients import reference_loss, take_grads, worst_relative_error
 from helpers.tiny_families import bound, build
 
 import furlong
+from furlong.kv.pools.contract import Lease
 from furlong.kv.pools.disk import NamelessFile
+from furlong.kv.pools.staged import StagedPool
 from furlong.ops import loss as loss_ops
 from furlong.runtime.cell import Cell
 from furlong.runtime.executor import Executor
@@ -115,6 +117,17 @@ def with_graphs_of_zeros(monkeypatch):
     )
 
 
+def with_gradients_that_stay_behind(monkeypatch):
+    """Those of segments in a lower tier are brought and changed, and never written back."""
+    plain = StagedPool.get
+
+    def get(self, h):
+        lease = plain(self, h)
+        return Lease(lease.tensor, lambda writes: lease.release())
+
+    monkeypatch.setattr(StagedPool, "get", get)
+
+
 def with_reads_of_what_was_never_written(monkeypatch):
     monkeypatch.setattr(NamelessFile, "write", lambda *_: None)
 
@@ -132,6 +145,9 @@ BROKEN = {
     ),
     "tiles of the loss": (without_the_last_tile, replace(PLAIN, tile_tokens=3), False),
     "graphs": (with_graphs_of_zeros, replace(PLAIN, keep="all", graphs="host"), True),
+    "gradients of keys and values": (
+        with_gradients_that_stay_behind, replace(PLAIN, size=5, kv="host", segment_tokens=3), True,
+    ),
     "disk": (
         with_reads_of_what_was_never_written, replace(LAYER_FIRST, inputs="disk"), False,
     ),

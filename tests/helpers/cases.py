@@ -48,6 +48,8 @@ class Case:
     graphs: str = "device"
     tile_tokens: int = 0
     """Rows of each tile of the loss; 0: as many as furlong takes."""
+    segment_tokens: int = 0
+    """Tokens of a segment of K,V; 0: as many as furlong takes, which is more than there are."""
 
     def __str__(self) -> str:
         walk = f"height{self.stage_layers}" if self.stage_layers else "chunk-first"
@@ -55,7 +57,8 @@ class Case:
         return (
             f"{self.family}-{self.batch_name}-size{self.size}-{walk}-{self.keep}"
             f"-retain{self.num_retained}-recompute{self.recompute_layers}-{tiers}"
-            f"-tile{self.tile_tokens}-{'tied' if self.tied else 'untied'}"
+            f"-tile{self.tile_tokens}-segment{self.segment_tokens}"
+            f"-{'tied' if self.tied else 'untied'}"
         )
 
     @property
@@ -77,12 +80,16 @@ class Case:
 
     @contextmanager
     def small_sizes(self) -> Iterator[None]:
-        """Within it the loss has the case's tiles, and graphs leave nothing behind as too small."""
+        """Within it tiles and segments have the case's sizes, and graphs leave nothing behind as
+        too small."""
+        sizes: dict[str, Any] = {"furlong.runtime.saved_graphs._MIN_BYTES": 1}
+        if self.tile_tokens:
+            sizes["furlong.runtime.loss_head.tile_tokens"] = lambda *_: self.tile_tokens
+        if self.segment_tokens:
+            sizes["furlong.kv.store.segment_tokens"] = lambda *_: self.segment_tokens
         with ExitStack() as stack:
-            if self.tile_tokens:
-                tiles = patch("furlong.runtime.loss_head.tile_tokens", lambda *_: self.tile_tokens)
-                stack.enter_context(tiles)
-            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
+            for name, size in sizes.items():
+                stack.enter_context(patch(name, size))
             yield
 
 
@@ -100,6 +107,7 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
     "attention": _TIERS,
     "graphs": _TIERS,
     "tile_tokens": (0, 3),
+    "segment_tokens": (0, 3, 8),
 }
 assert tuple(DIALS) == tuple(field.name for field in fields(Case))
 
@@ -164,5 +172,5 @@ def product_of_one_family() -> list[Case]:
         own = dict(zip(dials, values, strict=True))
         for tier in _TIERS:
             tiers = dict.fromkeys(("kv", "inputs", "attention", "graphs"), tier)
-            cases.append(Case("mistral", "hybrid", 5, **own, **tiers))
+            cases.append(Case("mistral", "hybrid", 5, **own, **tiers, segment_tokens=3))
     return cases

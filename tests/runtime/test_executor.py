@@ -117,7 +117,9 @@ def test_a_wrong_plan_is_refused_before_anything_runs(where) -> None:
 
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_nothing_is_left_at_the_end(options, tier) -> None:
+def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:
+    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = CausalLM(build("llama"))
     pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
     with model.installed():
@@ -153,6 +155,7 @@ FAILING = [
 def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
     monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = build("llama")
     engine = furlong.Engine(model)
     options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
