@@ -234,11 +234,12 @@ class ByteBound:
             each = segment_tokens(cell.kv_layer, self._model.device_type)
             cold = max(0.0, sent_back - num_hot * height * each)
             used[tiers.kv] += cold * cell.kv_gradient_layer
-            used["device"] += min(2 * each, self._stored) * cell.kv_layer
+            prefix = tokens - done - current
+            used["device"] += min(2 * each, prefix) * cell.kv_layer
             hot = self._stored_tokens(num_layers - height, seen=True, most=(num_hot - 1) * each)
             passing = 0
             if None in self._model.shape.windows[num_layers - height :]:
-                passing = min(2 * each, max(0, self._stored - num_hot * each))
+                passing = min(2 * each, max(0, prefix - num_hot * each))
             used["device"] += (hot + passing) * cell.kv_gradient_layer
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
