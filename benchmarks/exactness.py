@@ -92,7 +92,7 @@ def float64_finding(family: str, cases: Sequence[Case]) -> Finding:
         loss = reference_loss(model, sequences)
         truth = take_grads(model)
         for case in group:
-            with case.loss_tiles():
+            with case.small_sizes():
                 given = furlong.forward_backward(model, sequences, case.options).loss
             errors = (worst_relative_error(take_grads(model), truth), abs(given - loss) / loss)
             worst = max(worst, (max(errors), str(case)), key=_nan_is_worst)

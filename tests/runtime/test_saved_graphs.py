@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradients import batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import bound, build
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import bound, build
 
 import furlong
 from furlong.kv.arena import Arena

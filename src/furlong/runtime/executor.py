@@ -69,6 +69,7 @@ class Executor:
         self._num_valid_tokens = num_valid_tokens
         self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = model.stages(plan.stages)
+        model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         self._last_action = last_actions(self._actions)
