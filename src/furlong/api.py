@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from furlong.runtime.kept import Kept
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
+from furlong.runtime.stopwatch import Clock
 from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
 from furlong.timeline import Timeline
 
@@ -107,10 +109,11 @@ class Engine:
         num_valid_tokens: int | None = None,
         *,
         exact_peaks: bool = False,
+        clock: Clock = time.perf_counter,
     ) -> StepResult:
         """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
 
-        `exact_peaks`: see `Executor`; the other arguments and the outcome are as in
+        `exact_peaks`, `clock`: see `Executor`; the other arguments and the outcome are as in
         `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
         ranks, DataError for sequences of other lengths.
         """
@@ -118,7 +121,7 @@ class Engine:
         require_lengths(plan, shifted)
         with self._alone():
             self._follow_model()
-            return self._obey(plan, shifted, num_valid_tokens, exact_peaks=exact_peaks)
+            return self._obey(plan, shifted, num_valid_tokens, exact_peaks=exact_peaks, clock=clock)
 
     def forward_backward(
         self,
@@ -158,6 +161,7 @@ class Engine:
         num_valid_tokens: int | None,
         *,
         exact_peaks: bool = False,
+        clock: Clock = time.perf_counter,
     ) -> StepResult:
         own_valid_tokens = count_valid_tokens(shifted)
         divisor = _divisor(num_valid_tokens, own_valid_tokens)
@@ -177,7 +181,7 @@ class Engine:
             executor = Executor(
                 model, plan, shifted,
                 num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.pools,
-                comms=Alone(), exact_peaks=exact_peaks,
+                comms=Alone(), exact_peaks=exact_peaks, clock=clock,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:

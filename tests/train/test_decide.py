@@ -7,7 +7,7 @@ from tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.cost.known_hardware import KNOWN
-from furlong.train.device import EXACT_NAMES, nearest_hardware
+from furlong.cost.device_names import EXACT_NAMES, nearest_hardware
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 

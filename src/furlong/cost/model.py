@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from furlong.cost.activations import eager
 from furlong.cost.chunks import chunk_table
 from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
@@ -54,6 +55,10 @@ class CostModel:
     """Of the tokens, those with a label: the head sees no others."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
+    heap_blocks: float = 0.0
+    """See `PlanMemory`; from a calibration."""
+    overhead_bytes: int | None = None
+    """Of the process, beside all that is counted, from a calibration; None: not counted."""
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
         """Seconds of every action of `plan`. `free`: what takes no time, so that the difference
@@ -69,9 +74,15 @@ class CostModel:
             self.training,
             budget,
             activation_factor=self.activation_factor,
-            overhead_bytes=_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0,
+            heap_blocks=self.heap_blocks,
+            overhead_bytes=(self.overhead_bytes or 0)
+            + (_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0),
             max_tile_logits=2**22 if is_cpu else MAX_TILE_LOGITS,
         )
+
+    def optimizer_s(self, parameters: int) -> float:
+        """Seconds of the optimizer's step over so many trained parameters."""
+        return parameters / self.hardware.optimizer_parameters_per_s
 
 
 class PlanCosts:
@@ -99,7 +110,8 @@ class PlanCosts:
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
         shape = model.shape
-        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size)
+        tile_tokens = model.hardware.tile_tokens
+        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size, tile_tokens)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
@@ -223,6 +235,7 @@ class PlanCosts:
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
             all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
+            saved = eager(model.shape, training.compute_bytes, lora)
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
@@ -231,6 +244,10 @@ class PlanCosts:
                 stream=None if "streams" in self._free else stream,
                 lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
                 if lora else 0,
+                saved_per_token=tuple(
+                    saved.layer_bytes(model.shape, i, training.compute_bytes) for i in layers
+                ),
+                logits_per_token=saved.logit_bytes * model.shape.vocab_size,
             )  # fmt: skip
         return self._rates[flops, rank]
 

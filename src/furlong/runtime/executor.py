@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from furlong.runtime.pools import Pools
 from furlong.runtime.recorder import Recorder
 from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.stage_inputs import StageInputs
+from furlong.runtime.stopwatch import Clock
 from furlong.timeline import Timeline
 
 
@@ -77,9 +79,11 @@ class Executor:
         comms: Comms,
         rank: int = 0,
         exact_peaks: bool = False,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`exact_peaks`: reset the device's statistics of memory before each action, so that every
-        record holds the peak during its own; see `MemoryMeter`."""
+        record holds the peak during its own; see `MemoryMeter`. `clock`: seconds on devices that
+        compute in the calling thread."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -100,7 +104,7 @@ class Executor:
         self._live: dict[tuple[int, int], _Live] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
-        self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks)
+        self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks, clock=clock)
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
 

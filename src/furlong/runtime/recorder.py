@@ -5,16 +5,16 @@ from __future__ import annotations
 from furlong.plan.values import Action
 from furlong.runtime.memory import MemoryMeter
 from furlong.runtime.pools import Pools
-from furlong.runtime.stopwatch import stopwatch
+from furlong.runtime.stopwatch import Clock, stopwatch
 from furlong.timeline import Record, Timeline
 
 
 class Recorder:
     """Notes actions one after another, without waiting for the device."""
 
-    def __init__(self, pools: Pools, rank: int, *, exact_peaks: bool) -> None:
+    def __init__(self, pools: Pools, rank: int, *, exact_peaks: bool, clock: Clock) -> None:
         self._pools, self._rank = pools, rank
-        self._watch = stopwatch(pools.arena.device)
+        self._watch = stopwatch(pools.arena.device, clock)
         self._meter = MemoryMeter(pools.arena.device, exact=exact_peaks)
         self._noted: list[tuple[Action, int, int]] = []
 

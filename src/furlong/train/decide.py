@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import (
     HardwareSpec,
     free_ram_budget_bytes,
@@ -30,7 +31,6 @@ from furlong.planners.auto import (
     training_of,
 )
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.train.device import nearest_hardware
 
 
 def decide_options(
