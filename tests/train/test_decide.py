@@ -6,8 +6,8 @@ import pytest
 from tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.cost.known_hardware import KNOWN
 from furlong.cost.device_names import EXACT_NAMES, nearest_hardware
+from furlong.cost.known_hardware import KNOWN
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 

@@ -57,15 +57,31 @@ def fit_rates(samples: Sequence[Sample], spec: HardwareSpec) -> dict[str, Any]:
     saturating = _EFFICIENCIES[:1] if spec.tile_tokens else _EFFICIENCIES
     names = [*_EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
     table, measured = _table(samples, spec, names)
-    is_work = np.array([name not in _LAUNCHES for name in names])
     found = _fit(table, measured)
-    for _ in range(_ROUNDS if spec.hides_launches else 0):
-        launched = table[:, ~is_work] @ found[~is_work] > table[:, is_work] @ found[is_work]
-        hidden = table.copy()
-        hidden[np.ix_(launched, is_work)] = 0.0
-        hidden[np.ix_(~launched, ~is_work)] = 0.0
-        found = _fit(hidden, measured)
+    if spec.hides_launches:
+        stages, _ = _table([_without_head(sample) for sample in samples], spec, names)
+        found = _fit_hidden(stages, table - stages, measured, found, names)
     return _fields(dict(zip(names, found.tolist(), strict=True)))
+
+
+def _fit_hidden(
+    stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
+) -> Array:
+    """The same where passes through `stages` take the longer of work and launches; what `heads`
+    take comes on top. `found`: where to begin."""
+    is_work = np.array([name not in _LAUNCHES for name in names])
+    for _ in range(_ROUNDS):
+        launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
+        longer = stages.copy()
+        longer[np.ix_(launched, is_work)] = 0.0
+        longer[np.ix_(~launched, ~is_work)] = 0.0
+        found = _fit(longer + heads, measured)
+    return found
+
+
+def _without_head(sample: Sample) -> Sample:
+    shape = replace(sample.model.shape, vocab_size=0)
+    return replace(sample, model=replace(sample.model, shape=shape))
 
 
 def residuals(samples: Sequence[Sample]) -> Residuals:
