@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from furlong.errors import ConfigError, DataError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
-from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
+from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
@@ -34,10 +33,16 @@ from furlong.runtime.inputs import (
 )
 from furlong.runtime.kept import Kept
 from furlong.runtime.pools import Storage
-from furlong.runtime.precision import compute_parameters
+from furlong.runtime.precision import compute_parameters, made_gradients
+from furlong.runtime.recorder import Measuring
 from furlong.runtime.self_check import self_check
-from furlong.runtime.stopwatch import Clock
-from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
+from furlong.runtime.surroundings import (
+    device_type,
+    drawn,
+    left_out,
+    refuse_mode,
+    refuse_untrainable,
+)
 from furlong.timeline import Timeline
 
 
@@ -107,13 +112,11 @@ class Engine:
         plan: ChunkPlan,
         sequences: Sequence[Mapping[str, Tensor]],
         num_valid_tokens: int | None = None,
-        *,
-        exact_peaks: bool = False,
-        clock: Clock = time.perf_counter,
+        **measuring: Unpack[Measuring],
     ) -> StepResult:
         """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
 
-        `exact_peaks`, `clock`: see `Executor`; the other arguments and the outcome are as in
+        `measuring`: see `Measuring`; the other arguments and the outcome are as in
         `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
         ranks, DataError for sequences of other lengths.
         """
@@ -121,7 +124,7 @@ class Engine:
         require_lengths(plan, shifted)
         with self._alone():
             self._follow_model()
-            return self._obey(plan, shifted, num_valid_tokens, exact_peaks=exact_peaks, clock=clock)
+            return self._obey(plan, shifted, num_valid_tokens, **measuring)
 
     def forward_backward(
         self,
@@ -159,9 +162,7 @@ class Engine:
         plan: ChunkPlan,
         shifted: Sequence[ShiftedSequence],
         num_valid_tokens: int | None,
-        *,
-        exact_peaks: bool = False,
-        clock: Clock = time.perf_counter,
+        **measuring: Unpack[Measuring],
     ) -> StepResult:
         own_valid_tokens = count_valid_tokens(shifted)
         divisor = _divisor(num_valid_tokens, own_valid_tokens)
@@ -172,16 +173,16 @@ class Engine:
             longest_tokens=model.longest_tokens,
         )  # fmt: skip
         if backward:
-            self._check_trainable()
+            refuse_untrainable(model)
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
-        assert self._kept.pools is not None
-        with self._computing(), model.installed():
+        gradients = made_gradients(model.model) if backward else nullcontext()
+        with gradients, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
-                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.pools,
-                comms=Alone(), exact_peaks=exact_peaks, clock=clock,
+                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
+                comms=Alone(), **measuring,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:
@@ -191,11 +192,10 @@ class Engine:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""
-        make = partial(
+        return partial(
             type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
             storage=self._storage,
-        )  # fmt: skip
-        return make, (self._given,)
+        ), (self._given,)  # fmt: skip
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -246,16 +246,6 @@ class Engine:
         with compute_parameters(self.model.model, dtype, unchanged=unchanged):
             yield
 
-    def _check_trainable(self) -> None:
-        refuse_hooks(self.model.model)
-        if not any(parameter.requires_grad for parameter in self.model.model.parameters()):
-            raise ConfigError(
-                given=f"{self.model.name} without a parameter that requires a gradient",
-                required="at least one trainable parameter",
-                source="the model that was passed",
-                change="model.requires_grad_(True), add adapters, or pass backward=False",
-            )
-
     def _note(self, message: str) -> None:
         """Warn once per engine."""
         if message not in self._notes:
@@ -288,11 +278,10 @@ def forward_backward(
     requires_grad and the attention implementation are afterwards as before, also after an error
     (then part of the gradients may have been added). Raises UserError for what the caller can mend.
 
-    Buffers and the outcome of the start-up check are kept for the model as long as it lives.
+    Buffers and the start-up check's outcome are kept as long as the model lives.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
-    options = ChunkOptions() if options is None else options
-    return engine.forward_backward(sequences, options, num_valid_tokens, backward)
+    return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
 
 
 def _divisor(num_valid_tokens: int | None, own_valid_tokens: int) -> int:

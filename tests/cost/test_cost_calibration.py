@@ -54,7 +54,7 @@ def test_a_cost_model_counts_what_was_measured():
     after = MEASURED.apply_to(model)
     assert after.hardware == MEASURED.apply(model.hardware)
     assert after.activation_factor == 1.1
-    assert after.optimizer_s(3 * 10**8) == pytest.approx(3)
+    assert after.hardware.optimizer_s(3 * 10**8) == pytest.approx(3)
     plan = plan_on_device([600], ChunkOptions(size=256), num_layers=24)
     counted = {name: sum(m.memory().curve(plan, 0).peak.values()) for name, m in {
         "before": model, "after": after, "without heap": replace(after, heap_blocks=0.0),

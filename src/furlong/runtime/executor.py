@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -36,10 +36,9 @@ from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.loss_head import LossHead
 from furlong.runtime.pools import Pools
-from furlong.runtime.recorder import Recorder
+from furlong.runtime.recorder import Measuring, Recorder
 from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.stage_inputs import StageInputs
-from furlong.runtime.stopwatch import Clock
 from furlong.timeline import Timeline
 
 
@@ -78,12 +77,8 @@ class Executor:
         pools: Pools,
         comms: Comms,
         rank: int = 0,
-        exact_peaks: bool = False,
-        clock: Clock = time.perf_counter,
+        **measuring: Unpack[Measuring],
     ) -> None:
-        """`exact_peaks`: reset the device's statistics of memory before each action, so that every
-        record holds the peak during its own; see `MemoryMeter`. `clock`: seconds on devices that
-        compute in the calling thread."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -104,14 +99,11 @@ class Executor:
         self._live: dict[tuple[int, int], _Live] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
-        self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks, clock=clock)
+        self._recorder = Recorder(pools, rank, **measuring)
+        self.token_losses = self._head.token_losses
+        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
-
-    @property
-    def token_losses(self) -> list[Tensor]:
-        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
-        return self._head.token_losses
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""

@@ -74,6 +74,30 @@ def compute_parameters(
                 module._parameters[name] = parameter
 
 
+@contextmanager
+def made_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it trained parameters have a `.grad`; those that nothing has reached lose it again.
+
+    Made in the first backward, gradients would lie among the short-lived tensors of the heap and
+    keep it from shrinking.
+    """
+    sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters()}
+    made: list[tuple[nn.Parameter, Tensor, int]] = []
+    for parameter in model.parameters():
+        is_usual = type(parameter) is nn.Parameter and id(parameter) not in sparse
+        if not is_usual or not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if not _is_apart(parameter):
+            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+            made.append((parameter, parameter.grad, parameter.grad._version))
+    try:
+        yield
+    finally:
+        for parameter, zeros, version in made:
+            if parameter.grad is zeros and zeros._version == version:
+                parameter.grad = None
+
+
 def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """The parameter that computes in a parameter's place: itself where nothing is changed."""
     if not parameter.is_floating_point() or (parameter.dtype == dtype and not _hooks(parameter)):

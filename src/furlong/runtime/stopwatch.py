@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,7 +26,7 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """For devices that compute in the calling thread."""
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: list[float] = []
 
@@ -56,5 +55,5 @@ class CUDAStopwatch:
         return [self._marks[0].elapsed_time(mark) / 1e3 for mark in self._marks]  # type: ignore[no-untyped-call]
 
 
-def stopwatch(device: torch.device, clock: Clock = time.perf_counter) -> Stopwatch:
+def stopwatch(device: torch.device, clock: Clock) -> Stopwatch:
     return CUDAStopwatch(device) if device.type == "cuda" else HostStopwatch(clock)
