@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 from furlong.cost.calibration import Calibration, load_calibration
 from furlong.cost.hardware import THIS_CPU
@@ -12,6 +13,8 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 
 _CPU_NAME = "model name"
+_LEAST_MARGIN = 0.02
+"""Of a budget: no prediction of memory is better."""
 
 
 def calibration_file(hardware: str, dtype: str) -> Path:
@@ -47,31 +50,51 @@ def machine_of(hardware: str) -> str:
     return f"{_cpu_name()}, {cores} cores, threads: {threads}"
 
 
-def calibrated(
-    model: CostModel, dtype: str, file: Path | None = None
-) -> tuple[CostModel, Calibration | None, str]:
-    """The model with what was measured of its hardware in this dtype, the calibration, and a word
-    for both; the model as it is where there is none.
+class Calibrated(NamedTuple):
+    """A cost model, and the calibration that is in it, if there is one."""
+
+    model: CostModel
+    calibration: Calibration | None
+    words: str
+    """Which figures the model has, and how far they can be trusted."""
+
+    def margin(self, otherwise: float) -> float:
+        """Share of a device's budget that plans should leave free."""
+        error = None if self.calibration is None else self.calibration.memory_error
+        return otherwise if error is None else max(_LEAST_MARGIN, error)
+
+    @property
+    def process_bytes(self) -> int:
+        """Counted by the model, and in use before a budget is taken of what is free."""
+        return self.model.overhead_bytes or 0
+
+
+def calibrated(model: CostModel, dtype: str) -> Calibrated:
+    """The model with what was measured of its hardware in this dtype; as it is without a file.
 
     Raises ConfigError for a file that `furlong calibrate` has not written.
     """
     name = model.hardware.name
-    file = file or calibration_file(name, dtype)
+    file = calibration_file(name, dtype)
     if not os.path.exists(file):
-        return model, None, f"{name} in {dtype}: assumed figures; furlong calibrate measures them"
-    found = load_calibration(file)
-    own = machine_of(name)
-    if (found.hardware, found.dtype, found.machine) != (name, dtype, own):
-        words = f"{name} in {dtype}: assumed figures; {file} was measured on {found.hardware}"
-        if found.machine != own:
-            words += f" ({found.machine}; this is {own})"
-        return model, None, f"{words}, in {found.dtype}"
+        return uncalibrated(model)
+    found, own = load_calibration(file), machine_of(name)
+    if (found.hardware, found.dtype) != (name, dtype) or found.machine != own:
+        other = found.machine or found.hardware
+        words = f"assumed: {file} was measured on another machine ({other}; this is {own})"
+        return Calibrated(model, None, words)
     errors = [
         f"{what} within {error:.0%}"
         for what, error in (("times", found.time_error), ("peaks", found.memory_error))
         if error is not None
     ]
-    return found.apply_to(model), found, f"calibrated by {file}: {', '.join(errors)}"
+    words = ", ".join([f"measured by furlong calibrate ({file})", *errors])
+    return Calibrated(found.apply_to(model), found, words)
+
+
+def uncalibrated(model: CostModel) -> Calibrated:
+    """The model as it is."""
+    return Calibrated(model, None, "assumed; furlong calibrate measures them")
 
 
 def _cpu_name() -> str:
