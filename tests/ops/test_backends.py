@@ -1,12 +1,17 @@
 """Every backend against dense attention under autograd: values and all gradients."""
 
+import itertools
+
 import pytest
 import torch
+from emulated_cuda import EmulatedCUDA
 
-from furlong.ops.backend import Block
-from furlong.ops.choose import choose_backend
+from furlong.ops import choose, cuda_flash, cudnn
+from furlong.ops.backend import Block, merge_
+from furlong.ops.choose import ProbedBackend, choose_backend
 from furlong.ops.cpu_flash import CPUFlash
-from furlong.ops.cuda_flash import CUDNN, CUDAFlash
+from furlong.ops.cuda_flash import CUDAFlash
+from furlong.ops.cudnn import CUDNN
 from furlong.ops.reference import Reference
 
 CASES = {
@@ -47,8 +52,9 @@ def inputs(case, heads, dtype, device="cpu"):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    q, dout = draw(heads[0], num_rows, 16), draw(heads[0], num_rows, 16)
-    return q, draw(heads[1], num_keys, 16), draw(heads[1], num_keys, 16), dout, block
+    q, dout = draw(num_rows, heads[0], 16), draw(num_rows, heads[0], 16)
+    kv = draw(num_keys, 2, heads[1], 16)  # as a store keeps them
+    return *(x.transpose(0, 1) for x in (q, kv[:, 0], kv[:, 1], dout)), block
 
 
 def worst_error(backend, case, heads, dtype, device="cpu"):
@@ -64,7 +70,8 @@ def worst_error(backend, case, heads, dtype, device="cpu"):
     pairs += [(g, w.grad) for g, w in zip(grads, wide, strict=True)]
     floor = 0.1 * dout.double().norm()  # a true gradient may be zero (a single key)
     return max(
-        float((a.double() - b.detach()).norm() / max(b.detach().norm(), floor)) for a, b in pairs
+        float((a.detach().double() - b.detach()).norm() / max(b.detach().norm(), floor))
+        for a, b in pairs
     )
 
 
@@ -101,8 +108,213 @@ def test_a_backend_that_is_wrong_is_left_out(monkeypatch, caplog):
     assert "CPUFlash left out" in caplog.text
 
 
+def test_merging_two_sets_of_keys_is_attention_over_both():
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randn(3, 7, 10, generator=generator, dtype=torch.float64)
+    values = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
+    (out, lse), other, nothing = (
+        (
+            scores[..., keys].softmax(-1).nan_to_num() @ values[:, keys],
+            scores[..., keys].logsumexp(-1),
+        )
+        for keys in (slice(0, 4), slice(4, 10), slice(10, 10))
+    )
+    merge_(out, lse, *nothing)
+    merge_(out, lse, *other)
+    torch.testing.assert_close(out, scores.softmax(-1) @ values)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    blank = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    merge_(*blank, out, lse)
+    torch.testing.assert_close(blank, (out, lse))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_emulated_cuda(backend, case, heads):
+    with EmulatedCUDA():
+        assert worst_error(backend(), case, heads, torch.float64) < 1e-13
+
+
+@pytest.mark.parametrize("case", ["causal square", "full prefix", "far prefix"])
+def test_cudnn_beyond_its_limit_of_rows_and_keys(case, monkeypatch):
+    monkeypatch.setattr(cudnn, "_MAX_ROWS", 8)
+    with EmulatedCUDA(max_rows=8) as counted:
+        assert worst_error(CUDNN(), case, (6, 2), torch.float64) < 1e-13
+    cut = counted.launches["_scaled_dot_product_cudnn_attention"]
+    whole = counted.launches["_flash_attention_forward"]
+    assert (cut, whole) == ((0, 1) if case == "causal square" else (21, 0))  # 3 x 7 pieces
+
+
+LENS = {"equal": [5, 5, 5], "unequal": [1, 9, 1, 3, 20], "single tokens": [1, 1, 1, 1]}
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
+def test_packed_slices(backend, lens, window):
+    """One call for all slices against dense attention of each."""
+    stops = list(itertools.accumulate(LENS[lens]))
+    slices = [slice(stop - n, stop) for n, stop in zip(LENS[lens], stops, strict=True)]
+    block = Block(0, 0.3, window)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (
+        torch.randn(stops[-1], n, 8, generator=generator, dtype=torch.float64).transpose(0, 1)
+        for n in (6, 2, 2, 6)
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    parts = [dense(*(x[:, rows] for x in leaves), block) for rows in slices]
+    truth = torch.cat([out for out, _ in parts], 1)
+    with EmulatedCUDA():
+        out, lse = (engine := backend()).packed_forward(q, k, v, slices, block)
+        strided = out.contiguous(), lse.mT.contiguous().mT
+        grads = engine.packed_backward(dout, q, k, v, *strided, slices, block)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(out, truth.detach(), **close)
+    torch.testing.assert_close(lse, torch.cat([x for _, x in parts], 1).detach(), **close)
+    for mine, expected in zip(grads, torch.autograd.grad(truth, leaves, dout), strict=True):
+        torch.testing.assert_close(mine, expected, **close)
+
+
+@pytest.mark.parametrize("case", ["causal square", "full prefix"])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_backward_takes_its_inputs_in_any_layout(backend, case):
+    """Outputs come merged, remembered or as a kernel left them."""
+    q, k, v, dout, block = inputs(case, (6, 2), torch.float64)
+    layouts = (
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.flip(-1).mT.contiguous().mT.flip(-1) if x.ndim == 3 else x.mT.contiguous().mT,
+    )
+    with EmulatedCUDA():
+        engine = backend()
+        out, lse = engine.forward(q, k, v, block)
+        expected = engine.backward(dout, q, k, v, out, lse, block)
+        for layout in layouts:
+            others = layout(dout), q, k, v, layout(out), layout(lse)
+            for mine, truth in zip(engine.backward(*others, block), expected, strict=True):
+                torch.testing.assert_close(mine, truth, rtol=0, atol=0)
+        for layout in layouts:
+            heads = (layout(x) for x in (q, k, v))
+            grads = engine.backward(dout, *heads, out, lse, block)
+            for mine, truth in zip(grads, expected, strict=True):
+                torch.testing.assert_close(mine, truth)
+
+
+def test_the_ends_of_slices_are_made_once_per_chunk():
+    backend, q = CUDAFlash(), torch.empty(2, 9, 8)
+    first = backend._ends([slice(0, 4), slice(4, 9)], q)
+    assert first.tolist() == [0, 4, 9] and first.dtype == torch.int32
+    assert backend._ends([slice(0, 4), slice(4, 9)], q) is first
+    assert backend._ends([slice(0, 5), slice(5, 9)], q).tolist() == [0, 5, 9]
+    for wrong in ([slice(0, 4), slice(5, 9)], [slice(0, 4), slice(4, 8)], [slice(1, 4)]):
+        with pytest.raises(AssertionError, match="slices"):
+            backend._ends(wrong, q)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_signatures_and_shapes_of_the_real_operators(backend, case):
+    """torch's own operators on the meta device: an argument or a shape that is wrong raises."""
+    *tensors, block = inputs(case, (6, 2), torch.bfloat16)
+    q, k, v, dout = (x.to("meta") for x in tensors)
+    check_on_meta(q, k, v, dout, backend(), (slice(0, q.shape[1]),), block)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_signatures_and_shapes_of_packed_calls(backend, window):
+    q, k, v, dout = (
+        torch.empty(9, n, 16, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+        for n in (6, 2, 2, 6)
+    )
+    slices = (slice(0, 1), slice(1, 6), slice(6, 9))
+    check_on_meta(q, k, v, dout, backend(), slices, Block(0, 0.3, window))
+
+
+def check_on_meta(q, k, v, dout, backend, slices, block):
+    out, lse, *grads = choose._computed(backend, dout, q, k, v, slices, block)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_meta
+    assert lse.shape == q.shape[:2] and lse.dtype == torch.float32
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("is_windowed", [False, True])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_probe_covers_windows_and_packed_slices(backend, is_windowed, monkeypatch):
+    def fault():
+        with EmulatedCUDA():
+            device = torch.device("cpu")
+            return choose._probe(backend(), device, torch.float64, 16, is_windowed, False)
+
+    assert fault() is None
+    with monkeypatch.context() as patch:
+        plain = cuda_flash._square_window
+        patch.setattr(
+            cuda_flash,
+            "_square_window",
+            lambda block: plain(Block(0, 1.0, (block.window or 9) - 1)),
+        )
+        assert "relative error" in fault()
+    with monkeypatch.context() as patch:
+        packed = CUDAFlash.packed_backward
+        patch.setattr(CUDAFlash, "packed_backward", lambda *args: [2 * g for g in packed(*args)])
+        assert "relative error" in fault()
+
+
+@pytest.mark.parametrize(
+    "dtype, is_capped, why",
+    [
+        (torch.float32, False, "16 bits"),
+        (torch.float64, False, "16 bits"),
+        (torch.bfloat16, True, "softcap"),
+    ],
+)
+def test_the_reference_on_cuda_is_taken_aloud(dtype, is_capped, why, caplog):
+    chosen = choose_backend(torch.device("cuda"), dtype, 64, is_capped=is_capped)
+    assert isinstance(chosen, Reference)
+    assert "plain reference" in caplog.text and why in caplog.text
+
+
+def test_each_kind_of_attention_is_chosen_once(monkeypatch):
+    asked = []
+
+    def chosen(device, dtype, head_dim, **kind):
+        asked.append((dtype, head_dim, *kind.values()))
+        return Reference()
+
+    monkeypatch.setattr(choose, "choose_backend", chosen)
+    backend = ProbedBackend()
+    q = torch.randn(2, 4, 8)
+    for block in (Block(0, 1.0), Block(0, 1.0, window=2), Block(0, 1.0, softcap=3.0)) * 2:
+        out, lse = backend.packed_forward(q, q, q, [slice(0, 1), slice(1, 4)], block)
+        backend.packed_backward(q, q, q, q, out, lse, [slice(0, 1), slice(1, 4)], block)
+        backend.backward(q, q, q, q, *backend.forward(q, q, q, block), block)
+    kinds = [(False, False), (True, False), (False, True)]
+    assert asked == [(torch.float32, 8, *kind) for kind in kinds]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
-@pytest.mark.parametrize("backend", [CUDAFlash(), CUDNN()], ids=lambda b: type(b).__name__)
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_on_cuda(backend, case):
-    assert worst_error(backend, case, (6, 2), torch.bfloat16, "cuda") < 2e-2
+    assert worst_error(backend(), case, (6, 2), torch.bfloat16, "cuda") < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_windowed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_probe_on_cuda(backend, head_dim, is_windowed):
+    """Packed slices among the rest."""
+    device = torch.device("cuda")
+    fault = choose._probe(backend(), device, torch.bfloat16, head_dim, is_windowed, False)
+    assert fault is None
+
+
+@pytest.mark.gpu
+def test_cudnn_on_cuda_beyond_its_limit(monkeypatch):
+    monkeypatch.setattr(cudnn, "_MAX_ROWS", 8)
+    assert worst_error(CUDNN(), "full prefix", (6, 2), torch.bfloat16, "cuda") < 2e-2

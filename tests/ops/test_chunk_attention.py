@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from emulated_cuda import EmulatedCUDA
 from torch import Tensor
 
-from furlong.ops.chunk_attention import AttentionRule, Relayed, chunk_attention, merge
+from furlong.ops.chunk_attention import AttentionRule, Relayed, chunk_attention
 from furlong.ops.cpu_flash import CPUFlash
+from furlong.ops.cuda_flash import CUDAFlash
+from furlong.ops.cudnn import CUDNN
 from furlong.ops.reference import Reference
 
 Slices = list[tuple[int, int, int]]
@@ -73,7 +76,9 @@ class Layer:
         starts = list(range(first, start, self.block_tokens))
         for at in reversed(starts) if gradients else starts:
             keys = slice(at, min(at + self.block_tokens, start))
-            lent = Lent(of.k[:, keys].clone(), of.v[:, keys].clone(), start - at)
+            tokens = torch.stack((of.k[:, keys], of.v[:, keys])).permute(2, 0, 1, 3).contiguous()
+            lent = Lent(*tokens.permute(1, 2, 0, 3).unbind(), start - at)  # from (S, 2, K, H)
+            del tokens
             gone = [weakref.ref(lent), weakref.ref(lent.k), weakref.ref(lent.v)]
             k, v, grads = lent.k, lent.v, lent.grads
             yield lent
@@ -117,18 +122,32 @@ def dense(q, k, v, rule, sinks):
     return scores.softmax(-1)[..., : q.shape[1]] @ v
 
 
-def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
-    """Values and all gradients of a plan's chunks against each whole sequence."""
+def token_major(parts: list[Tensor]) -> Tensor:
+    """Parts (N, t, H) -> (N, T, H) as a model's projections lie in memory."""
+    return torch.cat(parts, 1).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def check_plan(
+    plan, rule, sinks, backend, *, heads=(4, 2), is_known=False, dtype=torch.float64, bound=1e-12
+):
+    """Values and all gradients of a plan's chunks, in a dtype, against each whole sequence."""
+
+    def assert_near(mine, truth):
+        torch.testing.assert_close(mine.double(), truth, rtol=bound, atol=bound)
+
     lens: dict[int, int] = {}
     for sequence, _, stop in itertools.chain(*plan):
         lens[sequence] = max(lens.get(sequence, 0), stop)
+    wide = torch.promote_types(dtype, torch.float32)
     wholes, truths, stored = [], [], []
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     douts = []
     for sequence in range(len(lens)):
         n = lens[sequence]
-        q, dout = (draw(heads[0], n, 8, seed=2 * sequence + i) for i in (1, 2))
-        k, v = (draw(heads[1], n, 8, seed=2 * sequence + i) for i in (1, 2))
+        q, k, v, dout = (
+            draw(num, n, 8, seed=2 * sequence + i).detach().to(dtype).double().requires_grad_()
+            for num, i in ((heads[0], 1), (heads[1], 1), (heads[1], 2), (heads[0], 2))
+        )
         out = dense(q, k, v, rule, sinks)
         grads = torch.autograd.grad(out, [q, k, v] + [sinks] * (sinks is not None), dout)
         if sinks is not None:
@@ -136,14 +155,15 @@ def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
         wholes.append((q, k, v))
         douts.append(dout)
         truths.append((out.detach(), *grads[:3]))
-        own = (k.detach(), v.detach())
-        stored.append(Stored(*own, *(torch.zeros_like(t) for t in own)))
+        own = (k.detach().to(dtype), v.detach().to(dtype))
+        stored.append(Stored(*own, *(torch.zeros_like(t, dtype=wide) for t in own)))
     parts = []
     for slices in plan:
         leaves = [
-            torch.cat([wholes[s][i].detach()[:, a:b] for s, a, b in slices], 1).requires_grad_()
+            token_major([wholes[s][i].detach()[:, a:b].to(dtype) for s, a, b in slices])
             for i in range(3)
         ]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
         stops = list(itertools.accumulate(b - a for _, a, b in slices))
         rows = [slice(stop - (b - a), stop) for stop, (_, a, b) in zip(stops, slices, strict=True)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
@@ -155,18 +175,18 @@ def check_plan(plan, rule, sinks, backend, *, heads=(4, 2), is_known=False):
         if is_known:
             out, _ = chunk_attention(*leaves, **call, known=(out.detach(), lse))
         for (s, a, b), r in zip(slices, rows, strict=True):
-            torch.testing.assert_close(out[:, r], truths[s][0][:, a:b], rtol=1e-12, atol=1e-12)
+            assert_near(out[:, r], truths[s][0][:, a:b])
         parts.append((slices, rows, out, leaves + [sink] * (sinks is not None)))
     for slices, rows, out, leaves in reversed(parts):  # later chunks send before earlier go back
-        dout = torch.cat([douts[s][:, a:b] for s, a, b in slices], 1)
+        dout = token_major([douts[s].detach()[:, a:b].to(dtype) for s, a, b in slices])
         grads = torch.autograd.grad(out, leaves, dout)
         for (s, a, b), r in zip(slices, rows, strict=True):
             for mine, truth in zip(grads[:3], truths[s][1:], strict=True):
-                torch.testing.assert_close(mine[:, r], truth[:, a:b], rtol=1e-12, atol=1e-12)
+                assert_near(mine[:, r], truth[:, a:b])
         if sinks is not None:
             dsinks -= grads[3]
     if sinks is not None:
-        torch.testing.assert_close(dsinks, torch.zeros_like(dsinks), rtol=0, atol=1e-12)
+        assert_near(dsinks, torch.zeros_like(dsinks))
 
 
 @pytest.mark.parametrize("window", [None, 1, 6])
@@ -184,6 +204,27 @@ def test_chunks_give_the_whole_and_all_its_gradients(plan, window, with_sinks, i
 def test_the_cpu_kernel_gives_the_same(plan, window, softcap, heads):
     rule = AttentionRule(0.4, window, softcap)
     check_plan(PLANS[plan], rule, draw(heads[0]), CPUFlash(), heads=heads)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_the_cuda_kernels_give_the_same(backend, plan, window, heads):
+    with EmulatedCUDA():
+        check_plan(PLANS[plan], AttentionRule(0.4, window), draw(heads[0]), backend(), heads=heads)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
+def test_bfloat16(backend, plan, window):
+    """Partial results are merged in float32 and rounded as often as one kernel would."""
+    with EmulatedCUDA():
+        check_plan(
+            PLANS[plan], AttentionRule(0.4, window), None, backend(),
+            dtype=torch.bfloat16, bound=3e-2,
+        )  # fmt: skip
 
 
 class NothingBefore:
@@ -234,12 +275,36 @@ def test_a_forward_inside_a_backward_sends_nothing():
     assert asked == [False, False, True]
 
 
-def test_merging_two_sets_of_keys_is_attention_over_both():
-    scores, values = draw(3, 7, 10), draw(3, 10, 4)
-    parts = [
-        (scores[..., keys].softmax(-1) @ values[:, keys], scores[..., keys].logsumexp(-1))
-        for keys in (slice(0, 4), slice(4, 10))
-    ]
-    out, lse = merge(*parts[0], *parts[1])
-    torch.testing.assert_close(out, scores.softmax(-1) @ values)
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
+def launches(backend, lens, window):
+    """Kernels that a forward and a backward of one layer start, for slices of some lengths."""
+    stops = list(itertools.accumulate(lens))
+    slices = [slice(stop - n, stop) for n, stop in zip(lens, stops, strict=True)]
+    q, dout = (token_major([torch.randn(4, stops[-1], 8)]).requires_grad_() for _ in range(2))
+    k, v = (token_major([torch.randn(2, stops[-1], 8)]).requires_grad_() for _ in range(2))
+    with EmulatedCUDA(computes=False) as counted:
+        out, _ = chunk_attention(
+            q, k, v, slices=slices, layer_kv=NothingBefore(), rule=AttentionRule(0.3, window),
+            backend=backend,
+        )  # fmt: skip
+        torch.autograd.grad(out, (q, k, v), dout.detach())
+    return sum(counted.launches.values())
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
+def test_many_short_sequences_launch_no_more_kernels_than_a_long_one(backend, window):
+    one, many = launches(backend(), [4000], window), launches(backend(), [20] * 200, window)
+    copies = 1  # of the slices' ends to the device, once per chunk
+    assert many + copies <= 2 * one
+    assert one == 2, "one kernel forward, one backward, and nothing around them"
+    assert launches(Looped(), [20] * 20, window) > 2 * one  # the count can fail
+
+
+class Looped(CUDAFlash):
+    """One call per slice."""
+
+    def packed_forward(self, *args):
+        return Reference.packed_forward(self, *args)
+
+    def packed_backward(self, *args):
+        return Reference.packed_backward(self, *args)

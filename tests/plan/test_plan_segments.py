@@ -1,40 +1,39 @@
 """Segments of stored K,V: they cover what is stored, once, and name the pieces that touch them."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.plan.segments import (
-    SEGMENT_BYTES,
-    Segment,
-    cut_segments,
-    first_seen,
-    segment_tokens,
-    stored_offsets,
-)
+from furlong.plan.segments import StoredTokens, segment_tokens
 
 
 def test_by_hand():
-    offsets = stored_offsets((3, 5, 2, 4), None)
-    assert offsets == (0, 3, 8, 10)
-    assert cut_segments(offsets, 4) == (Segment(0, 4, 0, 1), Segment(4, 8, 1, 1),
-                                        Segment(8, 10, 2, 2))  # fmt: skip
-    windowed = stored_offsets((3, 5, 2, 4), 4)
-    assert windowed == (0, 3, 6, 8)
-    assert [first_seen(windowed, piece, 4) for piece in range(4)] == [0, 0, 3, 5]
-    assert stored_offsets((7,), None) == (0,) and cut_segments((0,), 4) == ()
+    stored = StoredTokens.of((3, 5, 2, 4), None, 4)
+    assert stored.offsets == (0, 3, 8, 10) and stored.bounds == (0, 4, 8, 10)
+    assert [stored.pieces(range(*bounds)) for bounds in pairwise(stored.bounds)] == [
+        [0, 1], [1], [2],
+    ]  # fmt: skip
+    assert stored.segments(stored.of_piece(1)) == range(2)
+    windowed = StoredTokens.of((3, 5, 2, 4), 4, 4)
+    assert windowed.offsets == (0, 3, 6, 8)
+    seen = [windowed.seen_from(piece, 4) for piece in range(4)]
+    assert seen == [range(0), range(3), range(3, 6), range(5, 8)]
+    assert list(windowed.segments(range(0))) == []
+    alone = StoredTokens.of((7,), None, 4)
+    assert alone.offsets == (0,) and alone.num_segments == 0
 
 
 @pytest.mark.parametrize(
-    ("token_bytes", "tokens"),
-    # 0.5B: 8192 would be 4 MiB; 7B: 2048; 8B: 1024; 32 heads of 128 in float32 stop at the least
-    [(512, 8192), (2048, 2048), (4096, 1024), (32768, 512), (16, 8192), (3 * 512, 2688)],
-)
-def test_four_mebibytes_at_multiples_of_64(token_bytes, tokens):
-    assert segment_tokens(token_bytes) == tokens
-    assert tokens % 64 == 0
-    if 512 < tokens < 8192:
-        assert 0.9 * SEGMENT_BYTES < tokens * token_bytes <= SEGMENT_BYTES
+    ("token_bytes", "on_cpu", "on_cuda"),
+    # 0.5B; 7B; 8B; 32 heads of 128 in float32; a toy; a width that is no power of two
+    [(512, 4096, 8192), (2048, 1024, 4096), (4096, 512, 2048), (32768, 512, 512),
+     (16, 8192, 8192), (3 * 512, 1344, 5440)],
+)  # fmt: skip
+def test_two_mebibytes_on_a_cpu_and_eight_elsewhere(token_bytes, on_cpu, on_cuda):
+    assert segment_tokens(token_bytes, "cpu") == on_cpu
+    assert segment_tokens(token_bytes, "cuda") == on_cuda
 
 
 @given(
@@ -42,12 +41,12 @@ def test_four_mebibytes_at_multiples_of_64(token_bytes, tokens):
     st.one_of(st.none(), st.integers(1, 9)),
     st.integers(1, 30),
 )
-def test_they_cover_every_stored_token_once(lens, window, tokens_each):
-    offsets = stored_offsets(lens, window)
-    found = cut_segments(offsets, tokens_each)
-    assert [t for s in found for t in range(s.start, s.stop)] == list(range(offsets[-1]))
-    owners = [p for p in range(len(lens) - 1) for _ in range(offsets[p], offsets[p + 1])]
-    for segment in found:
-        touched = owners[segment.start : segment.stop]
-        assert (segment.first_piece, segment.last_piece) == (touched[0], touched[-1])
-        assert segment.start % tokens_each == 0
+def test_they_cover_every_stored_token_once(lens, window, per_segment):
+    stored = StoredTokens.of(lens, window, per_segment)
+    owners = [p for p in range(len(lens) - 1) for _ in stored.of_piece(p)]
+    assert len(owners) == stored.bounds[-1] == stored.offsets[-1]
+    for index, (start, stop) in enumerate(pairwise(stored.bounds)):
+        assert stored.pieces(range(start, stop)) == sorted(set(owners[start:stop]))
+        assert stop - start <= per_segment
+        for token in range(start, stop):
+            assert stored.segments(range(token, token + 1)) == range(index, index + 1)

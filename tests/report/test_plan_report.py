@@ -1,6 +1,8 @@
 """What a plan amounts to: the breakdown of its time, its memory, the ranks that are shown."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +10,7 @@ from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
-from furlong.plan.values import Tiers
+from furlong.plan.values import Forward, Tiers
 from furlong.planners.candidates import Candidate
 from furlong.planners.chunkflow import group_chunks
 from furlong.planners.layout import Layout
@@ -22,6 +24,7 @@ from furlong.report.plan_report import Breakdown, report_plan
 from furlong.report.plan_text import format_report, num_retained
 from furlong.report.ranks import choose_ranks, ranks_per_replica
 from furlong.report.scene import make_scene
+from furlong.units import format_bytes
 
 SHAPE = model_shape("Qwen2.5-0.5B")
 LENS = (5000, 900, 300, 2500)
@@ -91,6 +94,29 @@ def test_memory_is_that_of_the_cost_model():
     assert report.peak_bytes == max(report.figures.peak_device_bytes)
     on_host = report_plan(build(tier="host"), costs)
     assert on_host.memory[0].host_bytes == on_host.figures.peak_host_bytes[0] > 0
+    assert on_host.memory[0].disk_bytes == 0 == on_host.traffic[0].read_bytes("disk")
+
+
+def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
+    plan = replace(build(pp=1), tiers=Tiers(kv="host", attention="disk", inputs="disk"))
+    texts = [replace(a, keep="attention") if isinstance(a, Forward) and a.keep == "kv" else a
+             for a in plan.actions[0]]  # fmt: skip
+    report = report_plan(replace(plan, actions=(tuple(texts),)), model())
+    (own,), (traffic,) = report.memory, report.traffic
+    assert own.host_bytes > 0 < own.disk_bytes
+    # the records' are those of both tiers at one time
+    assert report.figures.peak_host_bytes[0] <= own.host_bytes + own.disk_bytes
+    assert report.figures.peak_host_bytes[0] > max(own.host_bytes, own.disk_bytes)
+    page = format_report(report)
+    assert "K,V on the host; stage inputs, attention on the disk; graphs on the device" in page
+    written = format_bytes(traffic.written_bytes("disk"))
+    assert f"attention outputs, disk: {written} written, {written} read" in page
+    assert re.search(r"rank +stages .* device +host +disk", page)
+    moved = json.loads(json.dumps(report.to_json()))["memory"][0]["moved"]
+    assert moved.keys() == {"kv", "attention"} and moved["attention"]["tier"] == "disk"
+    assert moved["attention"]["read_bytes"] == traffic.read_bytes("disk") > 0
+    on_device = format_report(report_plan(build(), model()))
+    assert "all memory on the device" in on_device and "moved" not in on_device
 
 
 def test_padding_is_no_throughput():

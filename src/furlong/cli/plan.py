@@ -10,7 +10,7 @@ from furlong.errors import ConfigError
 
 _OF_THE_SEARCH = (
     "lengths", "sequences", "seed", "max_seq_len", "devices", "dp", "sp", "pp", "size",
-    "num_retained", "keep", "tier", "method", "compare",
+    "num_retained", "keep", "tier", "order", "stage_layers", "host", "disk", "method", "compare",
 )  # fmt: skip
 
 

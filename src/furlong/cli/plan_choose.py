@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from furlong.cli.plan_files import draw, write
-from furlong.cli.plan_run import decision_of, with_run_budget
+from furlong.cli.plan_run import decision_of, found_of, with_run_budget
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.plan.text import save_plan
@@ -36,8 +36,9 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
     subject = with_run_budget(subject_of(chosen))
     problem = subject.problem
     decision = decision_of(subject, chosen)
-    found = decision.found if decision is not None else None
-    if found is None:
+    if decision is not None and decision.searched is not None:
+        found = found_of(decision.searched, subject)
+    else:
         found = search_with(subject, methods, strict=True, tell=tell)
     best = found.best
     tell("a plan is found, it is measured")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from furlong.cli.flag_types import amount, amount_or_auto, number, tier_or_auto
 from furlong.errors import ConfigError
 from furlong.plan.lengths import MAX_TOKENS
-from furlong.units import parse_bytes
 
 MAX_DEVICES = 65_536
 MAX_BATCH = 16_384
@@ -103,19 +103,19 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sequences",
-        type=_number(1, MAX_BATCH),
+        type=number(1, MAX_BATCH),
         metavar="N",
         help="sequences of one step's batch, drawn from the lengths"
         " (default: the run's, or all of a file of at most 64, or 64)",
     )
     group.add_argument(
         "--seed",
-        type=_number(0, MAX_SEED),
+        type=number(0, MAX_SEED),
         metavar="N",
         help="of that draw (default: the run's, or 0)",
     )
     group.add_argument(
-        "--max-seq-len", type=_number(1, MAX_TOKENS), metavar="N", help="leave longer sequences out"
+        "--max-seq-len", type=number(1, MAX_TOKENS), metavar="N", help="leave longer sequences out"
     )
     group.add_argument(
         "--model",
@@ -130,7 +130,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lora-rank",
-        type=_number(1, _MAX_RANK),
+        type=number(1, _MAX_RANK),
         metavar="R",
         help="train adapters of all linear layers, and freeze the rest",
     )
@@ -153,7 +153,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--devices",
-        type=_number(1, MAX_DEVICES),
+        type=number(1, MAX_DEVICES),
         metavar="N",
         help="how many (default: the product of the sizes below)",
     )
@@ -165,7 +165,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--parallel.{name}",
             dest=name,
-            type=_number(1, MAX_DEVICES, auto=True),
+            type=number(1, MAX_DEVICES, auto=True),
             metavar="N",
             help=what,
         )
@@ -173,9 +173,23 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory.device",
         dest="memory",
-        type=_amount_or_auto,
+        type=amount_or_auto,
         metavar="AMOUNT",
         help="budget of a device, such as 40GB (default: the hardware's)",
+    )
+    group.add_argument(
+        "--memory.host",
+        dest="host",
+        type=amount_or_auto,
+        metavar="AMOUNT",
+        help="budget of a GPU's host (default: no limit; 0: nothing may live there)",
+    )
+    group.add_argument(
+        "--memory.disk",
+        dest="disk",
+        type=amount,
+        metavar="AMOUNT",
+        help="budget on disk (default: 0, nothing may live there)",
     )
     group.add_argument(
         "--method",
@@ -188,14 +202,14 @@ def _add_chunks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chunks.size",
         dest="size",
-        type=_number(1, MAX_TOKENS, auto=True),
+        type=number(1, MAX_TOKENS, auto=True),
         metavar="TOKENS",
         help="most tokens of a chunk",
     )
     group.add_argument(
         "--chunks.num_retained",
         dest="num_retained",
-        type=_number(0, MAX_TOKENS, auto=True),
+        type=number(0, MAX_TOKENS, auto=True),
         metavar="N",
         help="last chunks of a sequence that keep their graph",
     )
@@ -208,8 +222,23 @@ def _add_chunks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chunks.tier",
         dest="tier",
-        choices=("auto", "device", "host", "disk"),
-        help="where K,V live (auto: device or host)",
+        type=tier_or_auto,
+        metavar="TIER",
+        help="where kept tensors live: device, host, disk, or a mapping of kinds (kv, inputs,"
+        " attention, graphs) such as '{attention: disk}'; on several devices of K,V alone",
+    )
+    group.add_argument(
+        "--chunks.order",
+        dest="order",
+        choices=("auto", "chunk-first", "layer-first"),
+        help="whether a chunk goes through all layers first, or all chunks through a stage",
+    )
+    group.add_argument(
+        "--chunks.stage_layers",
+        dest="stage_layers",
+        type=number(1, MAX_TOKENS, auto=True),
+        metavar="N",
+        help="most layers of a stage, with layer-first",
     )
 
 
@@ -228,30 +257,3 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", metavar="FILE", type=Path, help="write a trace that Perfetto opens: .json"
     )
-
-
-def _number(lowest: int, most: int, *, auto: bool = False) -> Callable[[str], int | None]:
-    """A reader of whole numbers between two bounds; `auto`, where it may be given, is None."""
-
-    def read(text: str) -> int | None:
-        if auto and text == "auto":
-            return None
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if not lowest <= value <= most:
-            shown = text if len(text) <= 40 else text[:40] + "..."
-            raise argparse.ArgumentTypeError(
-                f"{shown!r} is no whole number of at least {lowest} and at most {most:,}"
-            )
-        return value
-
-    return read
-
-
-def _amount_or_auto(text: str) -> int | None:
-    try:
-        return None if text == "auto" else parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,15 +1,25 @@
-"""What `auto` decides in a run on one device, told by `furlong plan RUN.yaml`."""
+"""What `auto` decides on one device, told by `furlong plan`: for a run file as `furlong train`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cli.plan_subject import Subject
 from furlong.cost.hardware import THIS_CPU, free_ram_budget_bytes, this_cpu
-from furlong.planners.auto import FREE_RAM, Decision, decide
-from furlong.planners.search import Found
-from furlong.simulate.clock import time_actions
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
+from furlong.plan.lengths import count_lengths
+from furlong.plan.values import ChunkPlan
+from furlong.planners.auto import FREE_RAM, Decision, decide, dials_of
+from furlong.planners.auto_search import Searched, Tried
+from furlong.planners.candidates import Candidate
+from furlong.planners.layout import Layout
+from furlong.planners.one_device import plan_on_device
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import predict
+from furlong.planners.search import Found, Outcome, Refusal, Trial
 
 
 def with_run_budget(subject: Subject) -> Subject:
@@ -22,47 +32,67 @@ def with_run_budget(subject: Subject) -> Subject:
 
 
 def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None:
-    """The decision of `furlong train` for a run file on one device; None for any other question.
+    """The decision of `furlong train` on one device; None for several, or for one method's plans.
 
     Raises ConfigError where no plan is predicted to fit.
     """
     problem, batch, config = subject.problem, subject.batch, subject.config
-    if config is None or chosen.method is not None or problem.num_devices != 1:
-        return None
-    if batch.lengths is None or subject.dials.get("tier", "device") != "device":
+    if chosen.method is not None or problem.num_devices != 1:
         return None
     model, words = problem.model, "memory.device"
-    if chosen.memory is None and config.memory.device == "auto":
-        words = FREE_RAM if _on_this_cpu(subject) else f"of a {model.hardware.name}"
+    if chosen.memory is None and (config is None or config.memory.device == "auto"):
+        of_run = config is not None and _on_this_cpu(subject)
+        words = FREE_RAM if of_run else f"of a {model.hardware.name}"
     if _on_this_cpu(subject):
         model = replace(model, hardware=this_cpu(measured=False))
     budget = problem.budget_bytes
-    decision = decide(
-        batch.lengths,
+    return decide(
+        batch.lengths or count_lengths(problem.seq_lens),
         sequences_per_step=len(batch.seq_lens),
         seed=batch.seed,
         model=model,
         budget_bytes=model.hardware.budget_bytes if budget is None else budget,
         budget_words=words,
+        host_bytes=subject.host_bytes,
+        disk_bytes=subject.disk_bytes,
         must_fit=True,
         dials=subject.dials,
     )
-    found = decision.found
-    return decision if found is None else replace(decision, found=_of_one_step(found, subject))
 
 
-def _of_one_step(found: Found, subject: Subject) -> Found:
-    """The same with the plan of the subject's batch, and all times in the seconds of its model."""
-    problem, best = subject.problem, found.best
-    plan = best.candidate.build(problem.seq_lens, problem.model)
-    step_s = time_actions(plan, problem.model.costs(plan)).duration_s
-    ratio = step_s / best.step_s
-    return replace(
-        found,
-        best=replace(best, plan=plan, step_s=step_s),
-        others=tuple(replace(o, step_s=o.step_s * ratio) for o in found.others),
-        trials=tuple(replace(t, bound_s=t.bound_s * ratio) for t in found.trials),
+def found_of(searched: Searched, subject: Subject) -> Found:
+    """What was searched, with the plan of the subject's batch as its best, and all times in the
+    seconds of its model."""
+    problem = subject.problem
+    best = _candidate(searched.best.options)
+    plan = best.build(problem.seq_lens, problem.model)
+    predicted = predict(problem.model, plan)
+    ratio = predicted.step_s / searched.best.step_s
+    outcome = Outcome(best, plan, predicted.step_s, predicted.device_bytes)
+    trials = [Trial(best, outcome.step_s)]
+    trials += [Trial(_candidate(t.options), t.step_s * ratio) for t in searched.tried[1:]]
+    return Found(
+        best=outcome,
+        others=(),
+        trials=tuple(sorted(trials, key=lambda trial: trial.bound_s)),
+        refused=tuple(_refusal(tried) for tried in searched.refused),
+        num_pruned=searched.num_pruned,
+        seconds=searched.seconds,
     )
+
+
+def _candidate(options: ChunkOptions) -> Candidate:
+    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
+        return plan_on_device(lens, options, num_layers=model.shape.num_layers)
+
+    return Candidate("furlong", Layout(), dials_of(options), build)
+
+
+def _refusal(tried: Tried) -> Refusal:
+    error = ConfigError(
+        given=f"{tried.needs.device_bytes} bytes", required="less", source="", change=""
+    )
+    return Refusal(_candidate(tried.options), error)
 
 
 def _on_this_cpu(subject: Subject) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from furlong.cli.plan_subject import Subject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
+from furlong.plan.text import tiers_in_words
+from furlong.plan.values import ON_DEVICE
 from furlong.planners.candidates import Candidate, Ladder, Room
 from furlong.planners.methods import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search import Found, search
@@ -37,6 +39,10 @@ class _FixedRoom(Room):
         size = dict(self.given).get("size")
         return super().sizes() if size is None else [size]
 
+    def heights(self, num_layers: int) -> list[int]:
+        height = dict(self.given).get("stage_layers")
+        return super().heights(num_layers) if height is None else [height]
+
     def retained(self, size: int) -> list[int]:
         number = dict(self.given).get("num_retained")
         return sorted(
@@ -50,10 +56,13 @@ def search_with(
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
     dials = dict(subject.dials)
+    if "tier" in dials:
+        dials["tier"] = _tier_of_kv(dials["tier"])
     num_rooms = num_offered = 0
 
     def agrees(candidate: Candidate) -> bool:
-        own = {"tier": "device", **candidate.dials}
+        order = "layer-first" if "stage_layers" in candidate.dials else "chunk-first"
+        own = {"tier": "device", "order": order, **candidate.dials}
         if "size" in dials and "chunks of" in own:
             return False  # chunks of equal time may hold more tokens than their size says
         return all(
@@ -81,6 +90,15 @@ def search_with(
         if num_offered or not num_rooms:
             raise
         raise _nothing_offered(subject, methods) from None
+
+
+def _tier_of_kv(given: Any) -> str:
+    """The tier of K,V, which is what the plans of several devices choose; a word of no candidate
+    where other kinds are named as well."""
+    if isinstance(given, str):
+        return given
+    others = replace(given, kv="device")
+    return str(given.kv) if others == ON_DEVICE else tiers_in_words(given)
 
 
 def _nothing_offered(subject: Subject, methods: Mapping[str, Method]) -> ConfigError:

@@ -23,7 +23,9 @@ from furlong.cost.training import Lora, Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.values import Tier
 from furlong.planners.auto import training_of as training_of_run
+from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.search import Problem
+from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
 
 
+_DIALS = ("size", "num_retained", "keep", "tier", "order", "stage_layers")
 MAX_CHUNKS = 2048
 """Chunks of the longest sequence that a plan may have."""
 
@@ -41,11 +44,14 @@ class Subject:
 
     problem: Problem
     dials: Mapping[str, Any]
-    """Values that are given: size, num_retained, keep, tier."""
+    """Values that are given: size, num_retained, keep, tier, order, stage_layers."""
     batch: Batch
     model_name: str
     config: RunConfig | None = None
     """Of a run file."""
+    host_bytes: int | None = 0
+    """Budget of the host; None: no limit."""
+    disk_bytes: int = 0
 
     @property
     def num_positions(self) -> int | None:
@@ -110,7 +116,7 @@ def subject_of(chosen: argparse.Namespace) -> Subject:
                 source="the command line",
                 change=f"add --{name}, or see furlong plan --help",
             )
-    dials = {name: getattr(chosen, name) for name in ("size", "num_retained", "keep", "tier")}
+    dials = {name: getattr(chosen, name) for name in _DIALS}
     return _build(chosen, batch_of_flags(chosen), chosen.model, dials, None)
 
 
@@ -160,7 +166,7 @@ def _of_run(chosen: argparse.Namespace) -> Subject:
     dials = {
         name: getattr(config.chunks, name) if getattr(chosen, name) is None else
         getattr(chosen, name)
-        for name in ("size", "num_retained", "keep", "tier")
+        for name in _DIALS
     }  # fmt: skip
     batch = batch_of_run(chosen.subject, config, chosen)
     return _build(chosen, batch, chosen.model or config.model.name, dials, config)
@@ -179,22 +185,42 @@ def _build(
     _check_chunks(max(batch.seq_lens), dials["size"])
     spec = hardware(THIS_CPU if chosen.hardware is None else chosen.hardware)
     fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
+    if "tier" in fixed:
+        fixed["tier"] = checked_tier(fixed["tier"])
+    if "stage_layers" in fixed:
+        fixed.setdefault("order", "layer-first")
+    tier = fixed.get("tier")
+    host_bytes, disk_bytes = _tier_budgets(chosen, tier, spec.name == THIS_CPU, config)
     budget = chosen.memory
     if budget is None and config is not None and config.memory.device != "auto":
         budget = config.memory.device
-    tier: Tier | None = fixed.get("tier")
-    tiers: tuple[Tier, ...] = ("device",) if spec.name == THIS_CPU else ("device", "host")
+    tiers: tuple[Tier, ...] = ("device",) if host_bytes == 0 else ("device", "host")
+    if tier is not None:
+        tiers = (ChunkOptions(tier=tier).tiers.kv,)
     problem = Problem(
         seq_lens=batch.seq_lens,
         model=CostModel(model_shape_of(model_name), spec, training_of(chosen, num_devices, config)),
         num_devices=num_devices,
         budget_bytes=budget,
-        tiers=tiers if tier is None else (tier,),
+        tiers=tiers,
         dp=sizes["dp"],
         sp=sizes["sp"],
         pp=sizes["pp"],
     )
-    return Subject(problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config)
+    return Subject(
+        problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config,
+        host_bytes=host_bytes, disk_bytes=disk_bytes,
+    )  # fmt: skip
+
+
+def _tier_budgets(
+    chosen: argparse.Namespace, tier: object, on_cpu: bool, config: RunConfig | None
+) -> tuple[int | None, int]:
+    """Of host and disk: flags, then the run file."""
+    memory = config.memory if config is not None else None
+    host = chosen.host if chosen.host is not None else memory.host if memory else "auto"
+    disk = chosen.disk if chosen.disk is not None else memory.disk if memory else 0
+    return tier_budgets(tier, host, disk, on_cpu=on_cpu)
 
 
 def check_num_devices(num_devices: int, source: str) -> None:

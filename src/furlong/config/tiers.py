@@ -48,6 +48,6 @@ def told(**parts: str) -> PydanticCustomError:
 TierDial = Annotated[Literal["auto"] | TierName | dict[Kind, TierName], BeforeValidator(_read)]
 
 
-def names_tier(value: object, tier: TierName) -> bool:
+def names_tier(value: object, tier: str) -> bool:
     """Whether a value of chunks.tier puts anything on `tier`."""
     return tier in value.values() if isinstance(value, Mapping) else value == tier

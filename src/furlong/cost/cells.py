@@ -64,7 +64,7 @@ def stage_bytes(
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size / tp
     widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
-    attention = (element * shape.q_size + _FLOAT32 * shape.num_heads) / tp
+    attention = (element * shape.q_size + max(element, _FLOAT32) * shape.num_heads) / tp
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size)
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from furlong.cost.stored_kv import StoreLevel
+from furlong.cost.traffic import KINDS, Kind, tier_of
 from furlong.plan.values import Tier, Tiers
 
 Part = Literal[
@@ -23,19 +25,21 @@ class Levels:
         self._device = [0.0] * len(PARTS)
         self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
         self._passing = [0.0] * len(PARTS)
+        self._travels = {kind: tier_of(tiers, kind) != "device" for kind in KINDS}
+        self.moved = [[0.0] * len(KINDS) for _ in range(4)]
+        """Bytes read, bytes written, reads and writes by kind, so far; K,V apart."""
         self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
 
-    def now(self, kv_bytes: float, gradient_bytes: float) -> tuple[list[float], list[float]]:
+    def now(self, store: StoreLevel) -> tuple[list[float], list[float]]:
         """Parts on the device, then (host, disk), with what the store holds. What passes by is
         gone afterwards."""
         device = [a + b for a, b in zip(self._device, self._passing, strict=True)]
         self._passing = [0.0] * len(PARTS)
+        device[_INDEX["kv"]] += store.kv
+        device[_INDEX["kv_gradients"]] += store.gradients
         lower = dict(self._lower)
-        if self._tiers.kv == "device":
-            device[_INDEX["kv"]] += kv_bytes
-            device[_INDEX["kv_gradients"]] += gradient_bytes
-        else:
-            lower[self._tiers.kv] += kv_bytes + gradient_bytes
+        if self._tiers.kv != "device":
+            lower[self._tiers.kv] += store.lower
         return device, [lower["host"], lower["disk"]]
 
     def add(self, part: Part, num_bytes: float) -> None:
@@ -54,6 +58,13 @@ class Levels:
         tier: Tier = getattr(self._tiers, kind) if kind else "device"
         self.held[key] = tier, part, num_bytes
         self._change(tier, part, num_bytes)
+
+    def move(self, kind: Kind, num_bytes: float, *, writes: bool, operations: int = 1) -> None:
+        """Count bytes between the device and the tier of `kind`, unless that is the device."""
+        if self._travels[kind]:
+            column = KINDS.index(kind)
+            self.moved[writes][column] += num_bytes
+            self.moved[2 + writes][column] += operations
 
     def let_go(self, name: str, chunk: int, stage: int) -> float:
         """Its bytes; 0 if it is not there."""

@@ -14,13 +14,14 @@ from typing import Literal
 import numpy as np
 
 from furlong.cost.activations import Activations
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.memory_walk import (
     MAX_TILE_LOGITS,
-    MemoryCurve,
     MemoryRules,
     walk,
 )
 from furlong.cost.shape import ModelShape
+from furlong.cost.traffic import PlanTraffic
 from furlong.cost.training import Training
 from furlong.plan.values import SHARDED, ChunkPlan
 
@@ -43,6 +44,8 @@ class PlanMemory:
 
     max_tile_logits: int = MAX_TILE_LOGITS
     """Of a tile of the loss otherwise."""
+    device_type: str = "cuda"
+    """cuda or cpu: it decides how large the store's segments are."""
 
     def budget_bytes(self, rank: int) -> int:
         return self.device_budget_bytes
@@ -53,6 +56,27 @@ class PlanMemory:
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
         """The same by parts, with the host's; of an sp group the process that needs most."""
+        return self.walk(plan, rank)[0]
+
+    def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
+        """What the rank moves between tiers; of an sp group the process that moves most."""
+        return self.walk(plan, rank)[1]
+
+    def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
+        """Both, from one walk."""
+        walks = self._walks(plan, rank)
+        if len(walks) == 1:
+            return walks[0]
+        curves = [curve for curve, _ in walks]
+        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
+        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
+        host = np.stack([curve.host for curve in curves]).max(axis=0)
+        disk = np.stack([curve.disk for curve in curves]).max(axis=0)
+        most = max((moved for _, moved in walks), key=lambda t: float((t.read + t.written).sum()))
+        return MemoryCurve(device, host, disk), most
+
+    def _walks(self, plan: ChunkPlan, rank: int) -> list[tuple[MemoryCurve, PlanTraffic]]:
+        """One for each process of the sp group; one for all where all hold the same."""
         alike = plan.sp_size == 1 or all(
             piece.placement == SHARDED for chunk in plan.chunks for piece in chunk.slices
         )
@@ -63,15 +87,9 @@ class PlanMemory:
             activation_factor=self.activation_factor,
             overhead_bytes=self.overhead_bytes,
             max_tile_logits=None if self.whole_logits else self.max_tile_logits,
+            device_type=self.device_type,
         )
-        processes = range(1 if alike else plan.sp_size)
-        curves = [walk(rules, plan, rank, process) for process in processes]
-        if len(curves) == 1:
-            return curves[0]
-        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
-        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
-        host = np.stack([curve.host for curve in curves]).max(axis=0)
-        return MemoryCurve(device, host, np.stack([curve.disk for curve in curves]).max(axis=0))
+        return [walk(rules, plan, rank, process) for process in range(1 if alike else plan.sp_size)]
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from furlong.cost.activations import Activations
 from furlong.cost.cells import StageBytes, stage_bytes
 from furlong.cost.levels import PARTS, Levels, Part
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.shape import ModelShape
-from furlong.cost.stored_kv import StoredKV, token_share
+from furlong.cost.stored_kv import StoredKV
+from furlong.cost.stored_layers import token_share
+from furlong.cost.traffic import KINDS, PlanTraffic
 from furlong.cost.training import Training
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -44,37 +47,6 @@ _MIN_TILE_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class MemoryCurve:
-    """Bytes of one rank while each of its actions runs."""
-
-    device: NDArray[np.int64]
-    """(actions, parts): the parts at the moment of the action when their sum is highest."""
-    host: NDArray[np.int64]
-    """(actions,): what lies in the host's memory."""
-    disk: NDArray[np.int64]
-    """(actions,)"""
-
-    @property
-    def device_bytes(self) -> list[int]:
-        totals: list[int] = self.device.sum(axis=1).tolist()
-        return totals
-
-    @property
-    def lower_bytes(self) -> list[int]:
-        """Host and disk together, as a timeline's records count them."""
-        totals: list[int] = (self.host + self.disk).tolist()
-        return totals
-
-    @property
-    def peak(self) -> dict[Part, int]:
-        """The parts at the action whose sum is highest."""
-        if not len(self.device):
-            return dict.fromkeys(PARTS, 0)
-        at = int(self.device.sum(axis=1).argmax())
-        return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
-
-
-@dataclass(frozen=True)
 class MemoryRules:
     """What a walk counts; the fields are those of `memory.PlanMemory`."""
 
@@ -85,10 +57,14 @@ class MemoryRules:
     overhead_bytes: int
     max_tile_logits: int | None
     """None: the loss holds the logits of a whole chunk."""
+    device_type: str = "cuda"
+    """cuda or cpu: it decides how large the store's segments are."""
 
 
-def walk(rules: MemoryRules, plan: ChunkPlan, rank: int, process: int) -> MemoryCurve:
-    """The curve of process `process` of the sp group that obeys the list of `rank`."""
+def walk(
+    rules: MemoryRules, plan: ChunkPlan, rank: int, process: int
+) -> tuple[MemoryCurve, PlanTraffic]:
+    """Of process `process` of the sp group that obeys the list of `rank`."""
     return _Walk(rules, plan, rank, process).run()
 
 
@@ -125,19 +101,25 @@ class _Walk:
             )
             for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
         }
-        self._store = StoredKV(shape, plan, self._bytes, process)
+        self._store = StoredKV(shape, plan, self._bytes, process, rules.device_type)
         self._levels = Levels(plan.tiers)
 
-    def run(self) -> MemoryCurve:
+    def run(self) -> tuple[MemoryCurve, PlanTraffic]:
         self._start()
         device = np.zeros((len(self._actions), len(PARTS)))
         lower = np.zeros((len(self._actions), 2))
+        moved = np.zeros((1 + len(self._actions), 4, len(KINDS)))
+        moves = self._plan.tiers != ON_DEVICE
         for i, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
             self._begin(action, what)
-            device[i], lower[i] = self._levels.now(self._store.kv_bytes, self._store.gradient_bytes)
+            device[i], lower[i] = self._levels.now(self._store.level)
+            if moves:
+                moved[i + 1] = self._levels.moved
+                moved[i + 1, :, :2] = self._store.level.moved()
             self._end(action, i)
         whole = np.rint(lower).astype(np.int64)
-        return MemoryCurve(np.rint(device).astype(np.int64), whole[:, 0], whole[:, 1])
+        curve = MemoryCurve(np.rint(device).astype(np.int64), whole[:, 0], whole[:, 1])
+        return curve, PlanTraffic(self._plan.tiers, *np.diff(moved, axis=0).swapaxes(0, 1))
 
     def _start(self) -> None:
         rules, plan = self._rules, self._plan
@@ -153,9 +135,6 @@ class _Walk:
         if not any(isinstance(action, Unshard) for action in self._actions):
             gathered = rules.training.gathered_bytes(rules.shape, plan.stages, self._held, group)
             self._levels.add("buffers", gathered)
-        kv, kv_gradients = self._store.working_set(self._held)
-        self._levels.add("kv", kv)
-        self._levels.add("kv_gradients", kv_gradients)
 
     def _begin(self, action: Action, what: Pass) -> None:
         """Allocate what the action makes and keeps, and what only lives while it runs."""
@@ -187,6 +166,7 @@ class _Walk:
             self._levels.pass_by("logits", self._logits(chunk, cell))
         if what.writes_kv:
             self._store.write(chunk, stage)
+        self._read(chunk, stage, what)
         remembered = tokens * what.remembers * cell.attention
         if what.computes == "graph":
             self._graph(action, what)
@@ -198,7 +178,25 @@ class _Walk:
             if tiers.attention != "device" and (what.remembers or what.remembered):
                 self._levels.pass_by("activations", tokens * cell.attention)
         if remembered:
+            self._levels.move("attention", remembered, writes=True, operations=2 * what.remembers)
             self._levels.hold("attention", chunk, stage, "activations", remembered)
+
+    def _read(self, chunk: int, stage: int, what: Pass) -> None:
+        """What comes from lower tiers, K,V and their gradients in the Backward apart."""
+        tokens, cell = self._tokens[chunk], self._bytes[stage]
+        height = self._plan.stages[stage]
+        stop = {"backward": what.recompute_layers, "to last kv": height - 1}
+        layers = range(what.remembered, stop.get(what.computes, height))
+        if layers or what.computes == "backward":
+            self._store.read(chunk, stage, layers)
+            self._levels.pass_by("kv", self._store.buffers(chunk, stage)[0])
+        if what.computes != "backward":
+            if stage:
+                self._levels.move("inputs", tokens * cell.message, writes=False)
+            known = what.remembered
+            self._levels.move(
+                "attention", tokens * known * cell.attention, writes=False, operations=2 * known
+            )
 
     def _deliver(self, chunk: int, stage: int) -> None:
         """The cell's own input, if it comes from nowhere else, and its output."""
@@ -210,6 +208,7 @@ class _Walk:
         if stage < len(self._plan.stages) - 1:
             part: Part = "activations" if stage + 1 in self._held else "buffers"
             self._levels.hold("input", chunk, stage + 1, part, tokens * cell.message)
+            self._levels.move("inputs", tokens * cell.message, writes=True)
             if self._plan.tiers.inputs != "device":
                 self._levels.pass_by("buffers", tokens * cell.message)
 
@@ -220,6 +219,8 @@ class _Walk:
         num_bytes = tokens * cell.graph(what.recompute_layers)
         if isinstance(action, Forward):
             self._levels.hold("graph", chunk, stage, "activations", num_bytes)
+            height = self._plan.stages[stage]
+            self._levels.move("graphs", num_bytes, writes=True, operations=height)
             if tiers.graphs != "device":
                 self._levels.pass_by("activations", tokens * max(cell.graph_layers))
         else:
@@ -231,20 +232,27 @@ class _Walk:
             self._levels.hold("leaf", chunk, stage, "activations", tokens * cell.message)
 
     def _backward(self, chunk: int, stage: int, what: Pass) -> None:
-        tokens, cell = self._tokens[chunk], self._bytes[stage]
+        tokens, cell, levels = self._tokens[chunk], self._bytes[stage], self._levels
+        height, message = self._plan.stages[stage], tokens * cell.message
+        self._store.read(chunk, stage, range(height))
         self._store.send_back(chunk, stage)
-        self._levels.pass_by("buffers", tokens * cell.message)
-        is_lower = (
-            self._plan.tiers.graphs != "device" and ("graph", chunk, stage) in self._levels.held
-        )
+        levels.pass_by("kv_gradients", self._store.buffers(chunk, stage)[1])
+        levels.pass_by("buffers", message)
+        graph = levels.held.get(("graph", chunk, stage))
+        if graph is not None:
+            levels.move("graphs", graph[2], writes=False, operations=height)
+        is_lower = graph is not None and self._plan.tiers.graphs != "device"
         if what.recompute_layers or is_lower:
-            self._levels.pass_by("activations", tokens * max(cell.graph_layers))
+            levels.pass_by("activations", tokens * max(cell.graph_layers))
+        if stage < len(self._plan.stages) - 1:
+            levels.move("inputs", message, writes=False)
         if stage > self._plan.frozen_stages:
-            if ("input", chunk, stage) in self._levels.held:
+            levels.move("inputs", message, writes=True)
+            if ("input", chunk, stage) in levels.held:
                 # autograd's gradient, until it is copied over the input
-                self._levels.pass_by("buffers", tokens * cell.message)
+                levels.pass_by("buffers", message)
             else:
-                self._levels.hold("input", chunk, stage, "buffers", tokens * cell.message)
+                levels.hold("input", chunk, stage, "buffers", message)
 
     def _end(self, action: Action, index: int) -> None:
         """Free what ends with the action."""

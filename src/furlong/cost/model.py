@@ -13,6 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from furlong.cost.chunks import chunk_table
 from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
@@ -23,7 +25,9 @@ from furlong.cost.rates import Part, StageRates
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass, passes
+from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -55,6 +59,10 @@ class CostModel:
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
 
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.hardware.name == THIS_CPU else "cuda"
+
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
         """Seconds of every action of `plan`. `free`: what takes no time, so that the difference
         tells how long actions wait for it."""
@@ -63,7 +71,7 @@ class CostModel:
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
-        is_cpu = self.hardware.name == THIS_CPU
+        is_cpu = self.device_type == "cpu"
         return PlanMemory(
             self.shape,
             self.training,
@@ -71,6 +79,7 @@ class CostModel:
             activation_factor=self.activation_factor,
             overhead_bytes=_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0,
             max_tile_logits=2**22 if is_cpu else MAX_TILE_LOGITS,
+            device_type=self.device_type,
         )
 
 
@@ -103,7 +112,7 @@ class PlanCosts:
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
-        self._load_s: dict[tuple[Part, int], list[float]] = {}
+        self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds that `action` keeps the rank's devices busy; 0 for Send, Recv and Reshard."""
@@ -119,14 +128,41 @@ class PlanCosts:
                 return 0.0
 
     def copy_s(self, action: Action, rank: int) -> float:
-        """Seconds of the copies between tiers that run beside `action`; what of them the action
-        waits for is in `compute_s` already."""
-        if self._plan.tiers.kv == "device" or not isinstance(
+        """Seconds of the copies between tiers that run beside `action`: those to and from a tier,
+        and those of different tiers, at the same time. What an action waits for inside its layers
+        (a segment of K,V before its attention) is in `compute_s`."""
+        if self._plan.tiers == ON_DEVICE or not isinstance(
             action, (Forward, Recompute, Backward, RebuildKV)
         ):
             return 0.0
-        chunk, stage = action.chunk, action.stage
-        return sum(self._loads(part, stage)[chunk] for part in self._parts(action))
+        if rank not in self._copies:
+            self._copies[rank] = self._copies_of(rank)
+        return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
+
+    def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
+        """`copy_s` of all of a rank's actions."""
+        links = self._model.hardware.links
+        traffic = self._model.memory().traffic(self._plan, rank)
+        slowest = np.max(
+            [
+                operations[:, own].sum(axis=1) * link.latency_s
+                + num_bytes[:, own].sum(axis=1) / link.bytes_per_s
+                for link, own in (
+                    (links.host, traffic.of("host")),
+                    (links.disk, traffic.of("disk")),
+                )
+                for operations, num_bytes in (
+                    (traffic.num_reads, traffic.read),
+                    (traffic.num_writes, traffic.written),
+                )
+            ],
+            axis=0,
+        ).tolist()
+        return {
+            (type(action), action.chunk, action.stage): seconds
+            for action, seconds in zip(self._plan.actions[rank], slowest, strict=True)
+            if isinstance(action, (Forward, Recompute, Backward, RebuildKV))
+        }
 
     def transfer_s(self, action: Send, rank: int) -> float:
         """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
@@ -204,13 +240,6 @@ class PlanCosts:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""
         return self._model.training.zero_stage == 3 and stage not in self._unsharded
 
-    def _loads(self, part: Part, stage: int) -> list[float]:
-        """The same of the loads of K,V."""
-        key = part, stage
-        if key not in self._load_s:
-            self._load_s[key] = self._stage_rates(stage).loads(part).tolist()
-        return self._load_s[key]
-
     def _stage_rates(self, stage: int) -> StageRates:
         model, plan = self._model, self._plan
         flops = self._stages[stage]
@@ -223,12 +252,14 @@ class PlanCosts:
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
             all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
+            kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
                 sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,
                 tp_link=links.link("all_gather", links.num_nodes(devices[: training.tp_size]) > 1),
                 stream=None if "streams" in self._free else stream,
+                segment_tokens=segment_tokens(kv_token_bytes, model.device_type),
                 lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
                 if lora else 0,
             )  # fmt: skip

@@ -25,6 +25,7 @@ from furlong.cost.hardware import Efficiency, HardwareSpec
 from furlong.cost.links import Link
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.plan.segments import NUM_HOT
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
 """to last kv: up to the last layer's K,V projection; first layers: forward of that many; head and
@@ -42,10 +43,6 @@ class Part:
     """First layers whose attention does not run: its results are handed back."""
 
 
-BLOCK_TOKENS = 8192
-"""Tokens of a streamed block of K,V, as the KVStore cuts prefixes."""
-
-
 @dataclass(frozen=True)
 class StageRates:
     """The seconds of passes through one stage, (C,) each."""
@@ -60,6 +57,8 @@ class StageRates:
     tp_link: Link
     stream: Link | None = None
     """Where K,V come from, if not from the device."""
+    segment_tokens: int = 8192
+    """Tokens of a segment of K,V, which travels as one."""
     lora_per_token: int = 0
     """Forward FLOPs of the stage's adapters."""
 
@@ -83,14 +82,6 @@ class StageRates:
         }[kind]
         num_layers = layers if kind == "first layers" else height
         return self._slowest(linear, self._attending(part), num_layers)
-
-    def loads(self, part: Part) -> Array:
-        """Seconds in which the pass's K,V arrive, whether it waits for them or not."""
-        seconds = np.zeros_like(self.table.tokens)
-        for window, count in Counter(self._attending(part)).items():
-            seconds += count * self._loads_s(window, part.work == "backward")
-        slowest: Array = seconds.max(axis=0)
-        return slowest
 
     def _attending(self, part: Part) -> tuple[int | None, ...]:
         """Windows of the layers whose attention runs."""
@@ -181,7 +172,7 @@ class StageRates:
         """(S, C) seconds that one layer waits for its prefix, cut into blocks (FPDT's two buffers:
         the first block loads while the layer's own part computes)."""
         tokens = self.table.prefix_tokens[window]
-        blocks = np.maximum(np.ceil(tokens / BLOCK_TOKENS), 1)
+        blocks = np.maximum(np.ceil(tokens / self.segment_tokens), 1)
         load = self._loads_s(window, backward) / blocks
         block = self.table.prefix_keys[window] / per_second / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
@@ -189,13 +180,16 @@ class StageRates:
         return stall
 
     def _loads_s(self, window: int | None, backward: bool) -> Array:
-        """(S, C) seconds that one layer's prefix takes to arrive, in blocks."""
+        """(S, C) seconds that one layer's prefix takes to arrive, in whole segments."""
         tokens = self.table.prefix_tokens[window]
         if self.stream is None:
             return np.zeros_like(tokens)
-        element = self.training.compute_bytes
-        if backward:  # K,V and their gradients come in; the gradients go out on the other direction
-            element += self.training.kv_gradient_bytes
-        loaded = tokens * 2 * self.shape.kv_size * element / self.training.tp_size
-        blocks = np.ceil(tokens / BLOCK_TOKENS)
-        return blocks * self.stream.latency_s + loaded / self.stream.bytes_per_s
+        training = self.training
+        segments = np.ceil(tokens / self.segment_tokens)
+        # gradients of all segments but the newest come in, and go out on the other direction
+        cold = np.maximum(segments - NUM_HOT, 0) * backward
+        each = self.segment_tokens * 2 * self.shape.kv_size / training.tp_size
+        loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
+        seconds: Array = (segments + cold) * self.stream.latency_s
+        seconds += loaded / self.stream.bytes_per_s
+        return seconds

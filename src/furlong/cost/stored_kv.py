@@ -1,212 +1,232 @@
 """Bytes of the KVStore of one process: K,V of cut sequences and their gradients, by segments.
 
-A segment (`plan.segments`) is born when the first of its tokens is written and dies with the last
-piece that touches it; its gradients are born with the first backward that sees it, and die with it.
+On the device a layer's K,V come into being as a whole with the first piece that is written, their
+gradients with the first backward that sees any of them; a segment of both dies with the last piece
+that touches it (`plan.segments`). In a lower tier a segment moves there once all of its pieces are
+written; on the device remain, per layer, the segment that fills and the gradients of the newest
+NUM_HOT segments of a prefix, and while an action reads, two segments: one computes, one arrives.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 from furlong.cost.cells import StageBytes
 from furlong.cost.shape import ModelShape
-from furlong.plan.segments import (
-    Segment,
-    cut_segments,
-    first_seen,
-    segment_tokens,
-    stored_offsets,
-)
-from furlong.plan.values import SHARDED, ChunkPlan, Slice
+from furlong.cost.stored_layers import StoredLayers, stored_layers
+from furlong.plan.segments import NUM_HOT
+from furlong.plan.values import ChunkPlan
 
-NUM_BUFFERS = 2
-"""Segments of K,V on the device where they live in a lower tier: one is read, the next arrives.
-And as many of the newest with their gradients."""
+_NUM_BUFFERS = 2
 
 
-def token_share(piece: Slice, sp_size: int, process: int) -> float:
-    """Of a slice's tokens, those that a process of the sp group holds."""
-    if piece.placement == SHARDED:
-        return 1 / sp_size
-    return 1.0 if piece.placement % sp_size == process else 0.0
+@dataclass(slots=True)
+class StoreLevel:
+    """What a store holds, and what has gone over its link so far; all in bytes."""
 
+    kv: float = 0.0
+    gradients: float = 0.0
+    """On the device, as `kv` is."""
+    lower: float = 0.0
+    """K,V and gradients in a lower tier."""
+    kv_read: float = 0.0
+    kv_written: float = 0.0
+    gradients_read: float = 0.0
+    gradients_written: float = 0.0
+    num_reads: int = 0
+    num_writes: int = 0
+    num_gradient_reads: int = 0
+    num_gradient_writes: int = 0
 
-@dataclass(frozen=True)
-class StoredLayers:
-    """What one process stores of one sequence in those layers of a stage that share a window."""
-
-    window: int | None
-    offsets: tuple[int, ...]
-    segment_tokens: int
-    num_layers: int
-    kv_token_bytes: float
-    """K and V of one token in one layer."""
-    gradient_token_bytes: float
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        return cut_segments(self.offsets, self.segment_tokens)
-
-    def touched(self, piece: int) -> range:
-        """The segments that hold tokens of a piece."""
-        return self._holding(self.offsets[piece], self.offsets[min(piece + 1, self._last)])
-
-    def seen(self, piece: int) -> range:
-        """The segments that hold tokens which a piece sees."""
-        return self._holding(first_seen(self.offsets, piece, self.window), self.offsets[piece])
-
-    def last_seer(self, segment: Segment) -> int:
-        """The last piece that sees a segment."""
-        piece = self._last
-        while piece > segment.last_piece + 1 and (
-            first_seen(self.offsets, piece, self.window) >= segment.stop
-        ):
-            piece -= 1
-        return piece
-
-    @property
-    def _last(self) -> int:
-        return len(self.offsets) - 1
-
-    def _holding(self, start: int, stop: int) -> range:
-        each = self.segment_tokens
-        return range(start // each, -(-stop // each)) if start < stop else range(0)
-
-
-def stored_layers(
-    shape: ModelShape, plan: ChunkPlan, cell: StageBytes, seq_id: int, stage: int, process: int
-) -> tuple[StoredLayers, ...]:
-    """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
-    pieces = [s for c in plan.groups[seq_id] for s in plan.chunks[c].slices if s.seq_id == seq_id]
-    share = _kv_share(pieces[0], plan.sp_size, process, shape.num_kv_heads)
-    if not share:
-        return ()
-    first = sum(plan.stages[:stage])
-    lens = [piece.num_tokens for piece in pieces]
-    kv = cell.kv_layer * share
-    return tuple(
-        StoredLayers(
-            window, stored_offsets(lens, window), segment_tokens(kv), count,
-            kv, cell.kv_gradient_layer * share,
-        )
-        for window, count in Counter(shape.windows[first : first + plan.stages[stage]]).items()
-    )  # fmt: skip
+    def moved(self) -> list[list[float]]:
+        """Bytes read, bytes written, reads and writes so far, each of K,V and of gradients."""
+        return [
+            [self.kv_read, self.gradients_read],
+            [self.kv_written, self.gradients_written],
+            [self.num_reads, self.num_gradient_reads],
+            [self.num_writes, self.num_gradient_writes],
+        ]
 
 
 class StoredKV:
-    """`kv_bytes` and `gradient_bytes` are what the store holds now, in whichever tier."""
+    """The store of one process; `level` is what it holds now, in whichever tier."""
 
     def __init__(
-        self, shape: ModelShape, plan: ChunkPlan, stages: Sequence[StageBytes], process: int
+        self,
+        shape: ModelShape,
+        plan: ChunkPlan,
+        stages: Sequence[StageBytes],
+        process: int,
+        device_type: str,
     ) -> None:
-        self._plan, self._stages = plan, stages
-        self._shape, self._process = shape, process
+        self._plan, self._stages, self._shape = plan, stages, shape
+        self._process, self._device_type = process, device_type
         self._stored: dict[tuple[int, int], list[_Alive]] = {}
-        self.kv_bytes = 0.0
-        self.gradient_bytes = 0.0
-
-    def working_set(self, held: frozenset[int]) -> tuple[float, float]:
-        """Bytes of K,V and of their gradients that a lower tier needs on the device."""
-        kv = gradients = 0.0
-        if self._plan.tiers.kv == "device":
-            return kv, gradients
-        for stage in held:
-            for seq_id in self._plan.groups:
-                for alive in self._of(seq_id, stage):
-                    layers = alive.layers
-                    tokens = NUM_BUFFERS * min(layers.segment_tokens, layers.offsets[-1])
-                    kv = max(kv, tokens * layers.kv_token_bytes)
-                    gradients = max(gradients, tokens * layers.gradient_token_bytes)
-        return kv, gradients
+        self.level = StoreLevel()
 
     def write(self, chunk: int, stage: int) -> None:
         """The cell's K,V come into being."""
-        for position, layers in self._pieces(chunk, stage):
-            self.kv_bytes += layers.write(position)
+        for position, alive in self._pieces(chunk, stage):
+            alive.write(position)
+
+    def read(self, chunk: int, stage: int, layers: range) -> None:
+        """The cell's attention runs in `layers` of the stage."""
+        if self._plan.tiers.kv != "device":
+            for position, alive in self._pieces(chunk, stage):
+                alive.read(position, layers)
 
     def send_back(self, chunk: int, stage: int) -> None:
         """The cell's Backward adds to the gradients of its prefix."""
-        for position, layers in self._pieces(chunk, stage):
-            self.gradient_bytes += layers.send_back(position)
+        for position, alive in self._pieces(chunk, stage):
+            alive.send_back(position)
 
     def free(self, chunk: int, stage: int) -> None:
         """The cell's K,V die, and every segment that no other piece touches."""
-        for position, layers in self._pieces(chunk, stage):
-            kv_bytes, gradient_bytes = layers.free(position)
-            self.kv_bytes -= kv_bytes
-            self.gradient_bytes -= gradient_bytes
+        for position, alive in self._pieces(chunk, stage):
+            alive.free(position)
+
+    def buffers(self, chunk: int, stage: int) -> tuple[float, float]:
+        """Bytes of K,V and of gradients that pass through the device while the cell's attention
+        reads them from a lower tier."""
+        kv = gradients = 0.0
+        if self._plan.tiers.kv == "device":
+            return kv, gradients
+        for position, alive in self._pieces(chunk, stage):
+            stored = alive.stored
+            seen = stored.seen(position)
+            tokens = sum(stored.sizes[i] for i in seen[:_NUM_BUFFERS])
+            kv = max(kv, tokens * stored.kv_token_bytes)
+            cold = sum(stored.sizes[i] for i in seen[: max(0, len(seen) - NUM_HOT)][-_NUM_BUFFERS:])
+            gradients = max(gradients, cold * stored.gradient_token_bytes)
+        return kv, gradients
 
     def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, _Alive]]:
         for seq_id, position in self._plan.links[chunk]:
-            for layers in self._of(seq_id, stage):
-                yield position, layers
-
-    def _of(self, seq_id: int, stage: int) -> list[_Alive]:
-        if (seq_id, stage) not in self._stored:
-            found = stored_layers(
-                self._shape, self._plan, self._stages[stage], seq_id, stage, self._process
-            )
-            self._stored[seq_id, stage] = [_Alive(layers) for layers in found]
-        return self._stored[seq_id, stage]
+            if (seq_id, stage) not in self._stored:
+                found = stored_layers(
+                    self._shape, self._plan, self._stages[stage], seq_id, stage, self._process,
+                    self._device_type,
+                )  # fmt: skip
+                on_device = self._plan.tiers.kv == "device"
+                self._stored[seq_id, stage] = [
+                    _Alive(stored, self.level, on_device=on_device) for stored in found
+                ]
+            for alive in self._stored[seq_id, stage]:
+                yield position, alive
 
 
 class _Alive:
-    """Which segments of some layers are there now."""
+    """Where the segments of some layers are now."""
 
-    def __init__(self, layers: StoredLayers) -> None:
-        self.layers = layers
-        self._pieces: dict[int, set[int]] = {}
-        """By segment: the pieces alive that touch it."""
-        self._with_gradient: set[int] = set()
-        self._first_sent = len(layers.segments)
-        """From this segment on all that were ever seen by a backward have had their gradients."""
+    def __init__(self, stored: StoredLayers, level: StoreLevel, *, on_device: bool) -> None:
+        self.stored = stored
+        self._level, self._on_device = level, on_device
+        self._num_layers = num_layers = len(stored.layers)
+        self._kv = [num_layers * stored.kv_token_bytes * n for n in stored.sizes]
+        self._gradients = [num_layers * stored.gradient_token_bytes * n for n in stored.sizes]
+        self._kv_before = [0.0, *accumulate(self._kv)]
+        self._gradients_before = [0.0, *accumulate(self._gradients)]
+        self._written: dict[int, set[int]] = {}
+        """By segment that is there: the pieces that were written."""
+        self._owners: dict[int, set[int]] = {}
+        """Those of them that are alive."""
+        self._filling: set[int] = set()
+        """Segments whose K,V are on the device."""
+        self._hot: set[int] = set()
+        """Segments whose gradients are on the device."""
+        self._sent_from = len(stored.sizes)
+        """From this segment on, those that are there have gradients."""
 
-    def write(self, piece: int) -> float:
-        """Returns the bytes of the segments that are new."""
-        new = 0
-        for index in self.layers.touched(piece):
-            if index not in self._pieces:
-                self._pieces[index] = set()
-                new += self.layers.segments[index].num_tokens
-            self._pieces[index].add(piece)
-        return new * self.layers.num_layers * self.layers.kv_token_bytes
+    def write(self, piece: int) -> None:
+        level, stored = self._level, self.stored
+        if self._on_device and not self._written:
+            for index in range(len(stored.sizes)):
+                self._begin(index)
+        for index in stored.touched(piece):
+            if index not in self._written:
+                self._begin(index)
+            self._written[index].add(piece)
+            self._owners[index].add(piece)
+            complete = len(self._written[index]) == len(stored.pieces[index])
+            if not self._on_device and complete and index in self._filling:
+                self._filling.remove(index)
+                level.kv -= self._kv[index]
+                level.lower += self._kv[index]
+                level.kv_written += self._kv[index]
+                level.num_writes += self._num_layers
 
-    def send_back(self, piece: int) -> float:
-        """Returns the bytes of the gradients that are new."""
-        new = 0
-        seen = self.layers.seen(piece)
-        # backwards descend: what one sees was seen by those before it, but for the first segments
-        for index in range(seen.start, min(seen.stop, self._first_sent)):
-            self._with_gradient.add(index)
-            new += self.layers.segments[index].num_tokens
-        self._first_sent = min(self._first_sent, seen.start)
-        return new * self.layers.num_layers * self.layers.gradient_token_bytes
+    def read(self, piece: int, layers: range) -> None:
+        """From a lower tier; on the device nothing moves."""
+        level, seen = self._level, self.stored.seen(piece)
+        filling = [index for index in self._filling if index in seen]
+        num_bytes = _sum(self._kv_before, seen) - sum(self._kv[index] for index in filling)
+        reading = sum(layer in layers for layer in self.stored.layers)
+        level.kv_read += num_bytes * reading / self._num_layers
+        level.num_reads += (len(seen) - len(filling)) * reading
 
-    def free(self, piece: int) -> tuple[float, float]:
-        """Returns the bytes of the K,V and of the gradients that are gone."""
-        dead = gone = 0
-        for index in self.layers.touched(piece):
-            alive = self._pieces.get(index, set())
-            if piece not in alive:
+    def send_back(self, piece: int) -> None:
+        level, seen = self._level, self.stored.seen(piece)
+        if self._on_device:
+            # the first gradient brings those of all segments
+            for index in self._written if seen else ():
+                if index not in self._hot:
+                    self._hot.add(index)
+                    level.gradients += self._gradients[index]
+            return
+        rest, newest = seen[: max(0, len(seen) - NUM_HOT)], seen[-NUM_HOT:]
+        had = range(max(seen.start, self._sent_from), max(seen.stop, self._sent_from))
+        here = [index for index in self._hot if index in seen]
+        were_here = sum(self._gradients[index] for index in here)
+        brought = _sum(self._gradients_before, had) - were_here
+        taken = _sum(self._gradients_before, rest)
+        level.gradients_read += brought
+        level.gradients_written += taken
+        level.num_gradient_reads += self._num_layers * (len(had) - len(here))
+        level.num_gradient_writes += self._num_layers * len(rest)
+        level.lower += taken - brought
+        level.gradients += _sum(self._gradients_before, newest) - were_here
+        self._hot = self._hot.difference(rest).union(newest)
+        self._sent_from = min(self._sent_from, seen.start)
+        # its own, which later pieces have sent
+        relayed = [i for i in self.stored.touched(piece) if self._is_cold(i)]
+        level.gradients_read += sum(self._gradients[index] for index in relayed)
+        level.num_gradient_reads += self._num_layers * len(relayed)
+
+    def free(self, piece: int) -> None:
+        level = self._level
+        for index in self.stored.touched(piece):
+            owners = self._owners.get(index, set())
+            if piece not in owners:
                 continue
-            alive.remove(piece)
-            if not alive:
-                del self._pieces[index]
-                num_tokens = self.layers.segments[index].num_tokens
-                dead += num_tokens
-                gone += num_tokens * (index in self._with_gradient)
-                self._with_gradient.discard(index)
-        layers = self.layers
-        return (
-            dead * layers.num_layers * layers.kv_token_bytes,
-            gone * layers.num_layers * layers.gradient_token_bytes,
-        )
+            owners.remove(piece)
+            if owners:
+                continue
+            if self._is_cold(index):
+                level.lower -= self._gradients[index]
+            elif index in self._hot:
+                level.gradients -= self._gradients[index]
+            if index in self._filling:
+                level.kv -= self._kv[index]
+            else:
+                level.lower -= self._kv[index]
+            self._filling.discard(index)
+            self._hot.discard(index)
+            del self._written[index], self._owners[index]
+        if not self._written:
+            self._sent_from = len(self.stored.sizes)
+
+    def _begin(self, index: int) -> None:
+        self._written[index], self._owners[index] = set(), set()
+        self._filling.add(index)
+        self._level.kv += self._kv[index]
+
+    def _is_cold(self, index: int) -> bool:
+        """Whether its gradients are in the lower tier."""
+        there = not self._on_device and index in self._written
+        return there and index >= self._sent_from and index not in self._hot
 
 
-def _kv_share(piece: Slice, sp_size: int, process: int, num_kv_heads: int) -> float:
-    """Of a sharded sequence each process keeps its heads of all tokens, at least one head."""
-    share = token_share(piece, sp_size, process)
-    return max(share, 1 / num_kv_heads) if piece.placement == SHARDED else share
+def _sum(before: Sequence[float], indices: range) -> float:
+    return before[indices.stop] - before[indices.start] if indices else 0.0

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from furlong.kv.extents import Extents
+from furlong.kv.pools.contract import poison_bytes
 
 _ALIGNMENT_BYTES = 64
 _MIN_SLAB_BYTES = 2**26
-_NAN_BYTE = 0xFF
-"""A float of any width whose bytes are all this one is NaN."""
 
 
 class Arena:
@@ -76,7 +75,7 @@ class Arena:
         self._taken_bytes -= stop - start
         memory, extents = self._slabs[slab]
         if self._poison:
-            memory[start:stop].fill_(_NAN_BYTE)
+            poison_bytes(memory[start:stop])
         extents.give(start, stop - start)
         if not self._taken and len(self._slabs) > 1:
             self._consolidated_bytes = self.pooled_bytes

@@ -1,10 +1,31 @@
 """The KVStore: per sequence and layer, what later chunks need of earlier ones.
 
-K,V of a cut sequence lie in one buffer per layer, in the order of their tokens, so that the prefix
-of a chunk is a view. Their gradients lie in a second buffer of the same shape (float32 where K,V
-have 16 bits), made when the first gradient arrives. With a sliding window of w tokens only the
-last w-1 tokens of a chunk are kept: no later token sees the others, and what a later chunk sees
-stays contiguous.
+K,V of a cut sequence and the gradients that later chunks send (float32 where K,V have 16 bits),
+made when the first one arrives. With a sliding window of w tokens only the last w-1 tokens of a
+chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous. They
+lie in segments, the unit of freeing and of tiers (`furlong.plan.segments` says how they are cut).
+
+Without a pool everything is in the arena. With one, segments travel, and bytes are counted by
+
+    S_p   stored tokens before piece p;  e_i  the end of segment i;  K_i, G_i  bytes of its K,V
+          and of its gradients;  P_p  the segments that hold some of what piece p sees, that is
+          of the last min(S_p, window - 1) of these tokens;  h  `num_hot`;  N  pieces
+
+    forward of piece p        written  sum of K_i over S_p < e_i <= S_(p+1)
+                              read     sum of K_i over P_p with e_i <= S_min(p+1, N-1)
+    recompute of piece p      read     sum of K_i over P_p
+    backward of piece p       read     sum of K_i over P_p
+                              written  sum of G_i over P_p without its newest h
+    all backwards together    read     as many bytes of G as are written
+
+for one layer, pieces written in order and their backwards in the opposite order, each once. The
+gradients of a segment are read whenever they meet the next later piece, but for the first time, and
+once more when they become one of the newest or are relayed. What attention does not run (a
+recompute from remembered outputs) reads nothing. A piece that is freed and written again while its
+segment is alive costs one read and one write of the segment more.
+
+In the arena lie meanwhile, per sequence and layer: K,V of the segment that fills, the gradients of
+the newest `num_hot` segments and of those behind them that still wait for their own backward.
 
     K key-value heads, S stored tokens, H head dim; `piece` is a chunk's position in its group
 """
@@ -12,139 +33,110 @@ stays contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from furlong.kv.arena import Arena
+from furlong.kv.layer_segments import LayerSegments
+from furlong.kv.pools.contract import Pool
+from furlong.kv.segments import Block
+from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
-_MAX_BLOCK_TOKENS = 8192
-"""Keys per prefix block: bounds the gradients that one kernel call returns."""
-
-
-@dataclass
-class _LayerBuffer:
-    """K,V of one sequence in one layer."""
-
-    kv: Tensor  # (2, K, S, H)
-    offsets: list[int]
-    """offsets[p] : offsets[p + 1] are the stored tokens of piece p."""
-    lens: Sequence[int]
-    """Tokens of each piece."""
-    grad: Tensor | None = None  # (2, K, S, H)
-    alive: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredBlock:
-    """Tokens [start, stop) of a buffer, `distance` tokens before the piece that reads them."""
-
-    arena: Arena
-    buffer: _LayerBuffer
-    start: int
-    stop: int
-    distance: int
-
-    @property
-    def k(self) -> Tensor:
-        return self.buffer.kv[0, :, self.start : self.stop]  # (K, S, H)
-
-    @property
-    def v(self) -> Tensor:
-        return self.buffer.kv[1, :, self.start : self.stop]  # (K, S, H)
-
-    def add_grad(self, dk: Tensor, dv: Tensor) -> None:
-        kv = self.buffer.kv
-        if self.buffer.grad is None:
-            wide = torch.float32 if kv.dtype.itemsize < 4 else kv.dtype
-            self.buffer.grad = self.arena.take(tuple(kv.shape), wide).zero_()
-        self.buffer.grad[0, :, self.start : self.stop] += dk
-        self.buffer.grad[1, :, self.start : self.stop] += dv
+_MAX_FORWARD_TOKENS = 65_536
+_MAX_BACKWARD_TOKENS = 8192
+"""Keys per prefix block on the device; in the backward it bounds what a kernel call returns."""
 
 
 class KVStore:
-    """K,V blocks on the device, from a pooled arena."""
+    """K,V blocks of cut sequences, in the arena or in a pool."""
 
     def __init__(
-        self, arena: Arena, pieces: Mapping[int, Sequence[int]], pool: object = None
+        self,
+        arena: Arena,
+        pieces: Mapping[int, Sequence[int]],
+        pool: Pool | None = None,
+        *,
+        num_hot: int = NUM_HOT,
     ) -> None:
-        """`pieces`: for each cut sequence, the tokens of each of its pieces in order."""
+        """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `num_hot`:
+        segments of a prefix, the newest, whose gradients stay in the arena beside a pool."""
+        assert num_hot > 0, "a segment that two pieces share would be read for each"
         self.arena = arena
         self._pieces = pieces
-        self._buffers: dict[tuple[int, int], _LayerBuffer] = {}
+        self._pool = pool
+        self._num_hot = num_hot
+        self._layers: dict[tuple[int, int], LayerSegments] = {}
 
     def write(
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None
     ) -> None:
         """Keep a piece's k, v (K, T, H) for the pieces after it."""
-        buffer = self._buffers.get((seq_id, layer))
-        if buffer is None:
-            lens = self._pieces[seq_id]
-            kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
-            offsets = [0]
-            for count in kept:
-                offsets.append(offsets[-1] + count)
-            shape = (2, k.shape[0], offsets[-1], k.shape[2])
-            buffer = _LayerBuffer(self.arena.take(shape, k.dtype), offsets, lens)
-            self._buffers[seq_id, layer] = buffer
-        start, stop = buffer.offsets[piece], buffer.offsets[piece + 1]
-        first = k.shape[1] - (stop - start)
-        buffer.kv[0, :, start:stop] = k[:, first:]
-        buffer.kv[1, :, start:stop] = v[:, first:]
-        buffer.alive.add(piece)
+        k, v = k.detach(), v.detach()
+        segments = self._layers.get((seq_id, layer))
+        if segments is None:
+            token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
+            per_segment = segment_tokens(token_bytes, self.arena.device.type)
+            tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment)
+            segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
+            self._layers[seq_id, layer] = segments
+        segments.write(piece, k, v)
 
-    def prefix_blocks(
-        self, seq_id: int, layer: int, piece: int, window: int | None
-    ) -> Iterator[_StoredBlock]:
-        """What the tokens of `piece` see of the pieces before it, in blocks."""
-        buffer = self._buffers[seq_id, layer]
-        stop = buffer.offsets[piece]
-        missing = [p for p in range(piece) if p not in buffer.alive and buffer.lens[p] > 0]
-        assert not missing, f"K,V of pieces {missing} of sequence {seq_id} are gone"
-        first = 0 if window is None else max(0, stop - (window - 1))
-        for start in range(first, stop, _MAX_BLOCK_TOKENS):
-            end = min(start + _MAX_BLOCK_TOKENS, stop)
-            yield _StoredBlock(self.arena, buffer, start, end, stop - start)
+    def prefix(
+        self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
+    ) -> Iterator[Block]:
+        """What the tokens of `piece` see of the pieces before it, in blocks.
 
-    def prefix(self, seq_id, layer, piece, window, *, gradients):  # type: ignore
-        return self.prefix_blocks(seq_id, layer, piece, window)
+        A block is valid until the next one is asked for. With `gradients` the newest comes first,
+        and blocks take gradients.
+        """
+        segments = self._layers[seq_id, layer]
+        seen = segments.tokens.seen_from(piece, window)
+        segments.require_alive(seen, f"sequence {seq_id}")
+        if self._pool is not None:
+            return segments.streamed(seen, gradients=gradients)
+        max_tokens = _MAX_BACKWARD_TOKENS if gradients else _MAX_FORWARD_TOKENS
+        return segments.blocks(seen, gradients=gradients, max_tokens=max_tokens)
+
+    def expect(
+        self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
+    ) -> None:
+        """Begin to bring the first block of a prefix that will soon be asked for."""
+        segments = self._layers.get((seq_id, layer))
+        if self._pool is None or segments is None:
+            return
+        seen = segments.tokens.seen_from(piece, window)
+        segments.prefetch(segments.order(seen, gradients=gradients)[:1], gradients=gradients)
 
     def relayed(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
-        pieces have sent, or None if they sent nothing."""
-        buffer = self._buffers.get((seq_id, layer))
-        if buffer is None or buffer.grad is None or piece + 1 >= len(buffer.lens):
+        pieces have sent, or None if they sent nothing. Valid until the next call on the store."""
+        segments = self._layers.get((seq_id, layer))
+        if segments is None or piece + 1 >= len(segments.tokens.lens):
             return None
-        start, stop = buffer.offsets[piece], buffer.offsets[piece + 1]
-        first = buffer.lens[piece] - (stop - start)
-        return first, buffer.grad[0, :, start:stop], buffer.grad[1, :, start:stop]
+        sent = segments.relayed(piece)
+        if sent is None:
+            return None
+        first = segments.tokens.lens[piece] - sent.shape[0]
+        return first, sent[:, 0].transpose(0, 1), sent[:, 1].transpose(0, 1)
 
     def free(self, seq_id: int, layer: int, piece: int) -> None:
-        """Forget a piece; the sequence's buffers go back when its last piece is forgotten."""
-        buffer = self._buffers.get((seq_id, layer))
-        if buffer is None:
+        """Forget a piece; a segment goes back when the last piece that touches it is forgotten."""
+        segments = self._layers.get((seq_id, layer))
+        if segments is None:
             return
-        buffer.alive.discard(piece)
-        if buffer.alive:
-            return
-        del self._buffers[seq_id, layer]
-        self.arena.give(buffer.kv)
-        if buffer.grad is not None:
-            self.arena.give(buffer.grad)
+        segments.free(piece)
+        if not segments.alive:
+            segments.forget()
+            del self._layers[seq_id, layer]
 
     def clear(self) -> None:
-        """Give everything back, after an error."""
-        for buffer in self._buffers.values():
-            self.arena.give(buffer.kv)
-            if buffer.grad is not None:
-                self.arena.give(buffer.grad)
-        self._buffers.clear()
+        """Give everything back, after an error; clears the pool if anything was in it."""
+        in_pool = [segments.forget_arena() for segments in self._layers.values()]
+        self._layers.clear()
+        if self._pool is not None and any(in_pool):
+            self._pool.clear()
 
     @property
     def num_buffers(self) -> int:
-        return len(self._buffers)
-
-    @property
-    def taken_bytes(self) -> int:
-        return self.arena.taken_bytes
+        """Sequences and layers of which anything is kept; 0 at the end of a step."""
+        return len(self._layers)

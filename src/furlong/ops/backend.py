@@ -8,6 +8,7 @@ row sees follows from positions alone, so no caller ever builds a mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,7 +65,10 @@ class Block:
 
 
 class Backend(Protocol):
-    """Kernels for one block. Log-sum-exps are float32, or float64 for float64 inputs."""
+    """Kernels for one block, and for a chunk of many slices.
+
+    Tensors may have any strides. Log-sum-exps are float32, or float64 for float64 inputs.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """q (N, T, H), k and v (K, S, H) -> out (N, T, H) in q's dtype, lse (N, T).
@@ -83,6 +87,32 @@ class Backend(Protocol):
         """
         ...
 
+    def packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of each slice's causal square; q (N, T, H), k and v (K, T, H).
+
+        The slices lie behind one another and cover all rows; `block` has distance 0. One call per
+        slice, unless a backend knows better.
+        """
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        for rows in slices:
+            out[:, rows], lse[:, rows] = self.forward(q[:, rows], k[:, rows], v[:, rows], block)
+        return out, lse
+
+    def packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        slices: Sequence[slice], block: Block,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`backward` of each slice's causal square."""
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows in slices:
+            dq[:, rows], dk[:, rows], dv[:, rows] = self.backward(
+                dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows], block
+            )
+        return dq, dk, dv
+
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -91,3 +121,13 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def num_row_pieces(num_rows: int, num_keys: int, num_heads: int, max_elements: int) -> int:
     """Rows per tile so that a (heads, rows, keys) score tile stays below `max_elements`."""
     return max(1, min(num_rows, max_elements // max(1, num_heads * num_keys)))
+
+
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Make out (N, T, H) and lse (N, T), both in lse's dtype, attention over the keys of both.
+
+    The two key sets are disjoint. A row must see a key of at least one of them.
+    """
+    share = torch.sigmoid(other_lse - lse)  # exp(other_lse) / (exp(lse) + exp(other_lse))
+    torch.logaddexp(lse, other_lse, out=lse)
+    out.lerp_(other_out.to(lse.dtype), share[..., None])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from furlong.ops.backend import Backend, Block, lse_dtype
+from furlong.ops.backend import Backend, Block, merge_
 
 Relayed = tuple[int, Tensor, Tensor]
 """First row within the slice, and the dK,dV (K, rows, H) that later chunks sent from there on."""
@@ -113,25 +113,23 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice],
     layer_kv: LayerKV, rule: AttentionRule, backend: Backend, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    own = rule.block(0)
     if len(slices) == 1:
-        out, lse = backend.forward(q, k, v, rule.block(0))
+        out, lse = backend.forward(q, k, v, own)
     else:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-        for rows in slices:
-            out[:, rows], lse[:, rows] = backend.forward(
-                q[:, rows], k[:, rows], v[:, rows], rule.block(0)
-            )
+        out, lse = backend.packed_forward(q, k, v, slices, own)
     for index, rows in enumerate(slices):
-        merged: tuple[Tensor, Tensor] | None = None
+        wide: Tensor | None = None  # merged in lse's dtype, rounded once
         for piece in layer_kv.prefix(index, rule.window, gradients=False):
-            if merged is None:
-                merged = out[:, rows].to(lse.dtype), lse[:, rows]
-            partial = backend.forward(q[:, rows], piece.k, piece.v, rule.block(piece.distance))
-            merged = merge(*merged, *partial)
+            block = rule.block(piece.distance)
+            seeing = _seeing_rows(block, rows, piece)
+            partial = backend.forward(q[:, seeing], piece.k, piece.v, block)
+            if wide is None:
+                wide = out[:, rows].to(lse.dtype)
+            merge_(wide[:, : seeing.stop - seeing.start], lse[:, seeing], *partial)
             del piece, partial  # done with, before the next is asked for
-        if merged is not None:
-            out[:, rows], lse[:, rows] = merged
+        if wide is not None and wide.dtype != out.dtype:
+            out[:, rows] = wide
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
         out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
@@ -139,14 +137,10 @@ def _forward(
     return out, lse
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets, from each set's output and log-sum-exp.
-
-    out (N, T, H), lse (N, T); computed in lse's dtype. At least one of the two must see a key.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
-    out = out_a.to(lse.dtype) * torch.exp(lse_a - lse)[..., None]
-    return out.addcmul_(out_b.to(lse.dtype), torch.exp(lse_b - lse)[..., None]), lse
+def _seeing_rows(block: Block, rows: slice, piece: PrefixBlock) -> slice:
+    """The first of a slice's rows, which see a key of the block; the others are past the window."""
+    seen = block.visible_rows(rows.stop - rows.start, piece.k.shape[1])
+    return slice(rows.start, rows.start + seen)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -164,16 +158,11 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
-        backend, rule = call.backend, call.rule
+        own, whole = call.rule.block(0), (dout, q, k, v, out, lse)
         if len(call.slices) == 1:
-            dq, dk, dv = backend.backward(dout, q, k, v, out, lse, rule.block(0))
+            dq, dk, dv = call.backend.backward(*whole, own)
         else:
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            for rows in call.slices:
-                dq[:, rows], dk[:, rows], dv[:, rows] = backend.backward(
-                    dout[:, rows], q[:, rows], k[:, rows], v[:, rows], out[:, rows], lse[:, rows],
-                    rule.block(0),
-                )  # fmt: skip
+            dq, dk, dv = call.backend.packed_backward(*whole, call.slices, own)
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         for index, rows in enumerate(call.slices):
             _prefix_backward(call, index, (dout, q, out, lse), dq, needs_kv)
@@ -199,15 +188,19 @@ def _prefix_backward(
     `whole` is the chunk's dout, q, out (N, T, H) and lse (N, T).
     """
     rows = call.slices[index]
-    dout, q, out, lse = (x[:, rows] for x in whole)
-    dq_prefix: Tensor | None = None  # summed in lse's dtype, rounded once
+    dout, q, out, lse = whole
+    wide: Tensor | None = None  # summed in lse's dtype, rounded once
     for piece in call.layer_kv.prefix(index, call.rule.window, gradients=gradients):
+        block = call.rule.block(piece.distance)
+        seeing = _seeing_rows(block, rows, piece)
         dq_part, dk, dv = call.backend.backward(
-            dout, q, piece.k, piece.v, out, lse, call.rule.block(piece.distance)
+            dout[:, seeing], q[:, seeing], piece.k, piece.v, out[:, seeing], lse[:, seeing], block
         )
-        dq_prefix = dq_part.to(lse.dtype) if dq_prefix is None else dq_prefix.add_(dq_part)
+        if wide is None:
+            wide = dq[:, rows].to(lse.dtype)
+        wide[:, : seeing.stop - seeing.start] += dq_part
         if gradients:
             piece.add_grad(dk, dv)
         del piece, dq_part, dk, dv  # done with, before the next is asked for
-    if dq_prefix is not None:
-        dq[:, rows] += dq_prefix
+    if wide is not None and wide.dtype != dq.dtype:
+        dq[:, rows] = wide

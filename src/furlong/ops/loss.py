@@ -17,14 +17,18 @@ from torch.nn.functional import cross_entropy
 IGNORE_INDEX = -100
 _MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 _MIN_TILE_TOKENS, _MAX_TILE_TOKENS = {"cpu": 128}, {"cpu": 256}
-"""A tile on a CPU has 128 to 256 rows: fewer cost time, more cost memory and save none.
+"""A tile on a CPU has 128 to 256 rows: fewer cost time, more cost memory and save little.
 
-One thread, float32, trained head, milliseconds per token of tiles of 64 / 128 / 256 / 1,024 rows
-(and MiB of a tile of 128 / 1,024 rows, of which at least three exist at a time):
+One thread, float32, a trained head; milliseconds per token and MiB of peak above the start (the
+tile's logits about three times, and the V x D gradient that autograd makes per tile):
 
-    V 4,096,   D 384: 0.16 / 0.15 / 0.14 / 0.13  (2 / 16)    D 896: 0.32 / 0.31 / 0.26 / 0.25
-    V 32,000,  D 384: 1.5 / 1.1 / 1.0 / 1.0      (16 / 125)  D 896: 3.3 / 2.5 / 2.5 / 2.1
-    V 151,936, D 384: 7.8 / 6.5 / 5.5 / -        (74 / 594)  D 896: 16.7 / 13.5 / 12.8 / -
+    rows                  64           128           256          1,024
+    V 4,096    D 384   0.16   33    0.15   35    0.14   45    0.13   78
+    V 4,096    D 896   0.32   58    0.31   51    0.26   59    0.25   90
+    V 32,000   D 384    1.5  121     1.1  192     1.0  287     1.0  381
+    V 32,000   D 896    3.3  191     2.5  258     2.5  367     2.1  387
+    V 151,936  D 384    7.8  264     6.5  301     5.5  451
+    V 151,936  D 896   16.7  561    13.5  600    12.8  668
 """
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from furlong.ops.backend import Block, lse_dtype, num_row_pieces
+from furlong.ops.backend import Backend, Block, lse_dtype, num_row_pieces
 
 _MAX_SCORE_ELEMENTS = 2**24
 
 
-class Reference:
+class Reference(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))  # (N, T)

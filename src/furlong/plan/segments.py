@@ -1,68 +1,70 @@
-"""Segments of stored K,V: the unit in which they are freed, and in which they change tiers.
+"""Which tokens of a cut sequence a layer stores, and where they are cut into segments.
 
-What later pieces of a cut sequence need of earlier ones lies behind one another, per layer: all
-pieces but the last, of a layer with a window the last window - 1 tokens of each, for no later token
-sees the others. It is cut at multiples of one length, which aims at SEGMENT_BYTES of K and V. A
-segment is freed when all pieces that touch it are dead.
+Pure integers: what the store does and what the cost model counts follow from them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-SEGMENT_BYTES = 4 * 2**20
-_STEP_TOKENS = 64
-_LEAST_TOKENS, _MOST_TOKENS = 512, 8192
+NUM_HOT = 2
+"""Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
+_SEGMENT_STEP = 64
+_MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
+_SEGMENT_BYTES = {"cpu": 2**21}
+_SEGMENT_BYTES_ELSEWHERE = 2**23
+"""A kernel on a GPU wants more keys per call than one on a CPU."""
+
+
+def segment_tokens(token_bytes: float, device_type: str) -> int:
+    """Stored tokens per segment, where K and V of a token and layer take `token_bytes`."""
+    aim_bytes = _SEGMENT_BYTES.get(device_type, _SEGMENT_BYTES_ELSEWHERE)
+    tokens = int(aim_bytes / max(1, token_bytes)) // _SEGMENT_STEP * _SEGMENT_STEP
+    return min(max(tokens, _MIN_SEGMENT_TOKENS), _MAX_SEGMENT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Stored tokens [start, stop) of one sequence in one layer."""
+class StoredTokens:
+    """The tokens of one sequence that one layer stores, numbered without gaps from 0."""
 
-    start: int
-    stop: int
-    first_piece: int
-    last_piece: int
-    """The pieces of the sequence that touch it, both included."""
+    lens: tuple[int, ...]
+    """Tokens of each piece."""
+    offsets: tuple[int, ...]
+    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; the last piece stores none."""
+    bounds: tuple[int, ...]
+    """bounds[i] : bounds[i + 1] are the tokens of segment i."""
+
+    @classmethod
+    def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
+        """A window of w tokens leaves the last w - 1 of each piece to be seen by later ones."""
+        kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
+        offsets = tuple(accumulate(kept, initial=0))
+        return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
 
     @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
+    def num_segments(self) -> int:
+        return len(self.bounds) - 1
 
+    def seen_from(self, piece: int, window: int | None) -> range:
+        """Stored tokens before `piece` that its tokens see."""
+        stop = self.offsets[piece]
+        return range(0 if window is None else max(0, stop - (window - 1)), stop)
 
-def segment_tokens(token_bytes: float) -> int:
-    """Tokens per segment; `token_bytes`: K and V of one token in one layer of one process."""
-    tokens = int(SEGMENT_BYTES / token_bytes) // _STEP_TOKENS * _STEP_TOKENS
-    return min(max(tokens, _LEAST_TOKENS), _MOST_TOKENS)
+    def of_piece(self, piece: int) -> range:
+        return range(self.offsets[piece], self.offsets[piece + 1])
 
+    def segments(self, tokens: range) -> range:
+        """Segments that hold some of `tokens`."""
+        if not tokens:
+            return range(0)
+        per_segment = self.bounds[1]  # all but the last have as many tokens as the first
+        return range(tokens.start // per_segment, (tokens.stop - 1) // per_segment + 1)
 
-def stored_offsets(piece_lens: Sequence[int], window: int | None) -> tuple[int, ...]:
-    """Where each piece's stored tokens start: those of piece p are [offsets[p], offsets[p + 1]).
-
-    `piece_lens`: tokens of all pieces of the sequence, the last of which is never stored, so that
-    its offset is the total.
-    """
-    kept = (n if window is None else min(n, window - 1) for n in piece_lens[:-1])
-    return tuple(accumulate(kept, initial=0))
-
-
-def first_seen(offsets: Sequence[int], piece: int, window: int | None) -> int:
-    """The first stored token that `piece` sees; the last is the one before its own offset."""
-    return 0 if window is None else max(0, offsets[piece] - (window - 1))
-
-
-def cut_segments(offsets: Sequence[int], tokens_each: int) -> tuple[Segment, ...]:
-    """The segments of one sequence in one layer, in the order of its tokens."""
-    segments = []
-    first = 0
-    for start in range(0, offsets[-1], tokens_each):
-        stop = min(start + tokens_each, offsets[-1])
-        while offsets[first + 1] <= start:
-            first += 1
-        last = first
-        while offsets[last + 1] < stop:
-            last += 1
-        segments.append(Segment(start, stop, first, last))
-    return tuple(segments)
+    def pieces(self, tokens: range) -> list[int]:
+        """Pieces that hold some of `tokens`."""
+        first = bisect_right(self.offsets, tokens.start) - 1
+        last = bisect_left(self.offsets, tokens.stop)
+        return [p for p in range(first, last) if self.of_piece(p)] if tokens else []

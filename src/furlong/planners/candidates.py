@@ -47,7 +47,14 @@ class Candidate:
 
     def words(self) -> list[str]:
         """The dials, each as its name and value."""
-        return [f"{name} {value}" for name, value in self.dials.items()]
+        return [f"{name} {value_in_words(value)}" for name, value in self.dials.items()]
+
+
+def value_in_words(value: object) -> str:
+    """A dial's value; a mapping as a run file has it."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,10 @@ class Room:
         num_chunks = -(-self.longest_tokens // size)
         powers = [1 << bits for bits in range(0, num_chunks.bit_length(), 2)]
         return sorted({0, *(n for n in powers if n < num_chunks), num_chunks}, reverse=True)
+
+    def heights(self, num_layers: int) -> list[int]:
+        """Layers of a stage on one rank, layer-first: powers of two below all of them."""
+        return [1 << bits for bits in range(num_layers.bit_length() - 1)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from furlong.plan.values import Action, Backward, Forward, Keep, RebuildKV, Recompute, Reduce
 
@@ -35,6 +35,7 @@ def walk_layer_first(
     frozen_stages: int = 0,
     backward: bool = True,
     reduces: bool = False,
+    only: Collection[int] | None = None,
 ) -> list[Action]:
     """Actions for one group: all pieces of one sequence in order, or one packed chunk.
 
@@ -45,12 +46,14 @@ def walk_layer_first(
     it, which is what the walk spares (with `keep="all"` every cell does). `recompute_layers`: as
     many first layers of a cell's graph keep only their input. `frozen_stages`: first stages without
     a backward, for there is nothing to train in them or below. `reduces`: this is a rank's last
-    group, and each stage is reduced behind its last Backward. Without backward nothing outlives its
-    last reader, and none of this matters.
+    group, and each stage is reduced behind its last Backward. `only`: those stages alone, for who
+    wants the time of one stage of each kind. Without backward nothing outlives its last reader, and
+    none of this matters.
     """
     last = len(stages) - 1
+    walked = [stage for stage in range(last + 1) if only is None or stage in only]
     if not backward:
-        return [Forward(c, stage, "input") for stage in range(last + 1) for c in chunks]
+        return [Forward(c, stage, "input") for stage in walked for c in chunks]
     retained = frozenset(chunks[max(0, len(chunks) - num_retained) :])
     layers = [min(recompute_layers, height) for height in stages]
 
@@ -62,8 +65,10 @@ def walk_layer_first(
         # the last stage's K,V are there until its backward, which comes next
         return Forward(chunk, stage, "kv" if keep == "input" and stage == last else keep)
 
-    actions: list[Action] = [forward(c, stage) for stage in range(last + 1) for c in chunks]
-    for stage in reversed(range(frozen_stages, last + 1)):
+    actions: list[Action] = [forward(c, stage) for stage in walked for c in chunks]
+    for stage in reversed(walked):
+        if stage < frozen_stages:
+            break
         if stage < last and keep in ("input", "attention"):
             # the last chunk of a group has no reader
             actions += [RebuildKV(chunk, stage) for chunk in chunks[:-1]]

@@ -7,11 +7,14 @@ from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
+from furlong.plan.values import ChunkPlan
 from furlong.planners.budget import fit
 from furlong.planners.candidates import Candidate
 
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
+MAX_ACTIONS = 16_000
+"""The same of one rank's actions."""
 MAX_TOKENS = 2**28
 
 
@@ -45,22 +48,23 @@ def longest_sequence(
     training = replace(model.training, replicas=1 if others else dp)
     one_of = replace(model, training=training)
 
-    def try_length(num_tokens: int) -> int | None:
-        """Chunks of the plan, or None where there is none that fits."""
+    def try_length(num_tokens: int) -> ChunkPlan | None:
+        """The plan, or None where there is none that fits."""
         try:
             plan = candidate.build([num_tokens, *others], one_of)
             fit(plan, one_of, budget_bytes)
         except (UserError, PlanError):
             return None
-        return len(plan.chunks)
+        return plan
 
     most = num_positions or MAX_TOKENS
     low, high = 0, min(max(1, start), most)
-    while (num_chunks := try_length(high)) is not None:
+    while (plan := try_length(high)) is not None:
         low = high
         if high == num_positions:
             return Longest(low, "positions")
-        if num_chunks >= MAX_CHUNKS or high >= most:
+        is_large = len(plan.chunks) >= MAX_CHUNKS or len(plan.actions[0]) >= MAX_ACTIONS
+        if is_large or high >= most:
             return Longest(low, "trials")
         high = min(2 * high, most)
     while high - low > max(1, low // 100):

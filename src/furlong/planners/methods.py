@@ -165,10 +165,10 @@ def combined(room: Room) -> Iterator[Ladder]:
                 )  # fmt: skip
     yield from _skrull("furlong", room, adaptive=True)
     if room.layout.pp == 1:
-        heights = range(sum(room.stages).bit_length() - 1)
-        for tier, bits, size in product(room.tiers, heights, room.sizes()):
+        heights = room.heights(sum(room.stages))
+        for tier, height, size in product(room.tiers, heights, room.sizes()):
             yield layer_first(
-                "furlong", room, size, stage_layers=1 << bits, keep="attention",
+                "furlong", room, size, stage_layers=height, keep="attention",
                 tier=tier, balance="flops",
             )  # fmt: skip
 

@@ -9,16 +9,17 @@ ones too, which the published method (`planners.fpdt`) does not have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from furlong.plan.check import check
-from furlong.plan.values import Action, Chunk, ChunkPlan
-from furlong.planners.chunkflow import group_chunks, plan_chunkflow
+from furlong.plan.values import Action, ChunkPlan, Reduce
+from furlong.planners.chunkflow import group_chunks
 from furlong.planners.groups import Groups
 from furlong.planners.layer_first import stage_heights, walk_layer_first
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import number_chunks
+from furlong.planners.schedule import schedule_group
 
 
 def plan_on_device(
@@ -35,28 +36,42 @@ def plan_on_device(
     recompute nor backward runs at stages of such layers alone. The last stage always has both, for
     the loss is in its backward; so chunk-first, with all layers in one stage, leaves nothing out.
     """
-    if options.order == "chunk-first":
-        return plan_chunkflow(seq_lens, options, num_layers=num_layers, backward=backward)
-    stages = stage_heights(num_layers, options.stage_layers or 1)
+    return plan_groups(
+        seq_lens,
+        group_chunks(seq_lens, options),
+        options,
+        num_layers=num_layers,
+        backward=backward,
+        frozen_layers=frozen_layers,
+    )
+
+
+def plan_groups(
+    seq_lens: Sequence[int],
+    groups: Groups,
+    options: ChunkOptions,
+    *,
+    num_layers: int,
+    backward: bool = True,
+    frozen_layers: int = 0,
+) -> ChunkPlan:
+    """The same over chunks that are there already."""
+    stages = stages_of(num_layers, options)
     frozen_stages = _count_frozen(stages, frozen_layers) if backward else 0
-    groups: Groups = group_chunks(seq_lens, options)
     numbered = number_chunks(groups)
     actions: list[Action] = []
     for numbers in numbered:
-        actions += walk_layer_first(
+        actions += walk_group(
             numbers,
             stages,
-            keep=options.keep,
-            num_retained=options.num_retained,
-            recompute_layers=options.recompute_layers,
+            options,
             frozen_stages=frozen_stages,
             backward=backward,
             reduces=numbers is numbered[-1],
         )
-    chunks: list[Chunk] = [chunk for group in groups for chunk in group]
     plan = ChunkPlan(
         seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
+        chunks=tuple(chunk for group in groups for chunk in group),
         stages=stages,
         actions=(tuple(actions),),
         tiers=options.tiers,
@@ -64,6 +79,46 @@ def plan_on_device(
     )
     check(plan)
     return plan
+
+
+def stages_of(num_layers: int, options: ChunkOptions) -> tuple[int, ...]:
+    """Layers of each stage."""
+    if options.order == "chunk-first":
+        return (num_layers,)
+    return stage_heights(num_layers, options.stage_layers or 1)
+
+
+def walk_group(
+    chunks: Sequence[int],
+    stages: Sequence[int],
+    options: ChunkOptions,
+    *,
+    frozen_stages: int = 0,
+    backward: bool = True,
+    reduces: bool = False,
+    only: Collection[int] | None = None,
+) -> list[Action]:
+    """Actions of one group; `reduces` and `only` as for `layer_first.walk_layer_first`."""
+    if options.order == "layer-first":
+        return walk_layer_first(
+            chunks,
+            stages,
+            keep=options.keep,
+            num_retained=options.num_retained,
+            recompute_layers=options.recompute_layers,
+            frozen_stages=frozen_stages,
+            backward=backward,
+            reduces=reduces,
+            only=only,
+        )
+    actions = schedule_group(
+        chunks,
+        num_retained=options.num_retained,
+        keep=options.keep,
+        backward=backward,
+        recompute_layers=min(options.recompute_layers, stages[0]),
+    )
+    return [*actions, Reduce(0)] if reduces and backward else actions
 
 
 def _count_frozen(stages: Sequence[int], frozen_layers: int) -> int:

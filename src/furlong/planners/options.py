@@ -55,7 +55,7 @@ class ChunkOptions:
             _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
         _check_among("keep", self.keep, get_args(Keep))
         _check_among("order", self.order, get_args(Order))
-        object.__setattr__(self, "tier", _checked_tier(self.tier))
+        object.__setattr__(self, "tier", checked_tier(self.tier))
         if self.order == "layer-first":
             stage_layers = 1 if self.stage_layers is None else self.stage_layers
             _check_whole("stage_layers", stage_layers, 1)
@@ -68,8 +68,11 @@ class ChunkOptions:
             )  # fmt: skip
 
 
-def _checked_tier(value: object) -> Tier | Tiers:
-    """A tier of all kinds, or one for each; equal wherever they mean the same."""
+def checked_tier(value: object) -> Tier | Tiers:
+    """A tier of all kinds, or one for each; equal wherever they mean the same.
+
+    Raises ConfigError.
+    """
     if isinstance(value, Tiers):
         value = asdict(value)
     if not isinstance(value, Mapping):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from furlong.cost.cells import StageBytes, stage_bytes
 from furlong.cost.memory import PlanMemory
-from furlong.cost.stored_kv import stored_layers
+from furlong.cost.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
 from furlong.planners.checkpointing import Array, Problem, StageLoad
 from furlong.planners.seq1f1b import backward_places, count_ahead
@@ -42,10 +42,10 @@ class BatchLoads:
     backward_bytes: Array
     """(P, K) the same of a backward."""
     kv_bytes: Array
-    """(P, K) stored K,V that come with a chunk's forward and go with its backward: the segments
-    whose first token is in the chunk."""
-    kv_gradients: tuple[_Gradients, ...]
-    """(P) their gradients."""
+    """(P, K) stored K,V that go with a chunk's backward: the segments whose first token is in the
+    chunk."""
+    kv_gradient_bytes: Array
+    """(P, K) their gradients."""
 
     @classmethod
     def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
@@ -108,9 +108,10 @@ class BatchLoads:
     def _lying(self, moments: _Moments, first: int, stop: int, stage: int) -> Array:
         """(W,) bytes of what is kept for later at each moment."""
         chunks = self._chunks(first, stop)
-        held = moments.alive @ (self.held_bytes + self.kv_bytes)[stage, chunks]
-        gradients = self.kv_gradients[stage].within(chunks)
-        total: Array = held + moments.between(gradients.seen_by, gradients.chunk) @ gradients.bytes
+        held = moments.alive @ self.held_bytes[stage, chunks]
+        kv = moments.kv_alive @ self.kv_bytes[stage, chunks]
+        gradients = moments.kv_gradients_alive @ self.kv_gradient_bytes[stage, chunks]
+        total: Array = held + kv + gradients
         return total
 
     def _besides(self, plan: ChunkPlan, memory: PlanMemory) -> tuple[Array, Array]:
@@ -123,31 +124,6 @@ class BatchLoads:
             own = walked - self._lying(moments, 0, len(self.counts), stage)
             found[moments.is_backward.astype(int), stage, moments.acting] = own
         return found[0], found[1]
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """dK,dV of a stage's segments, those alike together (M of them)."""
-
-    bytes: Array
-    """(M,)"""
-    seen_by: NDArray[np.int64]
-    """(M,) the last chunk that sees them: they come with its backward."""
-    chunk: NDArray[np.int64]
-    """(M,) the chunk that holds their first token: they go with its backward."""
-
-    @classmethod
-    def of(cls, found: dict[tuple[int, int], float]) -> _Gradients:
-        pairs = np.array(list(found), dtype=np.int64).reshape(-1, 2)
-        return cls(np.array(list(found.values()), dtype=float), pairs[:, 0], pairs[:, 1])
-
-    def within(self, chunks: slice) -> _Gradients:
-        """Those of the chunks of a slice, counted from its start."""
-        inside = (self.chunk >= chunks.start) & (self.chunk < chunks.stop)
-        start = chunks.start
-        return _Gradients(
-            self.bytes[inside], self.seen_by[inside] - start, self.chunk[inside] - start
-        )
 
 
 class _Moments:
@@ -166,14 +142,13 @@ class _Moments:
         self.is_backward[stops] = True
         moment = np.arange(2 * number)[:, None]
         self.alive: NDArray[np.bool_] = (starts <= moment) & (moment <= stops)
-        self._stops, self._moment = stops, moment
-
-    def between(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(W, M) whether a moment lies between the backwards of two chunks."""
-        alive: NDArray[np.bool_] = (self._stops[first] <= self._moment) & (
-            self._moment <= self._stops[last]
-        )
-        return alive
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        ends = moment <= stops
+        # a sequence's K,V come as one with its first forward, their gradients with its first
+        # backward
+        self.kv_alive: NDArray[np.bool_] = (np.repeat(starts[bounds[:-1]], counts) <= moment) & ends
+        tails = np.repeat(stops[bounds[1:] - 1], counts)
+        self.kv_gradients_alive: NDArray[np.bool_] = (tails <= moment) & ends
 
 
 def _saved_per_layer(cell: StageBytes) -> float:
@@ -186,19 +161,18 @@ def _saved_per_layer(cell: StageBytes) -> float:
 
 def _stored(
     plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
-) -> tuple[Array, tuple[_Gradients, ...]]:
-    """Bytes of the store's segments on one process; none where K,V are in another tier."""
-    kv = np.zeros((len(cells), len(plan.chunks)))
-    gradients: list[dict[tuple[int, int], float]] = [{} for _ in cells]
+) -> tuple[Array, Array]:
+    """(P, K) bytes of the store's K,V and of their gradients on one process, by the chunk that
+    holds a segment's first token; none where K,V are in another tier."""
+    kv, gradients = np.zeros((2, len(cells), len(plan.chunks)))
     groups = plan.groups if plan.tiers.kv == "device" else {}
     for seq_id, group in groups.items():
         for stage, cell in enumerate(cells):
-            for layers in stored_layers(memory.shape, plan, cell, seq_id, stage, 0):
-                for segment in layers.segments:
-                    tokens = segment.num_tokens * layers.num_layers
-                    chunk, seen_by = group[segment.first_piece], group[layers.last_seer(segment)]
-                    kv[stage, chunk] += tokens * layers.kv_token_bytes
-                    found = gradients[stage]
-                    found.setdefault((seen_by, chunk), 0.0)
-                    found[seen_by, chunk] += tokens * layers.gradient_token_bytes
-    return kv, tuple(_Gradients.of(found) for found in gradients)
+            for stored in stored_layers(
+                memory.shape, plan, cell, seq_id, stage, 0, memory.device_type
+            ):
+                for size, pieces in zip(stored.sizes, stored.pieces, strict=True):
+                    tokens = size * len(stored.layers)
+                    kv[stage, group[pieces[0]]] += tokens * stored.kv_token_bytes
+                    gradients[stage, group[pieces[0]]] += tokens * stored.gradient_token_bytes
+    return kv, gradients

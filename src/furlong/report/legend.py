@@ -23,6 +23,7 @@ from furlong.report.looks import (
     tint,
 )
 from furlong.report.scene import PACKED, Owner, Scene
+from furlong.report.words import lower_words
 from furlong.units import format_count
 
 _MAX_OWNERS = 12
@@ -95,8 +96,10 @@ def _shades(scenes: Sequence[Scene]) -> list[_Entry]:
         if kind in kinds
     ]
     entries.append(_Entry("idle", LANE))
-    if any(scene.has_host_memory for scene in scenes):
-        entries.append(_Entry("host memory", dashes=HOST))
+    lower = {lower_words(scene.plan.tiers) for scene in scenes if scene.has_host_memory}
+    if lower:
+        words = lower.pop() if len(lower) == 1 else "host and disk"
+        entries.append(_Entry(f"{words} memory" if words == "host" else words, dashes=HOST))
     limited = [rank for scene in scenes if scene.has_memory for rank in scene.ranks]
     if any(rank.limit_bytes for rank in limited):
         entries.append(_Entry("limit of device memory", dashes=LIMIT))

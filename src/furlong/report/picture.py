@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from furlong.report.legend import Legend, with_shared_owners
 from furlong.report.looks import DEVICE, FAINT, HATCHES, HOST, INK, LANE, LIMIT, fill, tint
 from furlong.report.scene import Bar, RankScene, Scene, bar_label
+from furlong.report.words import lower_words
 from furlong.units import format_bytes
 
 MAX_RANKS = 32
@@ -208,7 +209,7 @@ def _draw_memory(axes: Axes, rank: RankScene, highest: float, scene: Scene) -> N
     if scene.has_host_memory:
         curve = _steps(rank.host, scene.duration)
         axes.plot(*curve, drawstyle="steps-post", color=HOST, linewidth=1.2)
-        words.append((f"host {format_bytes(host)}", HOST))
+        words.append((f"{lower_words(scene.plan.tiers)} {format_bytes(host)}", HOST))
     if rank.limit_bytes:
         over = [max(used, rank.limit_bytes) for used in values]
         axes.fill_between(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.cost.levels import PARTS, Part
-from furlong.cost.memory_walk import MemoryCurve
+from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.model import CostModel, Hidden, PlanCosts
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.cost.traffic import PlanTraffic, tier_of
+from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
@@ -29,7 +30,7 @@ class Breakdown:
     collectives: float
     """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
     copies: float
-    """K,V on their way between tiers, as far as no computation hides it."""
+    """What is on its way between tiers, as far as no computation hides it."""
     idle_and_p2p: float
     """Idle, or waiting for a message."""
 
@@ -59,6 +60,8 @@ class PlanReport:
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
     """Of each rank; of an sp group the process that needs most."""
+    traffic: tuple[PlanTraffic, ...]
+    """Of each rank; of an sp group the process that moves most."""
     budget_bytes: int
     """Of a device."""
     num_tokens: int
@@ -94,6 +97,7 @@ class PlanReport:
             "memory": [
                 {"rank": rank, "device_bytes": own.device_bytes, "host_bytes": own.host_bytes}
                 | {"disk_bytes": own.disk_bytes, "parts": own.parts}
+                | {"moved": _moved_json(self.traffic[rank])}
                 for rank, own in enumerate(self.memory)
             ],
             "figures": self.figures.to_json(),
@@ -112,10 +116,11 @@ def report_plan(
     may pad.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
-    curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
+    walks = [memory.walk(plan, rank) for rank in range(len(plan.actions))]
+    curves = [curve for curve, _ in walks]
     timeline = simulate(
         plan, costs,
-        copies=None if plan.tiers.kv == "device" else costs,
+        copies=None if plan.tiers == ON_DEVICE else costs,
         memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
         host_memory=_Known([curve.lower_bytes for curve in curves], 0),
     )  # fmt: skip
@@ -126,6 +131,7 @@ def report_plan(
         figures=figures,
         breakdown=break_down(plan, model, figures),
         memory=tuple(_rank_memory(curve) for curve in curves),
+        traffic=tuple(traffic for _, traffic in walks),
         budget_bytes=memory.device_budget_bytes,
         num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
     )
@@ -153,6 +159,13 @@ def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Break
         copies=shares["copies"] + inside["streams"],
         idle_and_p2p=shares["messages"] + shares["waiting"],
     )
+
+
+def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:
+    return {
+        kind: {"tier": tier_of(traffic.tiers, kind), "read_bytes": read, "written_bytes": written}
+        for kind, (read, written) in traffic.by_kind().items()
+    }
 
 
 def _rank_memory(curve: MemoryCurve) -> RankMemory:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from furlong.cost.levels import PARTS
+from furlong.cost.traffic import tier_of
+from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ChunkPlan, Forward, Recompute
 from furlong.report.plan_report import PlanReport
 from furlong.report.ranks import choose_ranks, held_stages, ranks_per_replica
 from furlong.report.tables import align
-from furlong.report.words import BREAKDOWN_WORDS, PART_WORDS, count_words, share_words
+from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, count_words, share_words
 from furlong.units import format_bytes, format_count, format_seconds
 
 _MAX_RANKS = 16
@@ -34,7 +36,8 @@ def format_report(report: PlanReport) -> str:
         line("kept", _kept_words(plan)),
         line("recompute", "\n".join(recompute_words(plan))),
         line("order", order_words(plan)),
-        line("tier", f"K,V and their gradients on the {plan.tiers.kv}"),
+        line("tier", tiers_in_words(plan.tiers)),
+        *([line("moved", "\n".join(moved))] if (moved := traffic_words(report)) else []),
         line("layout", layout_words(plan)),
         line(
             "step",
@@ -66,18 +69,35 @@ def memory_words(report: PlanReport) -> str:
     )
 
 
+def traffic_words(report: PlanReport) -> list[str]:
+    """A text per kind of memory that travels, over all ranks."""
+    sums: dict[str, list[int]] = {}
+    for traffic in report.traffic:
+        for kind, moved in traffic.by_kind().items():
+            name = f"{MOVED_WORDS[kind]}, {tier_of(traffic.tiers, kind)}"
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0)), moved, strict=True)]
+    return [
+        f"{name}: {format_bytes(written)} written, {format_bytes(read)} read"
+        for name, (read, written) in sums.items()
+    ]
+
+
 def memory_table(report: PlanReport) -> list[str]:
-    """A row per rank: the parts at its peak, their sum, the host's peak."""
+    """A row per rank: the parts at its peak, their sum, the peaks of host and disk."""
     shown = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
     parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
-    host = ["host"] if any(rank.host_bytes for rank in report.memory) else []
+    lower = {
+        name: [getattr(rank, f"{name}_bytes") for rank in report.memory]
+        for name in ("host", "disk")
+    }
+    lower = {name: values for name, values in lower.items() if any(values)}
     names = [PART_WORDS.get(part, part) for part in parts]
-    rows = [["rank", "stages", *names, "device", *host]]
+    rows = [["rank", "stages", *names, "device", *lower]]
     stages = held_stages(report.plan)
     for rank in shown.ranks:
         own = report.memory[rank]
         values = [*(own.parts[part] for part in parts), own.device_bytes]
-        values += [own.host_bytes] if host else []
+        values += [of_ranks[rank] for of_ranks in lower.values()]
         held = stages[rank]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
         rows.append([str(rank), span, *map(format_bytes, values)])

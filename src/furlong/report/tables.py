@@ -19,7 +19,10 @@ def format_figures(figures: StepFigures, time_unit: str = "s") -> str:
         for name, word in SHARE_WORDS.items()
         if any(getattr(rank, f"{name}_s") > 0 for rank in figures.ranks)
     ]
-    peaks = (("device peak", figures.peak_device_bytes), ("host peak", figures.peak_host_bytes))
+    peaks = (
+        ("device peak", figures.peak_device_bytes),
+        ("host and disk peak", figures.peak_host_bytes),
+    )
     shown_peaks = [(word, values) for word, values in peaks if any(values)]
     rows = [["rank", *(word for word, _ in columns), *(word for word, _ in shown_peaks)]]
     for index, rank in enumerate(figures.ranks):

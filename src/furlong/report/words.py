@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.plan.values import ChunkPlan
+from furlong.plan.values import ChunkPlan, Tiers
 from furlong.simulate.figures import StepFigures
 from furlong.units import format_bytes, format_count, format_seconds
 
@@ -27,6 +27,16 @@ BREAKDOWN_WORDS = {
 """By the fields of a plan report's Breakdown."""
 
 
+MOVED_WORDS = {
+    "kv": "K,V",
+    "kv_gradients": "dK,dV",
+    "inputs": "stage inputs",
+    "attention": "attention outputs",
+    "graphs": "graphs",
+}
+"""By the kinds of memory that may live in another tier."""
+
+
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 """The parts of memory that are not called what they are in code."""
 
@@ -48,6 +58,12 @@ def title_words(name: str, figures: StepFigures, time_unit: str) -> str:
     if peak := max(figures.peak_device_bytes, default=0):
         parts.append(f"peak {format_bytes(peak)}")
     return "   ·   ".join(parts)
+
+
+def lower_words(tiers: Tiers) -> str:
+    """The tiers below the device: host, disk, or both."""
+    used = {tiers.kv, tiers.inputs, tiers.attention, tiers.graphs}
+    return " and ".join(tier for tier in ("host", "disk") if tier in used) or "host"
 
 
 def batch_words(plan: ChunkPlan) -> str:

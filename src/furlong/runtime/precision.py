@@ -6,7 +6,7 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,9 @@ def compute_parameters(
     """Gradients of this call that are added to `.grad` on exit."""
     handles = []
     grads_before = {key: p.grad for key, p in parameters.items() if _is_apart(p)}
+    plain = [p for key, p in parameters.items() if key not in grads_before]
+    reached: set[int] = set()
+    made = _make_grads([p for p in plain if p.requires_grad and not _is_sparse(places[id(p)])])
     try:
         for key, parameter in parameters.items():
             dtype = parameter.dtype if key in as_they_are else compute_dtype or parameter.dtype
@@ -56,7 +59,10 @@ def compute_parameters(
                 parameter.grad = None
                 handles.append(leaf.register_post_accumulate_grad_hook(partial(_sum, sums, key)))
             elif leaf is not parameter:
-                handles.append(leaf.register_post_accumulate_grad_hook(partial(_add, parameter)))
+                add = partial(_add, parameter, reached)
+                handles.append(leaf.register_post_accumulate_grad_hook(add))
+            elif key in made:
+                handles.append(leaf.register_post_accumulate_grad_hook(partial(_note, reached)))
         yield
         for key in sums:
             sums[key] = _heard(parameters[key], sums[key])
@@ -69,9 +75,32 @@ def compute_parameters(
     finally:
         for handle in handles:
             handle.remove()
+        for key in made - reached:
+            parameters[key].grad = None
         for key, parameter in parameters.items():
             for module, name in places[key]:
                 module._parameters[name] = parameter
+
+
+def _make_grads(parameters: Sequence[nn.Parameter]) -> set[int]:
+    """Give parameters without a `.grad` one of zeros; returns their ids.
+
+    Made in the first backward, they would lie among the short-lived tensors of the heap and keep it
+    from shrinking.
+    """
+    bare = [p for p in parameters if p.grad is None and type(p) is nn.Parameter]
+    for parameter in bare:
+        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+    return {id(parameter) for parameter in bare}
+
+
+def _is_sparse(places: Sequence[tuple[nn.Module, str]]) -> bool:
+    """Whether a module makes sparse gradients of a parameter (nn.Embedding(sparse=True))."""
+    return any(getattr(module, "sparse", False) for module, _ in places)
+
+
+def _note(reached: set[int], leaf: Tensor) -> None:
+    reached.add(id(leaf))
 
 
 def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -91,9 +120,10 @@ def _is_apart(parameter: nn.Parameter) -> bool:
     return parameter.dtype.itemsize < 4 or bool(_hooks(parameter))
 
 
-def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
+def _add(parameter: nn.Parameter, reached: set[int], leaf: Tensor) -> None:
     """Add the gradient of what computes in a wide parameter's place to its `.grad`."""
     assert leaf.grad is not None
+    reached.add(id(parameter))
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
     parameter.grad += leaf.grad

@@ -30,6 +30,7 @@ from furlong.planners.auto import (
     training_of,
 )
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.tier_budgets import tier_budgets
 from furlong.train.device import nearest_hardware
 
 
@@ -41,6 +42,11 @@ def decide_options(
     Raises ConfigError where a budget is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
+    spec, free_bytes, free_words = _device(device)
+    host_bytes, disk_bytes = tier_budgets(
+        given.get("tier"), config.memory.host, config.memory.disk,
+        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
+    )  # fmt: skip
     if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
         return Decision(ChunkOptions(**given), "")
     limit = config.data.max_seq_len
@@ -50,7 +56,6 @@ def decide_options(
     except ConfigError as error:
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(limit, given), words)
-    spec, free_bytes, free_words = _device(device)
     seed = config.train.seed
     return decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
@@ -60,6 +65,8 @@ def decide_options(
         model=CostModel(shape, spec, training_of(config.model)),
         budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
         must_fit=budget != "auto",
         dials=given,
     )

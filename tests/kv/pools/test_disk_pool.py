@@ -42,7 +42,7 @@ def test_places_are_reused(tmp_path):
         handles = [pool.put(torch.ones(n)) for n in (5000, 100, 3000)]
         for handle in handles:
             pool.drop(handle)
-    assert os.fstat(pool.file._descriptor).st_size == 20_480 + 4096 + 12_288
+    assert os.fstat(pool.file._file.fileno()).st_size == 20_480 + 4096 + 12_288
     pool.close()
 
 

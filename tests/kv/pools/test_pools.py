@@ -13,7 +13,6 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
-from furlong.kv.pools.lanes import ThreadLane
 
 CPU = torch.device("cpu")
 POOLS = ["device", "host", "disk"]
@@ -115,23 +114,6 @@ def test_what_comes_back_is_what_went_in(kind, staging_bytes, tmp_path):
         obey(make(kind, tmp_path, staging_bytes=staging_bytes, poison=True), operations)
 
     run()
-
-
-@pytest.fixture
-def delays(monkeypatch):
-    """Workers sleep at random before each operation."""
-    submit, generator = ThreadLane.submit, torch.Generator().manual_seed(1)
-
-    def late(self, work, after):
-        pause_s = float(torch.rand((), generator=generator)) * 4e-3
-
-        def slow():
-            time.sleep(pause_s)
-            work()
-
-        return submit(self, slow, after)
-
-    monkeypatch.setattr(ThreadLane, "submit", late)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

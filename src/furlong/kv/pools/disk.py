@@ -8,8 +8,10 @@ so that nothing is left behind, not even by a crash.
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
+import sys
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,33 +118,41 @@ class NamelessFile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._dirty_bytes = 0
+        if not hasattr(os, "O_DIRECT"):
+            raise ConfigError(
+                given=f"{folder} for the disk tier, on {sys.platform}",
+                required="Linux",
+                source="memory.disk_dir",
+                change="use the device or the host tier",
+            )
         _refuse_ram(folder)
         try:
             direct = _open_direct(folder)
             self.is_direct = direct is not None
-            self._descriptor = _open(folder) if direct is None else direct
+            descriptor = _open(folder) if direct is None else direct
         except OSError as error:
             raise self._told(error) from error
+        self._file = io.FileIO(descriptor, "r+")  # closed with the pool, or with us
 
     def reserve(self, start: int, num_bytes: int) -> None:
         """Make sure that the disk has room for so many bytes from `start` on."""
         try:
-            os.posix_fallocate(self._descriptor, start, num_bytes)
+            os.posix_fallocate(self._file.fileno(), start, num_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise self._told(error, num_bytes) from error
-            os.ftruncate(self._descriptor, start + num_bytes)  # reserves nothing
+            os.ftruncate(self._file.fileno(), start + num_bytes)  # reserves nothing
 
     def write(self, pages: memoryview, start: int) -> None:
         done = 0
         try:
             while done < len(pages):
-                done += os.pwrite(self._descriptor, pages[done:], start + done)
+                done += os.pwrite(self._file.fileno(), pages[done:], start + done)
             self._dirty_bytes += 0 if self.is_direct else done
             if self._dirty_bytes > _SYNC_BYTES:
                 self._dirty_bytes = 0
-                os.fdatasync(self._descriptor)
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.fdatasync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._told(error, len(pages)) from error
 
@@ -150,17 +160,17 @@ class NamelessFile:
         done = 0
         try:
             while done < len(pages):
-                count = os.preadv(self._descriptor, [pages[done:]], start + done)
+                count = os.preadv(self._file.fileno(), [pages[done:]], start + done)
                 if not count:
                     raise OSError(errno.EIO, "the file has become shorter")
                 done += count
             if not self.is_direct:
-                os.posix_fadvise(self._descriptor, start, done, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._file.fileno(), start, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._told(error) from error
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def _told(self, error: OSError, num_bytes: int = 0) -> ConfigError:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -183,7 +193,7 @@ def _refuse_ram(folder: Path) -> None:
         mounts = psutil.disk_partitions(all=True)
     except OSError:
         return
-    above = [m for m in mounts if resolved.is_relative_to(m.mountpoint)]
+    above = [m for m in reversed(mounts) if resolved.is_relative_to(m.mountpoint)]
     kind = max(above, key=lambda m: len(m.mountpoint)).fstype if above else ""
     if kind in _IN_RAM:
         raise ConfigError(

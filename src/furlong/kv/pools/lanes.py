@@ -68,9 +68,10 @@ class StreamEvent:
     """A point of a CUDA stream."""
 
     event: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def block(self) -> None:
         self.event.synchronize()
@@ -85,7 +86,7 @@ def now(device: torch.device) -> Event:
         return Past()
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    return StreamEvent(event)
+    return StreamEvent(event, device)
 
 
 class ThreadLane:
@@ -114,6 +115,7 @@ class StreamLane:
     """One CUDA stream; no thread ever waits for it but in `drain`."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
@@ -126,7 +128,7 @@ class StreamLane:
             work()
         done = torch.cuda.Event()
         done.record(self._stream)
-        return StreamEvent(done)
+        return StreamEvent(done, self._device)
 
     def drain(self) -> None:
         self._stream.synchronize()

@@ -76,7 +76,9 @@ class StagedPool:
         self._budget_bytes = budget_bytes
         self._poison = poison
         self._hops = places.stages_on_host and device.type != "cpu"
-        self._staging = Staging(places.allocate_staging, staging_bytes, self._wait)
+        self._staging = Staging(
+            places.allocate_staging, staging_bytes, self._wait, partial(now, device)
+        )
         self._handles: set[Handle] = set()
         self._era = 0  # `clear` begins a new one: leases of an old one end without effect
         self._error: BaseException | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from furlong.kv.pools.lanes import Event, Past
+from furlong.kv.pools.lanes import Event
 
 PAGE_BYTES = 4096
 _MAX_SLACK = 2
@@ -34,12 +34,14 @@ class Staging:
         allocate: Callable[[int], Tensor],
         limit_bytes: int,
         wait: Callable[[Event], None],
+        now: Callable[[], Event],
     ) -> None:
         """`allocate`: a page-aligned uint8 tensor of so many bytes; `wait`: the compute side
-        waits for an event."""
+        waits for an event; `now`: what it has done so far."""
         self._allocate = allocate
         self._limit_bytes = limit_bytes
         self._wait = wait
+        self._now = now
         self._free: deque[Buffer] = deque()  # the longest given back first
         self.total_bytes = 0
 
@@ -67,7 +69,9 @@ class Staging:
             self._wait(self._free[0].free)
             self._release(self._free[0])
         self.total_bytes += size
-        return Buffer(self._allocate(size), Past())
+        memory = self._allocate(size)
+        # On CUDA the memory may come from a tensor that the compute stream still has to read.
+        return Buffer(memory, self._now())
 
     def give(self, buffer: Buffer, free: Event) -> None:
         """Back, to be reused once `free` has happened."""

@@ -1,0 +1,84 @@
+"""What a plan on one device is predicted to take: seconds of its step, and bytes in every tier.
+
+predict(model, plan)                    # of a plan, to be compared with what is measured
+simulated_s(model, seq_lens, groups, options)      # seconds alone, without the whole plan
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from furlong.cost.memory_curve import MemoryCurve
+from furlong.cost.model import CostModel
+from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
+from furlong.planners.groups import Groups
+from furlong.planners.layout import first_alike
+from furlong.planners.one_device import stages_of, walk_group
+from furlong.planners.options import ChunkOptions
+from furlong.planners.pipeline import number_chunks
+from furlong.simulate.clock import Times, time_actions
+
+
+class Needs(NamedTuple):
+    """Most bytes in use at a time, by tier."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and the most bytes in use in each tier while it runs."""
+
+    step_s: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """Seconds and peak bytes of a plan's step; of several ranks the one that needs most."""
+    curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
+    needs = [needs_of(curve) for curve in curves]
+    return Prediction(_times(model, plan).duration_s, *map(max, zip(*needs, strict=True)))
+
+
+def needs_of(curve: MemoryCurve) -> Needs:
+    """The peak of each tier."""
+    if not len(curve.device):
+        return Needs(0)
+    device = curve.device.sum(axis=1)
+    return Needs(int(device.max()), int(curve.host.max()), int(curve.disk.max()))
+
+
+def simulated_s(
+    model: CostModel, seq_lens: Sequence[int], groups: Groups, options: ChunkOptions
+) -> float:
+    """Seconds of the step of `plan_on_device` over these groups.
+
+    On one device actions run one after the other, and stages behind the first with the same layers
+    take the same time: one of each kind is simulated, and counted as often as there are such
+    stages. The one behind it is there too, for it hands gradients back.
+    """
+    stages = stages_of(model.shape.num_layers, options)
+    alike = first_alike(model.shape, stages)
+    # the first stage has token ids for an input, which no tier holds
+    count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
+    walked = {*count, *(stage + 1 for stage in count)}
+    actions: list[Action] = []
+    for numbers in number_chunks(groups):
+        actions += walk_group(numbers, stages, options, only=walked)
+    chunks: tuple[Chunk, ...] = tuple(chunk for group in groups for chunk in group)
+    plan = ChunkPlan(tuple(seq_lens), chunks, stages, (tuple(actions),), options.tiers)
+    starts = [*(times := _times(model, plan)).start_s[0], times.duration_s]
+    return sum(
+        count[action.stage] * (stop - start)
+        for action, start, stop in zip(actions, starts, starts[1:], strict=False)
+    )
+
+
+def _times(model: CostModel, plan: ChunkPlan) -> Times:
+    costs = model.costs(plan)
+    return time_actions(plan, costs, copies=None if plan.tiers == ON_DEVICE else costs)

@@ -1,0 +1,123 @@
+"""The walk against the real store, driven by the same plans: bytes moved by every action, bytes in
+the arena and in the pool at its peak."""
+
+from dataclasses import replace
+
+import pytest
+
+from furlong.cost.levels import PARTS
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.traffic import KINDS
+from furlong.cost.training import Training
+from furlong.plan.liveness import kv_frees
+from furlong.plan.passes import passes
+from furlong.plan.values import Reduce, Tiers
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions
+
+HEADS, HEAD_DIM = 2, 64
+CONFIG = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 64, "head_dim": HEAD_DIM,
+    "num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": 90,
+}  # fmt: skip
+KV, GRADIENTS = KINDS.index("kv"), KINDS.index("kv_gradients")
+
+
+class Driven:
+    """The store of a plan of one sequence, which is told what the plan's passes are."""
+
+    def __init__(self, plan, windows, make_pool):
+        import torch
+
+        from furlong.kv.arena import Arena
+        from furlong.kv.store import KVStore
+
+        driven = self
+
+        class Watched(Arena):
+            def take(self, shape, dtype):
+                taken = super().take(shape, dtype)
+                driven.arena_bytes = max(driven.arena_bytes, self.taken_bytes)
+                return taken
+
+        self.arena = Watched(torch.device("cpu"))
+        self.pool = None if plan.tiers.kv == "device" else make_pool(torch.device("cpu"))
+        self.lens = [chunk.num_tokens for chunk in plan.chunks]
+        self.store = KVStore(self.arena, {0: self.lens}, self.pool)
+        self.windows, self.zeros = windows, torch.zeros
+        self.arena_bytes = 0
+
+    def moved(self):
+        return (self.pool.read_bytes, self.pool.written_bytes) if self.pool else (0, 0)
+
+    def obey(self, piece, what):
+        """What an action does to the store; returns the arena's peak meanwhile."""
+        self.arena_bytes = self.arena.taken_bytes
+        num_layers = len(self.windows)
+        stop = num_layers - (what.computes == "to last kv")
+        for layer, window in enumerate(self.windows):
+            if what.writes_kv and piece < len(self.lens) - 1:
+                kv = self.zeros(2, HEADS, self.lens[piece], HEAD_DIM)
+                self.store.write(0, layer, piece, kv[0], kv[1], window)
+            attends = what.remembered <= layer < stop
+            if piece and attends and what.computes not in ("nothing", "backward"):
+                for _ in self.store.prefix(0, layer, piece, window, gradients=False):
+                    pass
+        if what.computes == "backward":
+            for layer in reversed(range(num_layers)):
+                window = self.windows[layer]
+                for block in (
+                    self.store.prefix(0, layer, piece, window, gradients=True) if piece else ()
+                ):
+                    block.add_grad(self.zeros(block.k.shape), self.zeros(block.v.shape))
+                self.store.relayed(0, layer, piece)
+        return self.arena_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("windows", [(None, None), (None, 700), (3000, 700, None)], ids=str)
+@pytest.mark.parametrize(
+    ("length", "size", "keep", "num_retained"),
+    [(9000, 300, "input", 1), (15_762, 2048, "kv", 0), (13_739, 1000, "attention", 2),
+     (11_000, 5000, "kv", 1)],
+)  # fmt: skip
+def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_retained):
+    pools = pytest.importorskip("furlong.kv.pools.host")
+    num_layers = len(windows)
+    shape = ModelShape.from_config(CONFIG | {"num_hidden_layers": num_layers})
+    memory = PlanMemory(
+        replace(shape, windows=windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
+    )
+    options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
+    plan = plan_chunkflow((length,), options, num_layers=num_layers)
+    plan = replace(plan, tiers=Tiers(kv=tier))
+    curve, traffic = memory.walk(plan, 0)
+    driven = Driven(plan, windows, pools.HostPool)
+    arena, held = [], []
+    for index, (action, what, dead) in enumerate(
+        zip(plan.actions[0], passes(plan, 0), kv_frees(plan, 0), strict=True)
+    ):
+        if isinstance(action, Reduce):
+            continue
+        before = driven.moved()
+        arena.append(driven.obey(action.chunk, what))
+        held.append(driven.pool.held_bytes if driven.pool else 0)
+        moved = [now - then for now, then in zip(driven.moved(), before, strict=True)]
+        of_kv = [KV, GRADIENTS]
+        planned = [traffic.read[index, of_kv].sum(), traffic.written[index, of_kv].sum()]
+        assert moved == planned, f"action {index}, {action}"
+        assert held[-1] == curve.host[index], f"action {index}, {action}"
+        for chunk, _ in dead:
+            for layer in range(num_layers):
+                driven.store.free(0, layer, chunk)
+    stored = curve.device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
+    if tier == "device":
+        assert arena == stored[: len(arena)].tolist()
+    else:  # and two segments of each that arrive, in the pool's own memory
+        most = 2 * 2**21
+        assert max(arena) <= stored.max() <= max(arena) + 2 * most
+    assert driven.arena.taken_bytes == 0 == driven.store.num_buffers
+    if driven.pool:
+        driven.pool.close()

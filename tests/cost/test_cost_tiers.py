@@ -1,0 +1,227 @@
+"""Memory and traffic of each kind in each tier: by hand, and by the formulas of the store."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from furlong.cost.cells import stage_bytes
+from furlong.cost.levels import PARTS
+from furlong.cost.memory import PlanMemory, TierMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.traffic import KINDS
+from furlong.cost.training import Training
+from furlong.errors import PlanError
+from furlong.plan.check import check
+from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
+from furlong.plan.text import format_action, parse_action, parse_chunk
+from furlong.plan.values import ChunkPlan, Tiers
+from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.options import ChunkOptions
+
+MIB = 2**20
+# the benchmarks' own model: 8 layers of 384, 6 heads of 64, 2 of keys and values
+SHAPE = ModelShape.from_config({
+    "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096,
+})  # fmt: skip
+FLOAT32 = Training.in_dtype("float32")
+MEMORY = PlanMemory(SHAPE, FLOAT32, 10**15, device_type="cpu")
+CHUNK, NUM_CHUNKS = 1024, 16
+LENGTH = CHUNK * NUM_CHUNKS
+
+
+def layer_first(height, keep="input", *, memory=MEMORY, **tiers):
+    plan = plan_fpdt(
+        [LENGTH], num_layers=8, stage_layers=height, chunk_size=CHUNK, keep=keep,
+        tiers=Tiers(**tiers),
+    )  # fmt: skip
+    return plan, memory.curve(plan, 0), memory.traffic(plan, 0)
+
+
+def part(curve, *names):
+    return curve.device[:, [PARTS.index(name) for name in names]].sum(axis=1)
+
+
+def test_inputs_are_written_twice_and_read_by_every_pass():
+    _, curve, traffic = layer_first(1, inputs="disk")
+    # 7 stages of 16 chunks of 1.5 MiB. Read: F (not the last chunk's at the last stage), K of 6
+    # stages but for their last chunk, R, and the gradient by the stage before
+    message = 1.5 * MIB
+    assert traffic.written_bytes("disk") == 2 * 7 * 16 * message
+    assert traffic.read_bytes("disk") == (7 * 16 - 1 + 6 * 15 + 7 * 16 + 7 * 16) * message
+    assert traffic.read_bytes("host") == traffic.written_bytes("host") == 0
+    assert traffic.by_kind().keys() == {"inputs"}
+    assert curve.disk.max() == 7 * 16 * message
+    assert not curve.host.any() and curve.disk[-1] == 0
+    # on the device remain those that a pass reads and delivers
+    _, on_device, nothing = layer_first(1)
+    saved = part(on_device, "activations").max() - part(curve, "activations").max()
+    assert saved > (7 * 16 - 5) * message
+    assert nothing.by_kind() == {}
+
+
+def test_an_input_becomes_its_gradient_in_one_buffer():
+    plan, curve, _ = layer_first(1, inputs="disk")
+    at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
+    message = 1.5 * MIB
+    # all inputs are there until the last backward of stage 1 has made them gradients of stage 0
+    assert curve.disk[at["B15.7"]] == curve.disk[at["B0.7"]] == 7 * 16 * message
+    assert curve.disk[at["R15.6"]] == 7 * 16 * message
+    # B15.6 reads the gradient of its output, which dies with it
+    assert curve.disk[at["R14.6"]] == 7 * 16 * message - message
+    assert curve.disk[at["R0.0"]] == message
+    assert curve.disk[at["reduce 7"]] == 7 * 16 * message
+
+
+def test_a_kept_graph_gives_its_input_back_and_takes_a_buffer_for_the_gradient():
+    plan, curve, traffic = layer_first(4, keep="all", inputs="host")
+    at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
+    message = 1.5 * MIB
+    forwards, backwards = ("F0.0 all", "F15.0 all", "F0.1 all", "F15.1 all"), (
+        "B15.1", "B0.1", "B15.0", "B0.0",
+    )  # fmt: skip
+    expected = [message, 16 * message, 16 * message, message]
+    assert [curve.host[at[name]] for name in forwards] == expected
+    assert [curve.host[at[name]] for name in backwards] == expected
+    assert traffic.written_bytes("host") == 2 * 16 * message
+    assert traffic.read_bytes("host") == 2 * 16 * message
+
+
+def test_without_a_backward_an_input_dies_with_its_reader():
+    plan = plan_fpdt([LENGTH], num_layers=8, stage_layers=4, chunk_size=CHUNK, backward=False,
+                     tiers=Tiers(inputs="host"))  # fmt: skip
+    curve = MEMORY.curve(plan, 0)
+    message = 1.5 * MIB
+    assert curve.host.tolist() == [message * n for n in [*range(1, 17), *range(16, 0, -1)]]
+    traffic = MEMORY.traffic(plan, 0)
+    assert traffic.written_bytes("host") == traffic.read_bytes("host") == 16 * message
+
+
+def test_frozen_stages_have_no_gradients_to_keep():
+    texts = "F0.0 input, F0.1 input, F0.2 kv, R0.2, B0.2, R0.1, B0.1, reduce 2, reduce 1, reduce 0"
+    plan = ChunkPlan(
+        (64,), (parse_chunk("0:0-64"),), (2, 3, 3), (tuple(map(parse_action, texts.split(", "))),),
+        tiers=Tiers(inputs="host"), frozen_stages=1,
+    )  # fmt: skip
+    message = 64 * 384 * 4
+    host = MEMORY.curve(plan, 0).host
+    # x1 and x2; x2 becomes a gradient, which B0.1 reads; x1 becomes none
+    assert host.tolist() == [message * n for n in (1, 2, 2, 2, 2, 2, 2, 0, 0, 0)]
+    assert MEMORY.traffic(plan, 0).written_bytes("host") == 3 * message
+    # read: x1 by F and R, x2 by R alone (F0.2 computes nothing), its gradient by B0.1
+    assert MEMORY.traffic(plan, 0).read_bytes("host") == 4 * message
+
+
+@pytest.mark.parametrize("height", [1, 2, 8])
+def test_attention_is_written_once_and_read_once_or_twice(height):
+    plan, curve, traffic = layer_first(height, "attention", attention="disk")
+    per_layer = CHUNK * (384 * 4 + 6 * 4)
+    num_stages = 8 // height
+    # the last stage remembers no attention of its last layer, and of its last chunk none
+    written = (num_stages - 1) * 16 * height + 15 * (height - 1)
+    # a rebuild peeks at all of its layers but the last
+    peeked = (num_stages - 1) * 15 * (height - 1)
+    assert traffic.written_bytes("disk") == written * per_layer == curve.disk.max()
+    assert traffic.read_bytes("disk") == (written + peeked) * per_layer
+    _, on_device, _ = layer_first(height, "attention")
+    assert part(on_device, "activations").max() >= written * per_layer
+    # those of the whole cell are there from its recompute to its backward
+    at = [format_action(action) for action in plan.actions[0]].index("R8.0")
+    cell = stage_bytes(SHAPE, plan.stages, 0, FLOAT32)
+    assert part(curve, "activations")[at] >= CHUNK * cell.graph()
+    _, _, unseen = layer_first(height, "attention", attention="disk", kv="disk")
+    assert unseen.by_kind()["attention"] == traffic.by_kind()["attention"]
+
+
+def test_kept_graphs_in_a_lower_tier():
+    options = ChunkOptions(size=CHUNK, num_retained=2, keep="kv")
+    plan = plan_chunkflow([LENGTH], options, num_layers=8)
+    lower = replace(plan, tiers=Tiers(graphs="host"))
+    graph = CHUNK * stage_bytes(SHAPE, (8,), 0, FLOAT32).graph()
+    traffic = MEMORY.traffic(lower, 0)
+    assert traffic.by_kind() == {"graphs": (round(2 * graph), round(2 * graph))}
+    assert MEMORY.curve(lower, 0).host.max() == round(2 * graph)
+    # recomputed graphs stay where they are: one at a time
+    saved = part(MEMORY.curve(plan, 0), "activations").max()
+    saved -= part(MEMORY.curve(lower, 0), "activations").max()
+    assert saved == pytest.approx(graph, rel=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 700, 5000])
+@pytest.mark.parametrize(("length", "chunk"), [(LENGTH, CHUNK), (9000, 300), (20_000, 6000)])
+def test_kv_by_the_formulas_of_the_store(window, length, chunk):
+    """K_i and G_i bytes of segment i, which ends at e_i; S_p stored tokens before piece p."""
+    shape = replace(SHAPE, windows=(window,))
+    memory = PlanMemory(shape, FLOAT32, 10**15, device_type="cpu")
+    options = ChunkOptions(size=chunk, num_retained=0, keep="kv")
+    plan = plan_chunkflow([length], options, num_layers=1)
+    plan = replace(plan, tiers=Tiers(kv="host"))
+    lens = [c.num_tokens for c in plan.chunks]
+    stored = StoredTokens.of(lens, window, segment_tokens(1024, "cpu"))
+    ends, before = stored.bounds[1:], stored.offsets
+    size = [1024 * (stop - start) for start, stop in pairwise(stored.bounds)]
+    last = len(lens) - 1
+    seen = [list(stored.segments(stored.seen_from(p, window))) for p in range(len(lens))]
+    written = {}
+    for p in range(len(lens)):
+        # one layer: a forward writes its K,V and stops before any attention
+        stop = before[min(p + 1, last)]
+        written[f"F{p}.0 kv"] = sum(
+            s for s, end in zip(size, ends, strict=True) if before[p] < end <= stop
+        )
+        written[f"B{p}.0"] = sum(size[i] for i in seen[p][:-NUM_HOT])
+    traffic = memory.traffic(plan, 0)
+    kv, gradients = KINDS.index("kv"), KINDS.index("kv_gradients")
+    for i, action in enumerate(plan.actions[0]):
+        text = format_action(action)
+        attends = text[0] in "RB"
+        assert traffic.read[i, kv] == (sum(size[s] for s in seen[action.chunk]) if attends else 0)
+        assert traffic.written[i, kv] == (written[text] if text[0] == "F" else 0)
+        assert traffic.written[i, gradients] == (written[text] if text[0] == "B" else 0)
+    assert traffic.read[:, gradients].sum() == traffic.written[:, gradients].sum()
+    curve = memory.curve(plan, 0)
+    assert curve.host[-1] == 0 and curve.host.max() >= sum(size)
+    # on the device: one segment fills, the newest keep their gradients, two arrive
+    most = max(size, default=0)
+    assert part(curve, "kv").max() <= 3 * most
+    assert part(curve, "kv_gradients").max() <= (2 * NUM_HOT + 2) * most + chunk * 1024
+
+
+def test_a_rebuild_of_one_layer_reads_no_kv():
+    _, _, traffic = layer_first(1, kv="disk")
+    _, _, known = layer_first(1, "attention", kv="disk")
+    plan, *_ = layer_first(1)
+    for i, action in enumerate(plan.actions[0]):
+        if format_action(action).startswith("K"):
+            assert traffic.read[i].sum() == 0
+    # with its attention remembered a recompute reads none either, but for the last stage
+    reads = [t.read[:, KINDS.index("kv")] for t in (traffic, known)]
+    of_recomputes = [
+        sum(r for r, a in zip(read, plan.actions[0], strict=True) if format_action(a)[0] == "R")
+        for read in reads
+    ]
+    assert 0 < of_recomputes[1] < of_recomputes[0] / 7
+
+
+def test_segments_die_one_by_one():
+    plan = plan_chunkflow([LENGTH], ChunkOptions(size=CHUNK, keep="kv"), num_layers=8)
+    curve = MEMORY.curve(plan, 0)
+    at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
+    per_token = 8 * 1024
+    # segments of 2,048 tokens, two chunks each; the last of 15 stored chunks has one of its own
+    alive = {f"B{p}.0": per_token * min(15 * 1024, 2048 * (p // 2 + 1)) for p in range(14)}
+    kv, gradients = part(curve, "kv"), part(curve, "kv_gradients")
+    assert {name: kv[at[name]] for name in alive} == alive
+    assert {name: gradients[at[name]] for name in alive} == alive
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_check_refuses_what_a_tier_does_not_hold(tier):
+    plan, curve, _ = layer_first(2, inputs=tier, kv=tier)
+    most = max(getattr(curve, tier).tolist())
+    check(plan, TierMemory(MEMORY, tier, most))
+    with pytest.raises(PlanError, match=f"has {most - 1}"):
+        check(plan, TierMemory(MEMORY, tier, most - 1))
+    assert curve.lower_bytes == getattr(curve, tier).tolist()

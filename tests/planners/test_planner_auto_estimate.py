@@ -1,0 +1,86 @@
+"""The closed forms of the search, against walks and simulations of whole plans."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.cost.hardware import hardware, this_cpu
+from furlong.cost.known_models import model_shape
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training
+from furlong.planners.auto_estimate import ByteBound, TimeEstimate
+from furlong.planners.chunkflow import group_chunks
+from furlong.planners.one_device import plan_on_device
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import needs_of, predict, simulated_s
+
+SMALL = {
+    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 160, "vocab_size": 512,
+}  # fmt: skip
+WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 600}
+MODELS = {
+    "small": CostModel(ModelShape.from_config(SMALL), hardware("H100")),
+    "windowed": CostModel(ModelShape.from_config(WINDOWED), hardware("H100")),
+    "cpu": CostModel(
+        ModelShape.from_config(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
+    ),
+    "lora": CostModel(
+        model_shape("Qwen2.5-0.5B"), hardware("A100-80"),
+        Training(lora=Lora(8, attention=True, mlp=True)),
+    ),
+    "one layer": CostModel(
+        ModelShape.from_config(SMALL | {"num_hidden_layers": 1}), hardware("H100")
+    ),
+}  # fmt: skip
+tier = st.sampled_from(("device", "host", "disk"))
+tiers = st.fixed_dictionaries({"kv": tier, "inputs": tier, "attention": tier})
+orders = st.one_of(
+    st.just({}), st.integers(1, 7).map(lambda n: {"order": "layer-first", "stage_layers": n})
+)
+options = st.builds(
+    lambda order, **dials: ChunkOptions(**order, **dials),
+    order=orders,
+    size=st.sampled_from((512, 1024, 2048)),
+    keep=st.sampled_from(("input", "kv", "attention", "all")),
+    num_retained=st.integers(0, 5),
+    tier=tiers,
+    recompute_layers=st.sampled_from((0, 0, 2)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), options, st.integers(1, 12_000), st.booleans())
+def test_no_walk_needs_less_than_the_bound(name, options, longest, filled):
+    model = MODELS[name]
+    others = -longest % options.size if filled else 0
+    plan = plan_on_device(
+        [longest, others] if others else [longest], options, num_layers=model.shape.num_layers
+    )
+    walked = needs_of(model.memory().curve(plan, 0))
+    bound = ByteBound(model, longest, options.size, others).needs(options)
+    for least, most in zip(bound, walked, strict=True):
+        assert least <= most * (1 + 1e-9) + 64
+    is_plain = options.tiers == ChunkOptions().tiers and not options.recompute_layers
+    if is_plain and options.keep != "all" and name != "windowed":
+        assert bound.device_bytes >= 0.9 * walked.device_bytes
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    options,
+    st.lists(st.integers(1, 6_000), min_size=1, max_size=5),
+)
+def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens):
+    """And the closed form is about as long, never much longer: it decides what is tried."""
+    model = MODELS[name]
+    groups = group_chunks(seq_lens, options)
+    plan = plan_on_device(seq_lens, options, num_layers=model.shape.num_layers)
+    seconds = predict(model, plan).step_s
+    assert simulated_s(model, seq_lens, groups, options) == pytest.approx(seconds, rel=1e-6)
+    estimate = TimeEstimate(model, seq_lens, groups).seconds(options)
+    assert estimate <= 1.05 * seconds
+    if options.tiers == ChunkOptions().tiers:
+        assert estimate == pytest.approx(seconds, rel=0.05)
