@@ -38,6 +38,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 1024,
     },
+    "flat": {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512,
+    },
 }  # fmt: skip
 
 
