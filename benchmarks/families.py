@@ -4,7 +4,8 @@ Writes docs/models.md. Promises:
   - no family's gradients are wrong: the relative L2 error of every parameter's gradient and of the
     loss is at most 1e-12, or 2e-6 where transformers rounds to float32 inside a float64 model;
   - what furlong does not take it refuses with a UserError; it never crashes;
-  - a family that the committed docs/models.md calls exact or rounded has not fallen from it.
+  - a family that the committed docs/models.md calls exact or rounded has not fallen from it, nor
+    has its cut: the same with its layers run one after the other (order: layer-first).
 Exits 1 on a miss.
 
 Takes a few minutes on two cores. Every model has a process and a time limit of its own.
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from harness import console
-from model_gradients import CHUNK_SIZE, KEEPS, LENS, OUTCOMES, Row, measure
+from model_gradients import CHUNK_SIZE, CUT_KEEPS, KEEPS, LENS, OUTCOMES, Row, measure
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
@@ -47,6 +48,10 @@ Three sequences of {lens} tokens go through `furlong.forward_backward` in chunks
 `keep` {keeps}. The loss and every parameter's gradient are compared with those of the
 model's own unchunked forward; the largest relative L2 error is shown. For each model sequences that
 are cut with nothing handed on must give other gradients, or its row would prove nothing.
+
+The column "cut" is the same comparison with `order: layer-first`, each layer a stage of its own,
+and `keep` {cut_keeps}: exact and rounded as above, refused where the decoder cannot be divided
+between its layers. Such a family is trained with `order: chunk-first` only.
 
 A family that is right here can still be refused in another configuration: the start-up self-check
 looks at the model that it is given.
@@ -125,6 +130,7 @@ def document(rows: Sequence[Row]) -> str:
     text = INTRODUCTION.format(
         transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
         lens=", ".join(map(str, LENS)), size=CHUNK_SIZE, keeps=", ".join(KEEPS),
+        cut_keeps=", ".join(CUT_KEEPS),
     )  # fmt: skip
     text += f"\n{len(rows)} model types:\n\n"
     text += "".join(
@@ -132,32 +138,41 @@ def document(rows: Sequence[Row]) -> str:
         for outcome, meaning in OUTCOMES.items()
         if counts[outcome]
     )
-    text += "\n| model type | class | outcome | worst error, or why |\n| --- | --- | --- | --- |\n"
+    cuts = Counter(row.cut for row in rows)
+    text += "\nCut between all layers: "
+    text += ", ".join(f"{cuts[name]} {name}" for name in (*reversed(RIGHT), "refused")) + ".\n"
+    text += "\n| model type | class | outcome | cut | worst error, or why |\n"
+    text += "| --- | --- | --- | --- | --- |\n"
     return text + "".join(
-        f"| {row.model_type} | {row.class_name} | {row.outcome} | {row.detail} |\n" for row in rows
+        f"| {row.model_type} | {row.class_name} | {row.outcome} | {row.cut} | {row.detail} |\n"
+        for row in rows
     )
 
 
-def outcomes_of(text: str) -> dict[str, str]:
-    """Model type -> outcome of a document that `document` wrote."""
+def outcomes_of(text: str) -> dict[str, tuple[str, str]]:
+    """Model type -> outcome and cut of a document that `document` wrote."""
     cells = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     return {
-        row[1].strip(): row[3].strip()
+        row[1].strip(): (row[3].strip(), row[4].strip())
         for row in cells
-        if len(row) == 6 and row[3].strip() in OUTCOMES
+        if len(row) == 7 and row[3].strip() in OUTCOMES
     }
 
 
-def misses(rows: Sequence[Row], before: Mapping[str, str]) -> list[str]:
+def misses(rows: Sequence[Row], before: Mapping[str, tuple[str, str]]) -> list[str]:
     """What breaks a promise, by the outcomes that were committed before."""
     found = []
     for row in rows:
-        was = before.get(row.model_type, "")
+        was, was_cut = before.get(row.model_type, ("", "-"))
         if row.outcome in ("wrong", "crash"):
             found.append(f"{row.model_type} ({row.class_name}) {row.outcome}: {row.detail}")
         elif was in RIGHT and row.outcome not in RIGHT[RIGHT.index(was) :]:
             found.append(
                 f"{row.model_type} ({row.class_name}) was {was}, is {row.outcome}: {row.detail}"
+            )
+        elif was_cut in RIGHT and row.cut not in RIGHT[RIGHT.index(was_cut) :]:
+            found.append(
+                f"{row.model_type} ({row.class_name}) cut was {was_cut}, is {row.cut}: {row.detail}"
             )
     return found
 
@@ -192,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _tell(row: Row) -> None:
     console.print(
-        f"{row.model_type} ({row.class_name}): {row.outcome}: {row.detail}",
+        f"{row.model_type} ({row.class_name}): {row.outcome}, cut {row.cut}: {row.detail}",
         style="bold red" if row.outcome in ("wrong", "crash") else None, markup=False,
         highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from furlong.verify.subject import EXACT, ROUNDED, spread_weights
 LENS = (61, 20, 9)
 CHUNK_SIZE = 13
 KEEPS = ("kv", "attention", "all")
+CUT_KEEPS = ("input", "attention")
+"""What is kept layer-first, one layer after the other."""
 _ATTENTION_AGREES = 1e-4
 _CONTROL_MOVES = 1e-3
 _NUM_MORE = 7
@@ -57,6 +60,12 @@ class Row:
     outcome: str
     detail: str
     """The worst relative error, or the reason."""
+    cut: str = "-"
+    """What becomes of it when its layers run one after the other; "-" where it does not run."""
+
+
+_Truths = tuple[float, dict[str, Tensor]]
+"""The model's own loss and gradients."""
 
 
 class _NotRunError(Exception):
@@ -66,29 +75,25 @@ class _NotRunError(Exception):
 def measure(model_type: str) -> Row:
     """Build a small model of that type and compare furlong's gradients with its own."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    outcome, detail = _outcome(model_type)
-    return Row(model_type, class_name, outcome, _one_line(detail))
+    outcome, detail, *cut = _outcome(model_type)
+    return Row(model_type, class_name, outcome, _one_line(detail), *cut)
 
 
-def _outcome(model_type: str) -> tuple[str, str]:
+def _outcome(model_type: str) -> tuple[str, ...]:
+    """Outcome and detail, and for a model that is right the outcome of its cut."""
     sequences = _sequences()
     try:
         model, loss, truth = _model_with_truth(model_type, sequences)
     except _NotRunError as error:
         return _refused_in_float32(model_type, sequences) or ("not run", str(error))
-    worst, where = 0.0, ""
-    for keep in KEEPS:
-        options = furlong.ChunkOptions(size=CHUNK_SIZE, keep=keep)
-        try:
-            result = furlong.forward_backward(model, sequences, options, max_seq_len=max(LENS))
-        except UserError as error:
-            return "refused", error.given
-        except Exception as error:  # a crash is a finding, whatever it is
-            return "crash", f"{type(error).__name__}: {error}"
-        error, name = worst_error(_take_grads(model), truth)
-        for found, place in ((error, name), (_relative(result.loss, loss), "the loss")):
-            if not found <= worst:
-                worst, where = found, f"{place}, keep={keep}"
+    truths = loss, truth
+    whole = [furlong.ChunkOptions(size=CHUNK_SIZE, keep=keep) for keep in KEEPS]
+    try:
+        worst, where = _worst(model, sequences, truths, whole)
+    except UserError as error:
+        return "refused", error.given
+    except Exception as error:  # a crash is a finding, whatever it is
+        return "crash", f"{type(error).__name__}: {error}"
     again_loss, again = _true_gradients(model, sequences)
     noise = max(worst_error(again, truth)[0], _relative(again_loss, loss))
     if noise > EXACT:
@@ -96,11 +101,53 @@ def _outcome(model_type: str) -> tuple[str, str]:
     control, _ = worst_error(_true_gradients(model, cut(sequences))[1], truth)
     if not control > _CONTROL_MOVES:
         return "unprovable", f"cut without a relay its gradients move by {control:.1e} only"
+    may_round = own_rounding(model, sequences, truth) > EXACT
+    outcome = _judged(worst, may_round)
+    if outcome == "wrong":
+        return outcome, f"{worst:.1e} ({where})"
+    cut_outcome, told = _cut_outcome(model, sequences, truths, may_round)
+    if cut_outcome in ("wrong", "crash"):
+        return cut_outcome, f"layer by layer: {told}"
+    return outcome, f"{worst:.1e}; {told} layer by layer", cut_outcome
+
+
+def _cut_outcome(
+    model: nn.Module, sequences: Batch, truths: _Truths, may_round: bool
+) -> tuple[str, str]:
+    """Outcome and detail of the same model whose layers run one after the other."""
+    options = [
+        furlong.ChunkOptions(size=CHUNK_SIZE, keep=keep, order="layer-first", stage_layers=1)
+        for keep in CUT_KEEPS
+    ]
+    try:
+        worst, where = _worst(model, sequences, truths, options)
+    except UserError as error:
+        return "refused", f"refused ({error.given})"
+    except Exception as error:  # a crash is a finding, whatever it is
+        return "crash", f"{type(error).__name__}: {error}"
+    outcome = _judged(worst, may_round)
+    return outcome, f"{worst:.1e}" + (f" ({where})" if outcome == "wrong" else "")
+
+
+def _judged(worst: float, may_round: bool) -> str:
     if worst <= EXACT:
-        return "exact", f"{worst:.1e}"
-    if worst <= ROUNDED and own_rounding(model, sequences, truth) > EXACT:
-        return "rounded", f"{worst:.1e}"
-    return "wrong", f"{worst:.1e} ({where})"
+        return "exact"
+    return "rounded" if worst <= ROUNDED and may_round else "wrong"
+
+
+def _worst(
+    model: nn.Module, sequences: Batch, truths: _Truths, tried: Sequence[furlong.ChunkOptions]
+) -> tuple[float, str]:
+    """The worst error of all that is tried, and its place."""
+    loss, truth = truths
+    worst, where = 0.0, ""
+    for options in tried:
+        result = furlong.forward_backward(model, sequences, options, max_seq_len=max(LENS))
+        error, name = worst_error(_take_grads(model), truth)
+        for found, place in ((error, name), (_relative(result.loss, loss), "the loss")):
+            if not found <= worst:
+                worst, where = found, f"{place}, keep={options.keep}"
+    return worst, where
 
 
 def cut(sequences: Batch) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from furlong.errors import ConfigError, DataError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
-from furlong.models.wrappers import bare_model, refuse_hooks, refuse_placement
+from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
@@ -33,9 +33,15 @@ from furlong.runtime.inputs import (
 )
 from furlong.runtime.kept import Kept
 from furlong.runtime.pools import Storage
-from furlong.runtime.precision import compute_parameters
+from furlong.runtime.precision import compute_parameters, made_gradients
 from furlong.runtime.self_check import self_check
-from furlong.runtime.surroundings import device_type, drawn, left_out, refuse_mode
+from furlong.runtime.surroundings import (
+    device_type,
+    drawn,
+    left_out,
+    refuse_mode,
+    refuse_untrainable,
+)
 from furlong.timeline import Timeline
 
 
@@ -168,15 +174,15 @@ class Engine:
             longest_tokens=model.longest_tokens,
         )  # fmt: skip
         if backward:
-            self._check_trainable()
+            refuse_untrainable(model)
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
-        assert self._kept.pools is not None
-        with self._computing(), model.installed():
+        gradients = made_gradients(model.model) if backward else nullcontext()
+        with gradients, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
-                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.pools,
+                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
                 comms=Alone(), exact_peaks=exact_peaks,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
@@ -187,11 +193,10 @@ class Engine:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""
-        make = partial(
+        return partial(
             type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
             storage=self._storage,
-        )  # fmt: skip
-        return make, (self._given,)
+        ), (self._given,)  # fmt: skip
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -242,16 +247,6 @@ class Engine:
         with compute_parameters(self.model.model, dtype, unchanged=unchanged):
             yield
 
-    def _check_trainable(self) -> None:
-        refuse_hooks(self.model.model)
-        if not any(parameter.requires_grad for parameter in self.model.model.parameters()):
-            raise ConfigError(
-                given=f"{self.model.name} without a parameter that requires a gradient",
-                required="at least one trainable parameter",
-                source="the model that was passed",
-                change="model.requires_grad_(True), add adapters, or pass backward=False",
-            )
-
     def _note(self, message: str) -> None:
         """Warn once per engine."""
         if message not in self._notes:
@@ -284,11 +279,10 @@ def forward_backward(
     requires_grad and the attention implementation are afterwards as before, also after an error
     (then part of the gradients may have been added). Raises UserError for what the caller can mend.
 
-    Buffers and the outcome of the start-up check are kept for the model as long as it lives.
+    Buffers and the start-up check's outcome are kept as long as the model lives.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
-    options = ChunkOptions() if options is None else options
-    return engine.forward_backward(sequences, options, num_valid_tokens, backward)
+    return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
 
 
 def _divisor(num_valid_tokens: int | None, own_valid_tokens: int) -> int:

@@ -1,9 +1,18 @@
-"""The matrix, every family under every way of cutting and keeping: product and covering array."""
+"""The matrix: every family under every way of cutting, walking, keeping and storing.
+
+A covering array for every run of the suite, a sample and one family's product for the long ones.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+from unittest.mock import patch
 
 from gradients import Batch, batch
 from tiny_families import FAMILIES
@@ -18,26 +27,35 @@ _BATCHES = {
     "masked": ([29, 9], [range(21), range(9)]),
     "single tokens": ([1, 12, 1], []),
 }
-_SIZES = (1, 5, 8, 64)
-_NUM_RETAINED = (0, 1, 2, 3)
-_KEEPS = ("input", "kv", "attention", "all")
-_TIED = (False, True)
+_TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
 class Case:
+    """One value of each dial; a dial that is not given has its plainest value."""
+
     family: str
     batch_name: str
     size: int
-    num_retained: int
-    keep: str
-    tied: bool
+    num_retained: int = 0
+    keep: str = "kv"
+    tied: bool = False
+    stage_layers: int = 0
+    """Layers of each stage of the layer-first order; 0: chunk-first."""
+    recompute_layers: int = 0
+    kv: str = "device"
+    inputs: str = "device"
+    attention: str = "device"
+    tile_tokens: int = 0
+    """Rows of each tile of the loss; 0: as many as furlong takes."""
 
     def __str__(self) -> str:
-        heads = "tied" if self.tied else "untied"
+        walk = f"height{self.stage_layers}" if self.stage_layers else "chunk-first"
+        tiers = "/".join((self.kv, self.inputs, self.attention))
         return (
-            f"{self.family}-{self.batch_name}-size{self.size}-retain{self.num_retained}"
-            f"-{self.keep}-{heads}"
+            f"{self.family}-{self.batch_name}-size{self.size}-{walk}-{self.keep}"
+            f"-retain{self.num_retained}-recompute{self.recompute_layers}-{tiers}"
+            f"-tile{self.tile_tokens}-{'tied' if self.tied else 'untied'}"
         )
 
     @property
@@ -45,36 +63,101 @@ class Case:
         return furlong.ChunkOptions(
             size=self.size, num_retained=self.num_retained, keep=self.keep,
             hybrid=self.batch_name != "masked",
+            order="layer-first" if self.stage_layers else "chunk-first",
+            stage_layers=self.stage_layers or None, recompute_layers=self.recompute_layers,
+            tier={"kv": self.kv, "inputs": self.inputs, "attention": self.attention},
         )  # fmt: skip
 
     def sequences(self) -> Batch:
         lens, masked = _BATCHES[self.batch_name]
         return batch(lens, masked=masked)
 
+    @contextmanager
+    def loss_tiles(self) -> Iterator[None]:
+        """Within it the loss is computed in the case's tiles."""
+        if not self.tile_tokens:
+            yield
+            return
+        with patch("furlong.runtime.loss_head.tile_tokens", lambda *_: self.tile_tokens):
+            yield
 
-def product() -> list[Case]:
-    dials = (FAMILIES, _BATCHES, _SIZES, _NUM_RETAINED, _KEEPS, _TIED)
-    return [Case(*values) for values in itertools.product(*dials)]
+
+DIALS: Mapping[str, tuple[Any, ...]] = {
+    "family": tuple(FAMILIES),
+    "batch_name": tuple(_BATCHES),
+    "size": (1, 5, 8, 64),
+    "num_retained": (0, 1, 2, 3),
+    "keep": ("input", "kv", "attention", "all"),
+    "tied": (False, True),
+    "stage_layers": (0, 1, 2, 3),
+    "recompute_layers": (0, 1, 3),
+    "kv": _TIERS,
+    "inputs": _TIERS,
+    "attention": _TIERS,
+    "tile_tokens": (0, 3),
+}
+assert tuple(DIALS) == tuple(field.name for field in fields(Case))
+
+
+def every_pair() -> set[tuple]:
+    """All pairs of values of two dials, each as ((dial, value), (dial, value))."""
+    values = [[(dial, value) for value in DIALS[dial]] for dial in DIALS]
+    return {pair for a, b in itertools.combinations(values, 2) for pair in itertools.product(a, b)}
+
+
+def pairs_of(case: Case) -> set[tuple]:
+    return set(itertools.combinations(zip(DIALS, astuple(case), strict=True), 2))
 
 
 def covering_array() -> list[Case]:
-    """A few cases that hold every pair of values of any two dials, chosen greedily."""
+    """A few cases that hold every pair of values of any two dials.
 
-    def pairs(case: Case) -> set[tuple]:
-        values = (
-            case.family, case.batch_name, case.size, case.num_retained, case.keep, case.tied,
-        )  # fmt: skip
-        return set(itertools.combinations(enumerate(values), 2))
+    Each case starts with a pair that is missing still; then every other dial takes the value that
+    brings in most missing pairs, or the one least used so far.
+    """
+    missing = dict.fromkeys(sorted(every_pair(), key=str))
+    used: Counter[tuple] = Counter()
+    places = list(DIALS)
 
-    # A stride through the product keeps the greedy choice cheap and still holds every pair.
-    candidates = [(case, pairs(case)) for case in product()[::7]]
-    missing = set().union(*(pairs(case) for case in product()))
-    chosen = []
+    def brings(entry: tuple, chosen: Mapping[str, Any]) -> int:
+        pairs = (
+            sorted((entry, other), key=lambda e: places.index(e[0])) for other in chosen.items()
+        )
+        return sum(tuple(pair) in missing for pair in pairs)
+
+    cases = []
     while missing:
-        case, covered = max(candidates, key=lambda c: len(c[1] & missing))
-        if not covered & missing:
-            candidates = [(case, pairs(case)) for case in product()]
-            continue
-        chosen.append(case)
-        missing -= covered
-    return chosen
+        chosen = dict(next(iter(missing)))
+        for dial in (d for d in places if d not in chosen):
+            entries = [(dial, value) for value in DIALS[dial]]
+            best = max(entries, key=lambda e: (brings(e, chosen), -used[e]))
+            chosen[dial] = best[1]
+        used.update(chosen.items())
+        cases.append(Case(**chosen))
+        for pair in pairs_of(cases[-1]):
+            missing.pop(pair, None)
+    return cases
+
+
+def sample(num_per_family: int) -> list[Case]:
+    """Cases drawn from the product of all dials: the same ones in every run, no two alike."""
+    drawn = random.Random(0)
+    found: dict[Case, None] = {}
+    for family in FAMILIES:
+        want = len(found) + num_per_family
+        while len(found) < want:
+            values = {dial: drawn.choice(DIALS[dial]) for dial in DIALS}
+            found[Case(**values | {"family": family})] = None
+    return list(found)
+
+
+def product_of_one_family() -> list[Case]:
+    """Mistral, whose window is shorter than its sequences: all ways to walk, keep and store."""
+    dials = ("num_retained", "keep", "stage_layers", "recompute_layers")
+    cases = []
+    for values in itertools.product(*(DIALS[dial] for dial in dials)):
+        own = dict(zip(dials, values, strict=True))
+        for tier in _TIERS:
+            tiers = {"kv": tier, "inputs": tier, "attention": tier}
+            cases.append(Case("mistral", "hybrid", 5, **own, **tiers))
+    return cases

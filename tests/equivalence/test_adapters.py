@@ -7,25 +7,13 @@ import torch
 import transformers
 from gradients import batch, reference_loss, take_grads, worst_relative_error
 from peft import LoraConfig, get_peft_model
-from tiny_families import VOCAB_SIZE, build
-from transformers import AutoModelForCausalLM
+from tiny_families import VOCAB_SIZE, build, build_other
 
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.runtime.cell import Cell
 
 OPTIONS = furlong.ChunkOptions(size=8)
-
-
-def tiny(config_class: str, **settings) -> transformers.PreTrainedModel:
-    common = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**common, **settings})
-    return AutoModelForCausalLM.from_config(config).double().train()
 
 
 def assert_equal_gradients(model, sequences, options=OPTIONS, bound=1e-12, **arguments):
@@ -160,7 +148,7 @@ OTHERS = {
 @pytest.mark.parametrize("family", OTHERS)
 def test_families_outside_the_matrix_work_too(family):
     config_class, settings = OTHERS[family]
-    assert_equal_gradients(tiny(config_class, **settings), batch([21, 4]), bound=2e-6)
+    assert_equal_gradients(build_other(config_class, **settings), batch([21, 4]), bound=2e-6)
 
 
 REFUSED = {
@@ -187,10 +175,10 @@ REFUSED = {
 def test_what_would_be_inexact_is_refused_by_name(name):
     config_class, settings, told = REFUSED[name]
     if name == "chunked attention":
-        model = tiny(config_class)
+        model = build_other(config_class)
         model.config.layer_types = settings["layer_types"]
     else:
-        model = tiny(config_class, **settings)
+        model = build_other(config_class, **settings)
     with pytest.raises(UnsupportedModelError) as error:
         furlong.forward_backward(model, batch([21, 4]), OPTIONS)
     assert told in str(error.value)

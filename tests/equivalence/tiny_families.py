@@ -91,5 +91,12 @@ def build(
     return model.to(dtype).train()
 
 
+def build_other(config_class: str, **changes: object) -> transformers.PreTrainedModel:
+    """A float64 model of any config class, in train mode, of two layers."""
+    config = getattr(transformers, config_class)(**{**_SMALL, "num_hidden_layers": 2, **changes})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
 def bound(family: str) -> float:
     return FAMILIES[family][2]

@@ -9,11 +9,13 @@ import torch
 from model_gradients import Row, cut, measure, worst_error
 
 import furlong
+from furlong.runtime.stage_inputs import StageInputs
 
 
 def test_a_right_model():
     row = measure("llama")
-    assert row.outcome == "exact" and float(row.detail) <= 1e-12
+    whole, cut = (float(text.split()[0]) for text in row.detail.split(";"))
+    assert row.outcome == row.cut == "exact" and max(whole, cut) <= 1e-12
 
 
 @pytest.mark.slow  # transformers' imports
@@ -32,6 +34,44 @@ def test_an_engine_that_hands_nothing_on_is_wrong(monkeypatch):
     monkeypatch.setattr(furlong, "forward_backward", without_relay)
     row = measure("llama")
     assert row.outcome == "wrong" and float(row.detail.split()[0]) > 0.1
+
+
+def test_a_model_that_is_wrong_in_stages_alone_is_wrong(monkeypatch):
+    deliver = StageInputs.deliver_gradient
+    monkeypatch.setattr(
+        StageInputs, "deliver_gradient", lambda self, cell, x: deliver(self, cell, 1.001 * x)
+    )
+    row = measure("llama")
+    assert row.outcome == "wrong" and row.detail.startswith("layer by layer: ")
+
+
+def test_a_model_that_cannot_be_cut_is_right_as_a_whole(monkeypatch):
+    monkeypatch.setattr(model_gradients, "build", without_a_list_of_layers)
+    row = measure("llama")
+    assert (row.outcome, row.cut) == ("exact", "refused")
+    assert "holds no list of its 3 layers" in row.detail
+
+
+def without_a_list_of_layers(*given, plain=model_gradients.build):
+    """A model whose decoder names its layers one by one."""
+    model = plain(*given)
+    layers = dict(model.model.layers.named_children())
+    del model.model.layers
+    model.model.layers = _Layers(layers)
+    return model
+
+
+class _Layers(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def __iter__(self):
+        return self.children()
+
+    def __getitem__(self, which):
+        return list(self.children())[which]
 
 
 def test_one_wrong_parameter_is_wrong(monkeypatch):
@@ -112,17 +152,23 @@ def test_what_was_right_must_stay_right():
         families.document([
             Row("a", "A", "exact", "1e-15"), Row("b", "B", "rounded", "1e-7"),
             Row("c", "C", "refused", "reason"), Row("d", "D", "exact", "1e-15"),
+            Row("g", "G", "exact", "1e-15", "exact"),
         ])
     )  # fmt: skip
-    assert before == {"a": "exact", "b": "rounded", "c": "refused", "d": "exact"}
+    assert before == {
+        "a": ("exact", "-"), "b": ("rounded", "-"), "c": ("refused", "-"), "d": ("exact", "-"),
+        "g": ("exact", "exact"),
+    }  # fmt: skip
     better = [Row("b", "B", "exact", "1e-15"), Row("c", "C", "exact", "1e-15")]
     assert families.misses(better, before) == []
     worse = [
         Row("a", "A", "rounded", "1e-7"), Row("b", "B", "refused", "reason"),
         Row("c", "C", "not run", "reason"), Row("d", "D", "unprovable", "reason"),
         Row("e", "E", "wrong", "0.5 (x)"), Row("f", "F", "crash", "KeyError"),
+        Row("g", "G", "exact", "1e-15", "refused"),
     ]  # fmt: skip
-    assert [miss.split()[0] for miss in families.misses(worse, before)] == ["a", "b", "d", "e", "f"]
+    found = [miss.split()[0] for miss in families.misses(worse, before)]
+    assert found == ["a", "b", "d", "e", "f", "g"]
 
 
 @pytest.mark.slow  # three new processes

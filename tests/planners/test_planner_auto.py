@@ -13,6 +13,8 @@ from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers
 from furlong.planners.auto import Decision, decide, dials_of
+from furlong.planners.auto_candidates import Space, groups_of_steps, longest_step
+from furlong.planners.auto_estimate import ByteBound
 from furlong.planners.auto_search import MARGIN, SLACK
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions, fixed_options
@@ -23,6 +25,9 @@ SHAPE = model_shape("Qwen2.5-0.5B")
 CPU = CostModel(SHAPE, this_cpu(measured=False), Training.in_dtype("float32"))
 H100 = CostModel(SHAPE, hardware("H100"))
 LENS = count_lengths([40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300])
+
+
+SHORT = count_lengths([5_000, 700, 30])
 
 
 def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
@@ -68,9 +73,10 @@ def test_less_memory_takes_more_time():
 @pytest.mark.parametrize(
     ("lens", "budget_bytes"),
     [
-        ((9_000, 3_000, 700, 20), 10 * GIB),
-        ((9_000, 3_000, 700, 20), 12 * GIB),
-        ((9_000, 3_000, 700, 20), 30 * GIB),
+        *(
+            pytest.param((9_000, 3_000, 700, 20), budget, marks=pytest.mark.slow)
+            for budget in (10 * GIB, 12 * GIB, 30 * GIB)
+        ),
         ((800,), 60 * GIB),
     ],
 )
@@ -106,10 +112,11 @@ def test_given_dials_hold():
         "tier": Tiers(kv="disk"),
     }  # fmt: skip
     for name, value in dials.items():
-        options = choose(dials={name: value}, disk_bytes=10**15).options
+        options = choose(dials={name: value}, lengths=SHORT, disk_bytes=10**15).options
         assert getattr(options, name) == value
         assert options.order == "layer-first" or name != "stage_layers"
-    assert choose(dials=dials, disk_bytes=10**15).options == ChunkOptions(**dials)
+    given = choose(dials=dials, lengths=SHORT, disk_bytes=10**15).options
+    assert given == ChunkOptions(**dials)
     chunk_first = choose(dials={"order": "chunk-first"}, budget_bytes=20 * GIB).options
     assert (chunk_first.order, chunk_first.stage_layers) == ("chunk-first", None)
 
@@ -128,14 +135,13 @@ def test_the_longest_sequence_of_the_data_must_fit_though_no_step_has_it():
 
 
 def test_several_small_steps_are_not_packed_into_one():
-    """With one sequence per step chunks of 512 tokens waste nothing; packed together, larger ones
-    would be faster."""
-    lengths = count_lengths([500] * 10)
-    sizes = [
-        choose(H100, lengths, sequences_per_step=n, dials={"order": "chunk-first"}).options.size
-        for n in (1, 10)
-    ]
-    assert sizes[0] == 512 < sizes[1]
+    assert len(groups_of_steps([500] * 10, 4096, 1)) == 10
+    assert [len(g[0].slices) for g in groups_of_steps([500] * 10, 4096, 4)] == [4, 4, 2]
+    seq_ids = [s.seq_id for g in groups_of_steps([500] * 10, 4096, 4) for s in g[0].slices]
+    assert sorted(seq_ids) == list(range(10))
+    space = Space(CPU, [500] * 10, 1, 500)
+    assert longest_step(space, 4096) == [500]
+    assert longest_step(replace(space, sequences_per_step=3), 4096) == [500, 1000]
 
 
 def test_words_tell_why_and_what_the_next_best_would_have_cost():
@@ -159,22 +165,22 @@ def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
 @pytest.mark.parametrize("lower", [{}, {"disk_bytes": 10**12}])
 def test_the_message_names_the_smallest_budget_that_would_do(lower):
     with pytest.raises(ConfigError) as caught:
-        choose(budget_bytes=1 * GIB, must_fit=True, **lower)
+        choose(budget_bytes=1 * GIB, lengths=SHORT, must_fit=True, **lower)
     words = caught.value.change.rpartition("the smallest that would do is memory.device: ")[2]
     enough = int(words.removesuffix("MiB")) * 2**20
-    assert choose(budget_bytes=enough, must_fit=True, **lower).searched is not None
+    assert choose(budget_bytes=enough, lengths=SHORT, must_fit=True, **lower).searched is not None
     with pytest.raises(ConfigError):
-        choose(budget_bytes=enough - 2 * 2**20, must_fit=True, **lower)
+        choose(budget_bytes=int(0.994 * enough), lengths=SHORT, must_fit=True, **lower)
 
 
 def test_a_tier_without_room_names_its_budget():
     dials = {"tier": "disk"}
     with pytest.raises(ConfigError) as caught:
-        choose(disk_bytes=2**20, must_fit=True, dials=dials)
+        choose(lengths=SHORT, disk_bytes=2**20, must_fit=True, dials=dials)
     assert caught.value.source == "memory.disk"
     words = caught.value.change.rpartition("the smallest that would do is memory.disk: ")[2]
     enough = int(words.removesuffix("MiB")) * 2**20
-    assert choose(disk_bytes=enough, must_fit=True, dials=dials).searched is not None
+    assert choose(lengths=SHORT, disk_bytes=enough, must_fit=True, dials=dials).searched is not None
 
 
 def test_too_many_chunks_are_not_searched():
@@ -293,3 +299,39 @@ def test_a_decision_predicts_the_step_of_any_plan():
     predicted = decision.predict(plan)
     assert (predicted.device_bytes, predicted.step_s) == needs(decision.options, [9_000, 50])
     assert Decision(decision.options, "").predict(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "longest", "budget_bytes"),
+    [("Qwen2.5-7B", 131_072, 145 * GIB), ("Qwen2.5-0.5B", 131_072, 11 * GIB),
+     ("Llama-3-8B", 1_000_000, 200 * GIB), ("Qwen2.5-0.5B", 16_384, 11 * GIB)],
+)  # fmt: skip
+@pytest.mark.parametrize("lower", [{}, {"host_bytes": 64 * GIB}], ids=["device", "host"])
+def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_bytes, lower):
+    """By counts: actions walked or simulated, of some 30 microseconds each, and candidates with
+    closed forms, of some 100 each: about a second together."""
+    walked, estimated = [], []
+
+    class Costs(CostModel):
+        def costs(self, plan, **free):
+            walked.append(sum(map(len, plan.actions)))
+            return super().costs(plan, **free)
+
+    def see(*arguments, **named):
+        plan = plan_on_device(*arguments, **named)
+        walked.append(len(plan.actions[0]))
+        return plan
+
+    def bound(self, options, original=ByteBound.needs):
+        estimated.append(options)
+        return original(self, options)
+
+    monkeypatch.setattr("furlong.planners.auto_search.plan_on_device", see)
+    monkeypatch.setattr(ByteBound, "needs", bound)
+    priced = Costs(model_shape(model), hardware("H100"))
+    lengths = count_lengths([longest])
+    decision = choose(priced, lengths, budget_bytes=budget_bytes, sequences_per_step=1, **lower)
+    assert decision.options.size >= 64
+    # where nothing fits a finer search follows, and the walk of what lacks least
+    assert sum(walked) < (60_000 if decision.searched else 120_000), (sum(walked), len(estimated))
+    assert len(estimated) < 2_500

@@ -1,26 +1,63 @@
-"""What the executor does not carry out is refused before anything runs."""
+"""The executor obeys a plan, refuses what it cannot obey, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+from copy import deepcopy
+from queue import Queue
 
+import peft
 import pytest
-from gradients import batch
+import torch
+from gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
 from tiny_families import build
 
 import furlong
-from furlong.errors import DataError, PlanError
-from furlong.plan.values import ChunkPlan
+from furlong.errors import ConfigError, DataError, PlanError
+from furlong.kv.arena import Arena
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.choose import ProbedBackend
+from furlong.plan.values import (
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Reduce,
+    Slice,
+    Tiers,
+)
 from furlong.planners.chunkflow import group_chunks, plan_chunkflow
+from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_1f1b
+from furlong.runtime.comms import Alone
+from furlong.runtime.executor import Executor
+from furlong.runtime.inputs import shift_labels
+from furlong.runtime.kept import Kept
+from furlong.runtime.pools import Pools, Storage
 
 LENS = [21, 4]
 OPTIONS = ChunkOptions(size=8)
+LAYER_FIRST = ChunkOptions(size=8, keep="input", order="layer-first", num_retained=0)
 
 
 def execute(plan: ChunkPlan) -> None:
     furlong.Engine(build("llama")).run(plan, batch(LENS))
+
+
+def executor_of(model, plan, pools=None, comms=None, rank=0) -> Executor:
+    sequences = batch(plan.seq_lens)
+    return Executor(
+        model, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
+        backend=ProbedBackend(), pools=pools or Pools(Arena(model.device), Storage()),
+        comms=comms or Alone(), rank=rank,
+    )  # fmt: skip
+
+
+def planned(options=LAYER_FIRST, lens=LENS) -> ChunkPlan:
+    return plan_on_device(lens, options, num_layers=3)
 
 
 def test_a_plan_of_several_ranks_is_refused() -> None:
@@ -39,3 +76,250 @@ def test_sequences_of_other_lengths_are_refused() -> None:
     plan = plan_chunkflow([21, 5], OPTIONS, num_layers=3)
     with pytest.raises(DataError, match="sequences of 21, 4 tokens"):
         execute(plan)
+
+
+def without(kind: type, plan: ChunkPlan) -> ChunkPlan:
+    """The plan without the last action of a kind."""
+    actions = list(plan.actions[0])
+    actions.remove(next(a for a in reversed(actions) if isinstance(a, kind)))
+    return dataclasses.replace(plan, actions=(tuple(actions),))
+
+
+@pytest.mark.parametrize("kind", [Forward, Recompute, RebuildKV, Backward, Reduce])
+def test_a_plan_without_one_action_is_refused_before_anything_runs(kind) -> None:
+    model = build("llama")
+    engine = furlong.Engine(model)
+    with pytest.raises(PlanError):
+        engine.run(without(kind, planned()), batch(LENS))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["order of backwards", "other stages", "a token twice"])
+def test_a_wrong_plan_is_refused_before_anything_runs(where) -> None:
+    plan = planned()
+    actions = list(plan.actions[0])
+    if where == "order of backwards":
+        first, second = [i for i, a in enumerate(actions) if isinstance(a, Backward)][:2]
+        actions[first], actions[second] = actions[second], actions[first]
+        plan = dataclasses.replace(plan, actions=(tuple(actions),))
+    elif where == "other stages":
+        plan = dataclasses.replace(plan, stages=(1, 1, 2))
+    else:
+        chunks = list(plan.chunks)
+        chunks[1] = dataclasses.replace(chunks[1], slices=(Slice(0, 7, 16),))
+        plan = dataclasses.replace(plan, chunks=tuple(chunks))
+    model = build("llama")
+    with pytest.raises(PlanError):
+        furlong.Engine(model).run(plan, batch(LENS))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_nothing_is_left_at_the_end(options, tier) -> None:
+    model = CausalLM(build("llama"))
+    pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
+    with model.installed():
+        executor = executor_of(model, planned(dataclasses.replace(options, tier=tier)), pools)
+        loss_sum, timeline = executor.run()
+    assert loss_sum > 0 and len(timeline.records) == len(executor._actions)
+    executor._ledger.assert_empty()
+    assert not executor._live and not executor._outbox and not executor._inputs._built
+    assert pools.arena.taken_bytes == pools.lower_bytes == 0
+    pools.close()
+
+
+FAILING = [Forward, RebuildKV, Recompute, Backward]
+
+
+@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
+    """In the middle layer of the middle stage, while a lease and a graph are alive."""
+    model = build("llama")
+    engine = furlong.Engine(model)
+    options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
+    truth = engine.forward_backward(batch(LENS), options).loss
+    expected = take_grads(model)
+    pools, doing = engine._kept.pools, []
+    plain, layer = Executor._obey, model.model.layers[1]
+
+    def obey(self, action, what):
+        doing[:] = [action]
+        plain(self, action, what)
+
+    def fail(module, *given):
+        if doing and isinstance(doing[0], kind) and doing[0].stage == 1 and doing[0].chunk == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Executor, "_obey", obey)
+    register = "full_backward_hook" if kind is Backward else "forward_pre_hook"
+    inside = layer.self_attn.o_proj
+    if kind is RebuildKV:
+        inside = layer.self_attn.k_proj  # nothing behind it runs
+    hook = getattr(inside, f"register_{register}")(fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward_backward(batch(LENS), options)
+    hook.remove()
+    monkeypatch.undo()
+    assert pools.arena.taken_bytes == pools.lower_bytes == 0
+    for pool in pools._opened():
+        assert not pool._handles and pool.held_bytes == 0
+    model.zero_grad(set_to_none=True)
+    assert engine.forward_backward(batch(LENS), options).loss == truth
+    again = take_grads(model)
+    assert all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+def test_a_worker_that_fails_ends_the_step_and_the_next_one_is_right(monkeypatch) -> None:
+    from furlong.kv.pools.disk import NamelessFile
+
+    model = build("llama")
+    options = dataclasses.replace(LAYER_FIRST, tier="disk")
+    furlong.forward_backward(model, batch(LENS), options)
+    expected = take_grads(model)
+
+    def full(self, pages, start):
+        raise ConfigError(given="a full disk", required="room", source="disk", change="make room")
+
+    monkeypatch.setattr(NamelessFile, "write", full)
+    with pytest.raises(ConfigError, match="a full disk"):
+        furlong.forward_backward(model, batch(LENS), options)
+    monkeypatch.undo()
+    model.zero_grad(set_to_none=True)
+    furlong.forward_backward(model, batch(LENS), options)
+    again = take_grads(model)
+    assert all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+def test_only_what_draws_has_drawn() -> None:
+    for dropout, training, expected in ((0.3, True, True), (0.3, False, False), (0.0, True, False)):
+        model = CausalLM(build("phi3", resid_pdrop=dropout).train(training))
+        with model.installed():
+            executor = executor_of(model, planned())
+            executor.run()
+        assert executor.has_drawn is expected, (dropout, training)
+
+
+def with_adapters(layers: list[int]):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=layers)
+    model = peft.get_peft_model(build("llama"), config).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layers", "height", "frozen"), [([2], 1, 2), ([1, 2], 1, 1), ([0, 2], 1, 0), ([2], 2, 1)]
+)
+@pytest.mark.parametrize("keep", ["input", "attention", "kv", "all"])
+def test_nothing_runs_backward_below_the_lowest_trained_layer(layers, height, frozen, keep) -> None:
+    model, sequences = with_adapters(layers), batch(LENS)
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    options = dataclasses.replace(LAYER_FIRST, keep=keep, stage_layers=height)
+    result = furlong.forward_backward(model, sequences, options)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    ran = [r.action for r in result.timeline.records]
+    again = {a.stage for a in ran if isinstance(a, (Recompute, RebuildKV, Backward))}
+    assert again == set(range(frozen, len(result.plan.stages)))
+
+
+@pytest.mark.parametrize("kind", ["activation", "gradient"])
+def test_a_message_that_a_plan_asks_for_is_sent(kind) -> None:
+    """The other side of the walk below: what is sent is what the plan names."""
+    sent = two_ranks(ChunkOptions(size=8))[1]
+    assert {payload for payload, _, _ in sent} == {"activation", "gradient"}
+    plan_chunks = {chunk for payload, chunk, _ in sent if payload == kind}
+    assert plan_chunks == set(range(len(group_chunks(LENS, OPTIONS)) + 2))
+
+
+class Mailbox:
+    """Two ranks in one process: implements Comms by queues."""
+
+    def __init__(self, queues: dict, rank: int, told: list) -> None:
+        self._queues, self._rank, self.told = queues, rank, told
+
+    def accept(self, plan: ChunkPlan) -> None:
+        assert len(plan.actions) == 2
+
+    def send(self, action, x: torch.Tensor) -> None:
+        assert not x.requires_grad
+        self.told.append((action.payload, action.chunk, action.stage))
+        self._queues[action.peer].put(((action.payload, action.chunk, action.stage), x.clone()))
+
+    def recv(self, action) -> torch.Tensor:
+        what, x = self._queues[self._rank].get(timeout=60)
+        assert what == (action.payload, action.chunk, action.stage)
+        return x
+
+    def unshard(self, stage: int) -> None: ...
+    def reshard(self, stage: int) -> None: ...
+    def before_last_backward(self, stage: int) -> None:
+        self.told.append(("last", stage))
+
+    def reduce(self, stage: int) -> None:
+        self.told.append(("reduce", stage))
+
+
+def two_ranks(options: ChunkOptions):
+    """A pipeline of two stages, each on a copy of the model; gradients of both together, messages,
+    what each rank was told."""
+    plan = plan_1f1b(
+        LENS, group_chunks(LENS, options), stages=(2, 1), num_retained=options.num_retained,
+        keep=options.keep, tiers=Tiers(inputs="host", attention="host"),
+    )  # fmt: skip
+    first = build("llama")
+    models = [CausalLM(first), CausalLM(deepcopy(first))]
+    queues = {0: Queue(), 1: Queue()}
+    told: list[list] = [[], []]
+    losses, errors = {}, []
+
+    def run(rank: int) -> None:
+        try:
+            with models[rank].installed():
+                comms = Mailbox(queues, rank, told[rank])
+                losses[rank] = executor_of(models[rank], plan, comms=comms, rank=rank).run()[0]
+        except BaseException as error:
+            errors.append(error)
+
+    other = threading.Thread(target=run, args=(1,), daemon=True)
+    other.start()
+    run(0)
+    other.join(60)
+    assert not errors, errors
+    grads = [take_grads(model.model) for model in models]
+    total = {n: sum(g[n] for g in grads if n in g) for n in grads[0].keys() | grads[1].keys()}
+    messages = [entry for entries in told for entry in entries if len(entry) == 3]
+    return (total, losses), messages, told
+
+
+@pytest.mark.parametrize("keep", ["kv", "attention"])
+@pytest.mark.parametrize("num_retained", [0, 2])
+def test_two_ranks_of_a_pipeline_give_the_gradients_of_one(keep, num_retained) -> None:
+    (grads, losses), _, told = two_ranks(ChunkOptions(size=8, keep=keep, num_retained=num_retained))
+    model = build("llama")
+    loss = reference_loss(model, batch(LENS))
+    assert worst_relative_error(grads, take_grads(model)) <= 1e-12
+    assert losses[0] == 0 and losses[1] / num_labels(batch(LENS)) == pytest.approx(loss, rel=1e-12)
+    for stage, of_rank in enumerate(told):
+        others = [entry for entry in of_rank if len(entry) == 2]
+        assert others == [("last", stage), ("reduce", stage)]
+
+
+def test_pools_are_opened_anew_for_another_storage_only() -> None:
+    kept = Kept()
+    device = torch.device("cpu")
+    kept.open_pools(device, None)
+    first = kept.pools
+    for storage in (None, Storage()):
+        kept.open_pools(device, storage)
+        assert kept.pools is first
+    kept.open_pools(device, Storage(host_bytes=1000))
+    assert kept.pools is not first and kept.pools.storage.host_bytes == 1000
+    second = kept.pools
+    kept.open_pools(device, None)
+    assert kept.pools is second, "an engine that names no storage takes what is there"

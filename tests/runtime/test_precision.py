@@ -193,3 +193,15 @@ def test_tied_parameters_are_one_leaf() -> None:
         assert model[0].weight is model[1].weight and model[0].weight.dtype == torch.bfloat16
         model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     assert model[0].weight.grad is not None and model[0].weight.grad.dtype == torch.float32
+
+
+def test_parameters_that_nothing_reaches_keep_no_gradient():
+    model = build("llama")
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    model.zero_grad()
+    furlong.forward_backward(model, batch([5]), furlong.ChunkOptions(size=8))
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    assert without == ["unused"]
+    before = {n: p.grad for n, p in model.named_parameters()}
+    furlong.forward_backward(model, batch([5]), furlong.ChunkOptions(size=8))
+    assert all(p.grad is before[n] for n, p in model.named_parameters()), "added in place"

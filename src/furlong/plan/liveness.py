@@ -57,6 +57,8 @@ def input_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...]
     An input that a Recompute reads last lives on: the Backward behind it overwrites it with its
     gradient, or frees it where no stage before is trained.
     """
+    if len(plan.stages) == 1:
+        return ((),) * len(plan.actions[rank])
     last_read: dict[tuple[int, int], int] = {}
     for index, (action, what) in enumerate(
         zip(plan.actions[rank], passes(plan, rank), strict=True)

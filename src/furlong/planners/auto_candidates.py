@@ -17,10 +17,6 @@ from furlong.planners.one_device import stages_of
 from furlong.planners.options import ChunkOptions
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
-_MAX_CHUNKS = 512
-"""Of the longest sequence."""
-_MAX_CELLS = 4096
-"""Of the longest sequence: more take longer to walk than all else together."""
 _KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
 
 
@@ -35,6 +31,10 @@ class Space:
     longest: int
     """Tokens of the longest sequence, which must fit."""
     given: Mapping[str, Any] = field(default_factory=dict)
+    most_chunks: int = 512
+    """Of the longest sequence."""
+    most_cells: int = 2048
+    """The same, layer-first: more take longer to walk than all else together."""
 
 
 def sizes(space: Space) -> list[int]:
@@ -44,7 +44,7 @@ def sizes(space: Space) -> list[int]:
     found = [SMALLEST_CHUNK]
     while found[-1] < min(space.longest, LARGEST_CHUNK):
         found.append(2 * found[-1])
-    few = [size for size in found if space.longest <= _MAX_CHUNKS * size]
+    few = [size for size in found if space.longest <= space.most_chunks * size]
     return few or found[-1:]
 
 
@@ -80,7 +80,7 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
         *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
     ]  # fmt: skip
     for height in heights:
-        is_small = num_chunks * -(-num_layers // height) <= _MAX_CELLS
+        is_small = num_chunks * -(-num_layers // height) <= space.most_cells
         if is_small or (order == "layer-first" and height == heights[-1]):
             yield {"order": "layer-first", "stage_layers": height}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,7 +225,11 @@ class ByteBound:
             cold = max(0.0, sent_back - NUM_HOT * height * each)
             used[tiers.kv] += cold * cell.kv_gradient_layer
             used["device"] += min(2 * each, self._stored) * cell.kv_layer
-            used["device"] += min(sent_back, (NUM_HOT - 1) * each) * cell.kv_gradient_layer
+            hot = self._stored_tokens(num_layers - height, seen=True, most=(NUM_HOT - 1) * each)
+            passing = 0
+            if None in self._model.shape.windows[num_layers - height :]:
+                passing = min(2 * each, max(0, self._stored - NUM_HOT * each))
+            used["device"] += (hot + passing) * cell.kv_gradient_layer
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
@@ -237,17 +242,19 @@ class ByteBound:
             )  # fmt: skip
         return self._cells[stages]
 
-    def _stored_tokens(self, first: int, *, seen: bool = False) -> float:
-        """Tokens times layers from `first` on; `seen`: only those that the last chunk sees."""
-        total = 0
+    def _stored_tokens(self, first: int, *, seen: bool = False, most: float = inf) -> float:
+        """Tokens times layers from `first` on, at most so many in each; `seen`: only those that the
+        last chunk sees."""
+        total = 0.0
         for window in self._model.shape.windows[first:]:
             if window is None:
-                total += self._stored
+                stored = self._stored
             elif seen:
-                total += min(self._stored, window - 1)
+                stored = min(self._stored, window - 1)
             else:
-                total += (self._num_chunks - 1) * min(self._size, window - 1)
-        return float(total)
+                stored = (self._num_chunks - 1) * min(self._size, window - 1)
+            total += min(stored, most)
+        return total
 
     def _logits(self, cell: StageBytes, num_tokens: int) -> float:
         memory: PlanMemory = self._memory

@@ -11,8 +11,8 @@ which must fit. Work is bounded by counts, never by a clock: equal questions hav
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from furlong.cost.memory_curve import MemoryCurve
@@ -34,10 +34,11 @@ SLACK = 0.02
 MARGIN = 0.10
 """Share of the device's budget that plans leave free: what a prediction of peak memory may miss.
 A calibration whose residuals are smaller sets a smaller one."""
-_SMALL_BYTES = 2**20
-"""What a message of what would fit may be wrong by."""
-_MAX_ACTIONS = 24_000
-"""Walked in all once a plan fits, twice as many while none does: then the search ends."""
+_NEAR = 0.005
+"""What a message of what would fit may be wrong by, as a share of it."""
+_MAX_ACTIONS = 16_000
+"""Walked and simulated in all once a plan fits, twice as many while none does: then the search
+ends."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,15 @@ class Searched:
 
 def search_device(space: Space, budgets: Budgets) -> Searched:
     """The fastest plan that fits; of those alike the one that needs least memory on the device.
-    With nothing in `tried` where none fits."""
-    return _Search(space, budgets).run()
+    Where none fits, not with four times as many chunks and cells either, nothing is in `tried`."""
+    started_s = time.monotonic()
+    state = _Search(space, budgets)
+    if not state.run():
+        finer = replace(space, most_chunks=4 * space.most_chunks, most_cells=4 * space.most_cells)
+        state = _Search(finer, budgets)
+        if not state.run():
+            state.try_least()
+    return state.found(started_s)
 
 
 class _Search:
@@ -122,33 +130,34 @@ class _Search:
         self._fitting: list[Tried] = []
         self._refused: list[Tried] = []
         self._num_actions = 0
+        self._all = list(self._candidates())
 
-    def run(self) -> Searched:
-        started_s = time.monotonic()
-        candidates = list(self._candidates())
-        open_ones = [c for c in candidates if self._budgets.hold(c[1])]
+    def run(self) -> bool:
+        """Whether a plan fits."""
+        open_ones = [c for c in self._all if self._budgets.hold(c[1])]
         open_ones.sort(key=lambda c: (c[0], _num_lowered(c[2].tiers), c[1]))
         for estimate_s, _, options in open_ones:
             if self._is_done(estimate_s):
                 break
             self._try(options)
-        if not self._fitting:
-            self._try_least(candidates)
+        return bool(self._fitting)
+
+    def found(self, started_s: float) -> Searched:
         num_tried = len(self._fitting) + len(self._refused)
         tried, alike = self._ranked()
         refused = sorted(self._refused, key=lambda t: self._budgets.lacks(t.needs))
         return Searched(
-            tried, tuple(refused), alike, len(candidates) - num_tried,
+            tried, tuple(refused), alike, len(self._all) - num_tried,
             seconds=time.monotonic() - started_s,
         )  # fmt: skip
 
-    def _try_least(self, candidates: Sequence[tuple[float, Needs, ChunkOptions]]) -> None:
+    def try_least(self) -> None:
         """Finds what lacks least, for the message that no plan fits."""
         lacks = self._budgets.lacks
         known = {tried.options for tried in self._refused}
-        for _, needs, options in sorted(candidates, key=lambda c: (lacks(c[1]), c[0])):
+        for _, needs, options in sorted(self._all, key=lambda c: (lacks(c[1]), c[0])):
             nearest = min((lacks(t.needs) for t in self._refused), default=inf)
-            if self._fitting or nearest <= lacks(needs) + _SMALL_BYTES:
+            if self._fitting or nearest <= lacks(needs) + _NEAR * sum(needs):
                 break
             if options not in known:
                 self._try(options)
@@ -192,7 +201,7 @@ class _Search:
             return
         groups = self._chunks(options.size)
         step_s = simulated_s(space.model, space.seq_lens, groups, options)
-        self._num_actions += sum(map(len, groups))
+        self._num_actions += sum(map(len, groups)) * _simulated(options)
         self._fitting.append(Tried(options, step_s, needs, curve))
 
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
@@ -211,6 +220,11 @@ class _Search:
                 self._space.seq_lens, size, self._space.sequences_per_step
             )
         return self._groups[size]
+
+
+def _simulated(options: ChunkOptions) -> int:
+    """Actions of a chunk in a simulation, about: layer-first that of four stages."""
+    return 3 if options.order == "chunk-first" else 14
 
 
 def _walk_of(options: ChunkOptions) -> tuple[object, ...]:

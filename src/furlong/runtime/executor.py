@@ -101,13 +101,10 @@ class Executor:
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
         self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks)
+        self.token_losses = self._head.token_losses
+        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
-
-    @property
-    def token_losses(self) -> list[Tensor]:
-        """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
-        return self._head.token_losses
 
     def run(self) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""

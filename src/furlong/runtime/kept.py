@@ -22,6 +22,12 @@ class Kept:
     checked: set[tuple[Any, ...]] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def opened(self) -> Pools:
+        """The pools, which `open_pools` has made."""
+        assert self.pools is not None
+        return self.pools
+
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
         """Make the pools of a device; anew if the device or the given storage is another one."""
         if self.pools is not None:
@@ -29,4 +35,5 @@ class Kept:
             if self.pools.arena.device == device and self.pools.storage == storage:
                 return
             self.pools.close()
-        self.pools = Pools(Arena(device), storage or Storage())
+        storage = storage or Storage()
+        self.pools = Pools(Arena(device, poison=storage.poison), storage)

@@ -25,6 +25,8 @@ class Storage:
     """Budget of the disk tier; None: no bound."""
     disk_dir: str | Path | None = None
     """Folder of the disk tier; None: the system's folder for temporary files."""
+    poison: bool = False
+    """Whether memory that is given back turns to NaN, so that tests see a use after that."""
 
 
 class Pools:
@@ -35,16 +37,18 @@ class Pools:
 
     @cached_property
     def device(self) -> Pool:
-        return DevicePool(self.arena)
+        return DevicePool(self.arena, poison=self.storage.poison)
 
     @cached_property
     def host(self) -> Pool:
-        return HostPool(self.arena.device, budget_bytes=self.storage.host_bytes)
+        own = self.storage
+        return HostPool(self.arena.device, budget_bytes=own.host_bytes, poison=own.poison)
 
     @cached_property
     def disk(self) -> Pool:
-        folder = Path(self.storage.disk_dir or tempfile.gettempdir())
-        return DiskPool(folder, self.arena.device, budget_bytes=self.storage.disk_bytes)
+        own = self.storage
+        folder = Path(own.disk_dir or tempfile.gettempdir())
+        return DiskPool(folder, self.arena.device, budget_bytes=own.disk_bytes, poison=own.poison)
 
     def of(self, tier: Tier) -> Pool:
         """The pool of a tier."""

@@ -6,7 +6,7 @@ dtype and are added to float32 sums at once. (bf16 sums over 64 chunks cost 0.8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,9 +44,6 @@ def compute_parameters(
     """Gradients of this call that are added to `.grad` on exit."""
     handles = []
     grads_before = {key: p.grad for key, p in parameters.items() if _is_apart(p)}
-    plain = [p for key, p in parameters.items() if key not in grads_before]
-    reached: set[int] = set()
-    made = _make_grads([p for p in plain if p.requires_grad and not _is_sparse(places[id(p)])])
     try:
         for key, parameter in parameters.items():
             dtype = parameter.dtype if key in as_they_are else compute_dtype or parameter.dtype
@@ -59,10 +56,7 @@ def compute_parameters(
                 parameter.grad = None
                 handles.append(leaf.register_post_accumulate_grad_hook(partial(_sum, sums, key)))
             elif leaf is not parameter:
-                add = partial(_add, parameter, reached)
-                handles.append(leaf.register_post_accumulate_grad_hook(add))
-            elif key in made:
-                handles.append(leaf.register_post_accumulate_grad_hook(partial(_note, reached)))
+                handles.append(leaf.register_post_accumulate_grad_hook(partial(_add, parameter)))
         yield
         for key in sums:
             sums[key] = _heard(parameters[key], sums[key])
@@ -75,32 +69,33 @@ def compute_parameters(
     finally:
         for handle in handles:
             handle.remove()
-        for key in made - reached:
-            parameters[key].grad = None
         for key, parameter in parameters.items():
             for module, name in places[key]:
                 module._parameters[name] = parameter
 
 
-def _make_grads(parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Give parameters without a `.grad` one of zeros; returns their ids.
+@contextmanager
+def made_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it trained parameters have a `.grad`; those that nothing has reached lose it again.
 
-    Made in the first backward, they would lie among the short-lived tensors of the heap and keep it
-    from shrinking.
+    Made in the first backward, gradients would lie among the short-lived tensors of the heap and
+    keep it from shrinking.
     """
-    bare = [p for p in parameters if p.grad is None and type(p) is nn.Parameter]
-    for parameter in bare:
-        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
-    return {id(parameter) for parameter in bare}
-
-
-def _is_sparse(places: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Whether a module makes sparse gradients of a parameter (nn.Embedding(sparse=True))."""
-    return any(getattr(module, "sparse", False) for module, _ in places)
-
-
-def _note(reached: set[int], leaf: Tensor) -> None:
-    reached.add(id(leaf))
+    sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters()}
+    made: list[tuple[nn.Parameter, Tensor, int]] = []
+    for parameter in model.parameters():
+        is_usual = type(parameter) is nn.Parameter and id(parameter) not in sparse
+        if not is_usual or not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if not _is_apart(parameter):
+            parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+            made.append((parameter, parameter.grad, parameter.grad._version))
+    try:
+        yield
+    finally:
+        for parameter, zeros, version in made:
+            if parameter.grad is zeros and zeros._version == version:
+                parameter.grad = None
 
 
 def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -120,10 +115,9 @@ def _is_apart(parameter: nn.Parameter) -> bool:
     return parameter.dtype.itemsize < 4 or bool(_hooks(parameter))
 
 
-def _add(parameter: nn.Parameter, reached: set[int], leaf: Tensor) -> None:
+def _add(parameter: nn.Parameter, leaf: Tensor) -> None:
     """Add the gradient of what computes in a wide parameter's place to its `.grad`."""
     assert leaf.grad is not None
-    reached.add(id(parameter))
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
     parameter.grad += leaf.grad

@@ -26,6 +26,7 @@ from torch import Tensor
 from furlong.errors import UnsupportedModelError, UserError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.rope import num_positions
+from furlong.models.stage import uncuttable
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.runtime.rng import RNGState, replayed
@@ -63,6 +64,8 @@ def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None 
     afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, whose
     weights are not finite, or whose forward changes a buffer.
     """
+    heights = tuple(heights or (model.num_layers,))
+    model.stages(heights)  # stages of other layers are no fault of the model
     _refuse_not_finite(model)
     before = RNGState.read(model.device)
     modes = [(module, module.training) for module in model.model.modules()]
@@ -74,7 +77,12 @@ def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None 
             if not RNGState.read(model.device).equals(before):
                 model.model.eval()
                 known.clear()
-            return max(_errors(model, backend, heights or (model.num_layers,), known))
+            return max(_errors(model, backend, heights, known))
+    except UnsupportedModelError as error:
+        if len(heights) == 1:
+            raise
+        # whole, it has passed already
+        raise uncuttable(model, error.given.removeprefix(model.name).lstrip()) from error
     finally:
         for module, training in modes:
             module.training = training
@@ -141,7 +149,7 @@ def _errors(
     return errors + _compare(
         model,
         lambda: {name: torch.cat([model.whole_hidden(i) for i in beyond])},
-        lambda: {name: torch.cat([*chunked_forwards(model, backend, heights, beyond, watch)])},
+        lambda: {name: torch.cat(chunked_forwards(model, backend, heights, beyond, watch))},
         watch,
     )
 

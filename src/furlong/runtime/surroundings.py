@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.support import other_dropouts
-from furlong.models.wrappers import around
+from furlong.models.wrappers import around, refuse_hooks
 
 _NOT_RUN = (
     "{} not run: chunks go through the decoder and the head; hooks on their modules do run, once "
@@ -105,3 +105,15 @@ def drawn(model: CausalLM) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def refuse_untrainable(model: CausalLM) -> None:
+    """Raise ConfigError for a model without a trained parameter, or with hooks that lose theirs."""
+    refuse_hooks(model.model)
+    if not any(parameter.requires_grad for parameter in model.model.parameters()):
+        raise ConfigError(
+            given=f"{model.name} without a parameter that requires a gradient",
+            required="at least one trainable parameter",
+            source="the model that was passed",
+            change="model.requires_grad_(True), add adapters, or pass backward=False",
+        )

@@ -123,8 +123,8 @@ def whole_run(
     with torch.enable_grad():
         watch.leaves.clear()
         hidden = model.whole_hidden(long)
-        leaf = _only_leaf(model, watch)
-        grad = _gradient(hidden, leaf, _cotangent(hidden, len(long)), watch)
+        _require_leaves(model, len(watch.leaves), 1)
+        grad = _gradient(hidden, watch.leaves[0], _cotangent(hidden, len(long)), watch)
     logits = model.whole_logits(short) if logits is None else logits
     compared = {"hidden states": hidden.detach(), "logits": logits}
     return compared | {GRADIENTS: grad[0]}
@@ -135,20 +135,16 @@ def chunked_run(
 ) -> Run:
     """The same in chunks and stages of `heights` layers, backwards descending."""
     length, num_short = (len(i) for i in ids)
-    watch.leaves.clear()
-    runs: list[tuple[Tensor, Tensor]] = []
     with torch.enable_grad():
-        for hidden in chunked_forwards(model, backend, heights, ids, watch):
-            runs.append((hidden, _only_leaf(model, watch)))
-            watch.leaves.clear()
+        outputs = chunked_forwards(model, backend, heights, ids, watch)
         grads = []
-        for hidden, leaf in reversed(runs):
-            is_last = hidden is runs[-1][0]
-            of_long = hidden[: len(hidden) - num_short] if is_last else hidden
-            cotangent = _cotangent(of_long, length) if is_last else torch.zeros_like(hidden)
+        for output, leaf in zip(reversed(outputs), reversed(watch.leaves), strict=True):
+            is_last = output is outputs[-1]
+            of_long = output[: len(output) - num_short] if is_last else output
+            cotangent = _cotangent(of_long, length) if is_last else torch.zeros_like(output)
             cotangent *= watch.loss_scale
             grads.append(torch.autograd.grad(of_long, leaf, cotangent)[0][0])
-    hidden = torch.cat([h.detach() for h, _ in runs])
+    hidden = torch.cat([output.detach() for output in outputs])
     tiles = hidden[-num_short:].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
     compared = {
         "hidden states": hidden[:-num_short],
@@ -172,10 +168,11 @@ def _gradient(hidden: Tensor, leaf: Tensor, cotangent: Tensor, watch: Watch) -> 
 
 def chunked_forwards(
     model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
-) -> Iterator[Tensor]:
+) -> list[Tensor]:
     """Final hidden states (T, D) of each chunk, after stages of `heights` layers.
 
-    The long sequence is cut in three; its tail shares a chunk with the short one.
+    The long sequence is cut in three; its tail shares a chunk with the short one. A stage runs for
+    all chunks before the next: what layers leave for others beside hidden states is then lost.
     """
     length, short = (len(i) for i in ids)
     pieces = [Slice(0, start, stop) for start, stop in pairwise(cuts(length))]
@@ -186,19 +183,23 @@ def chunked_forwards(
     labels = [torch.full(i.shape, -100, device="cpu") for i in ids]
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
     what = Pass("graph", writes_kv=True)
+    watch.leaves.clear()
+    inputs = [chunk_inputs(chunk, sequences, model.device) for chunk in chunks]
+    hidden = [own.input_ids for own in inputs]
     with model.installed():
-        for index, chunk in enumerate(chunks):
-            inputs = chunk_inputs(chunk, sequences, model.device)
-            hidden = inputs.input_ids
-            for stage in model.stages(heights):
+        for stage in model.stages(heights):
+            for index, own in enumerate(inputs):
+                num_leaves = len(watch.leaves)
                 cell = WatchedCell(
-                    inputs.slices, chunk_pieces(plan, index, inputs.slices), store, backend,
+                    own.slices, chunk_pieces(plan, index, own.slices), store, backend,
                     DevicePool(arena), stage.layers,
                 )  # fmt: skip
-                hidden = stage.run(hidden, inputs.position_ids, cell, what)
+                hidden[index] = stage.run(hidden[index], own.position_ids, cell, what)
                 require_each_layer(model.name, cell.attended, stage.layers)
                 watch.windows.update(cell.windows)
-            yield hidden
+                if torch.is_grad_enabled():
+                    _require_leaves(model, len(watch.leaves) - num_leaves, int(stage.is_first))
+    return hidden
 
 
 def cuts(length: int) -> list[int]:
@@ -217,14 +218,14 @@ def _cotangent(hidden: Tensor, length: int) -> Tensor:
     return cotangent
 
 
-def _only_leaf(model: CausalLM, watch: Watch) -> Tensor:
-    if len(watch.leaves) != 1:
+def _require_leaves(model: CausalLM, found: int, required: int) -> None:
+    """Raise UnsupportedModelError unless a forward has called the input embeddings so often."""
+    if found != required:
         raise refusal(
             model,
-            f"calls its input embeddings {len(watch.leaves)} times in a forward",
+            f"calls its input embeddings {found} times in a forward",
             "a decoder that embeds its tokens once",
         )
-    return watch.leaves[0]
 
 
 def random_ids(model: CausalLM, lens: Sequence[int]) -> list[Tensor]:

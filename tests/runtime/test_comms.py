@@ -1,0 +1,33 @@
+"""A single rank: it takes plans of one rank, and answers no other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from furlong.errors import PlanError
+from furlong.plan.values import Recv, Send
+from furlong.planners.one_device import plan_on_device
+from furlong.planners.options import ChunkOptions
+from furlong.runtime.comms import Alone
+
+PLAN = plan_on_device([9, 3], ChunkOptions(size=4, order="layer-first"), num_layers=2)
+
+
+def test_alone_takes_plans_of_one_rank():
+    Alone().accept(PLAN)
+    for other in (replace(PLAN, actions=PLAN.actions * 2), replace(PLAN, sp_size=2)):
+        with pytest.raises(PlanError, match="this run has one rank"):
+            Alone().accept(other)
+
+
+def test_alone_has_nobody_to_talk_to():
+    with pytest.raises(PlanError, match="nobody answers 'send"):
+        Alone().send(Send("activation", 0, 0, peer=1), torch.zeros(2, 2))
+    with pytest.raises(PlanError, match="nobody answers 'recv"):
+        Alone().recv(Recv("gradient", 0, 1, peer=1))
+
+
+def test_alone_holds_everything_whole():
+    for told in (Alone().unshard, Alone().reshard, Alone().before_last_backward, Alone().reduce):
+        assert told(0) is None

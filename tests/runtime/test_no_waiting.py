@@ -1,0 +1,75 @@
+"""The host never waits for the device between actions: one number is read, at a step's end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradients import batch, num_labels
+from tiny_families import build
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import furlong
+from furlong.kv.arena import Arena
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.choose import ProbedBackend
+from furlong.planners.one_device import plan_on_device
+from furlong.runtime import loss_head
+from furlong.runtime.comms import Alone
+from furlong.runtime.executor import Executor
+from furlong.runtime.inputs import shift_labels
+from furlong.runtime.pools import Pools, Storage
+
+LENS = [21, 4, 17]
+ORDERS = {
+    "chunk-first": {},
+    "layer-first": {"order": "layer-first", "keep": "input", "recompute_layers": 1},
+}
+
+
+class CountingReads(TorchDispatchMode):
+    """Counts values that Python takes out of tensors: `.item()`, `float()`, `if tensor`."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reads += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def num_reads(size: int, **dials) -> int:
+    model = CausalLM(build("llama"))
+    plan = plan_on_device(LENS, furlong.ChunkOptions(size=size, **dials), num_layers=3)
+    sequences = batch(LENS)
+    backend, pools = ProbedBackend(), Pools(Arena(model.device), Storage())
+    for _ in range(2):  # kernels are probed on first use
+        with model.installed():
+            executor = Executor(
+                model, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
+                backend=backend, pools=pools, comms=Alone(),
+            )  # fmt: skip
+            with CountingReads() as counted:
+                executor.run()
+    return counted.num_reads
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [3, 64])
+def test_a_step_reads_one_number(order, size, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the device"))
+    assert num_reads(size, **ORDERS[order]) == 1
+
+
+def test_a_read_per_action_is_seen(monkeypatch):
+    plain = loss_head.LossHead.gradient
+
+    def waiting(self, *given):
+        gradient = plain(self, *given)
+        return gradient * float(gradient.isfinite().all())
+
+    monkeypatch.setattr(loss_head.LossHead, "gradient", waiting)
+    assert num_reads(8) > 3

@@ -1,0 +1,98 @@
+"""What ran when: records in the order of the device's work, without waiting for it."""
+
+import pytest
+import torch
+
+from furlong.kv.arena import Arena
+from furlong.plan.values import Backward, Forward
+from furlong.runtime import recorder, stopwatch
+from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.recorder import Recorder
+from furlong.runtime.stopwatch import CUDAStopwatch, HostStopwatch
+
+CPU = torch.device("cpu")
+
+
+class StubEvent:
+    """A CUDA event of a device that takes a millisecond from one event to the next."""
+
+    made: list["StubEvent"]
+    synchronized: list["StubEvent"]
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+        self.at_ms = float(len(self.made))
+        self.stream = None
+        self.made.append(self)
+
+    def record(self, stream):
+        self.stream = stream
+
+    def synchronize(self):
+        self.synchronized.append(self)
+
+    def elapsed_time(self, other):
+        assert self.synchronized, "times are known once the device has got there"
+        return other.at_ms - self.at_ms
+
+
+@pytest.fixture
+def stub_events(monkeypatch):
+    StubEvent.made, StubEvent.synchronized = [], []
+    monkeypatch.setattr(torch.cuda, "Event", StubEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    return StubEvent
+
+
+def test_cuda_marks_are_events_of_the_current_stream_and_wait_once(stub_events):
+    watch = CUDAStopwatch(torch.device("cuda:1"))
+    for _ in range(4):
+        watch.mark()
+    assert [event.stream for event in stub_events.made] == ["stream of cuda:1"] * 4
+    assert stub_events.synchronized == []
+    assert watch.seconds() == pytest.approx([0, 1e-3, 2e-3, 3e-3])
+    assert stub_events.synchronized == [stub_events.made[-1]]
+
+
+def test_a_device_decides_its_stopwatch():
+    assert isinstance(stopwatch.stopwatch(CPU), HostStopwatch)
+    assert isinstance(stopwatch.stopwatch(torch.device("cuda")), CUDAStopwatch)
+
+
+def test_host_marks_begin_at_zero(monkeypatch):
+    times = iter([5.0, 5.5, 7.0])
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(times))
+    watch = HostStopwatch()
+    for _ in range(3):
+        watch.mark()
+    assert watch.seconds() == [0.0, 0.5, 2.0]
+
+
+def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
+    pools = Pools(Arena(CPU), Storage())
+    peaks = iter([100, 300])
+    monkeypatch.setattr(recorder, "stopwatch", lambda device: CUDAStopwatch(device))
+
+    class Meter:
+        def __init__(self, device, *, exact):
+            assert exact
+
+        def begin(self): ...
+        def end(self):
+            return next(peaks)
+
+    monkeypatch.setattr(recorder, "MemoryMeter", Meter)
+    noted = Recorder(pools, 2, exact_peaks=True)
+    noted.begin()
+    handle = pools.host.put(torch.zeros(8))
+    noted.end(Forward(0, 0, "kv"))
+    noted.begin()
+    pools.host.drop(handle)
+    noted.end(Backward(0, 0))
+    assert stub_events.synchronized == [], "nothing has waited so far"
+    first, second = noted.timeline().records
+    assert (first.rank, first.text, second.text) == (2, "F0.0 kv", "B0.0")
+    assert first.stop_s == second.start_s == pytest.approx(1e-3)
+    assert (first.device_bytes, second.device_bytes) == (100, 300)
+    assert (first.host_bytes, second.host_bytes) == (32, 0)
+    pools.close()
