@@ -5,9 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DIALS, Case, covering_array, every_pair, pairs_of, product_of_one_family, sample
-from gradients import reference_loss, take_grads, worst_relative_error
-from tiny_families import bound, build
+from helpers.cases import (
+    DIALS,
+    Case,
+    covering_array,
+    every_pair,
+    pairs_of,
+    product_of_one_family,
+    sample,
+)
+from helpers.gradients import reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import bound, build
 
 import furlong
 from furlong.kv.pools.disk import NamelessFile

@@ -56,6 +56,7 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
         host_bytes=subject.host_bytes,
         disk_bytes=subject.disk_bytes,
         must_fit=True,
+        alone=config is not None,
         dials=subject.dials,
     )
 

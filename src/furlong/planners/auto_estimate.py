@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.cells import TOKEN_BYTES, StageBytes, stage_bytes
-from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Recompute, Tier
@@ -257,7 +256,6 @@ class ByteBound:
         return total
 
     def _logits(self, cell: StageBytes, num_tokens: int) -> float:
-        memory: PlanMemory = self._memory
-        vocab = self._model.shape.vocab_size
-        tile = max(64, memory.max_tile_logits // vocab)
-        return cell.logit * vocab * min(num_tokens, tile)
+        """A tile of the loss, with the gradient of the head that it makes."""
+        tile = min(num_tokens, self._memory.tile_tokens or num_tokens)
+        return cell.logit * self._model.shape.vocab_size * tile + cell.head_gradient

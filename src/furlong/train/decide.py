@@ -47,22 +47,28 @@ def decide_options(
         given.get("tier"), config.memory.host, config.memory.disk,
         on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
     )  # fmt: skip
-    if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
-        return Decision(ChunkOptions(**given), "")
+    is_given = all(name in given for name in SEARCHED_DIALS) and (
+        given["order"] == "chunk-first" or "stage_layers" in given
+    )
+    nothing_left = is_given and budget == "auto"
     limit = config.data.max_seq_len
     try:
         whole = read_config(check_folder(config.model.name), rope=rope, max_seq_len=limit)
         shape = ModelShape.from_config(whole.to_dict())
     except ConfigError as error:
+        if nothing_left:
+            return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(limit, given), words)
-    seed = config.train.seed
+    model, seed = CostModel(shape, spec, training_of(config.model)), config.train.seed
+    if nothing_left:
+        return Decision(ChunkOptions(**given), "", model=model)
     return decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
         longest=train.longest,
-        model=CostModel(shape, spec, training_of(config.model)),
+        model=model,
         budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=host_bytes,

@@ -14,10 +14,9 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 from unittest.mock import patch
 
-from gradients import Batch, batch
-from tiny_families import FAMILIES
-
 import furlong
+from helpers.gradients import Batch, batch
+from helpers.tiny_families import FAMILIES
 
 _BATCHES = {
     # name: (lengths, tokens without a label per sequence)
