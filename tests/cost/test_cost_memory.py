@@ -109,6 +109,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
 
     from furlong.api import Engine
     from furlong.kv.arena import Arena
+    from furlong.runtime.pools import Pools, Storage
 
     class Watched(Arena):
         peak_bytes = 0
@@ -121,7 +122,8 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     extra = {"head_dim": 8, "sliding_window": 9} if family == "gemma2" else {}
     config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
     engine = Engine(AutoModelForCausalLM.from_config(config))
-    arena = engine._kept.arena = Watched(torch.device("cpu"))
+    arena = Watched(torch.device("cpu"))
+    engine._kept.pools = Pools(arena, Storage())
     lens = (75, 33, 20, 7)
     options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
     tokens = [torch.randint(0, 90, (n,)) for n in lens]
