@@ -1,4 +1,5 @@
-"""Memory that does not grow with the sequence: everything that waits, waits on disk. On a CPU.
+"""Memory that does not grow with the sequence: K,V and their gradients, stage inputs and attention
+outputs wait on disk. On a CPU.
 
 Promises, with one chunk size, float32, both orders of the walk, at the default sizes:
   memory   private and shared memory of the process (RssAnon + RssShmem, its peak during a step) at
@@ -76,11 +77,11 @@ def main() -> int:
         for order in _ORDERS:
             for name, tier in (*((n, "disk") for n in lengths), ("timed", "device")):
                 step = _run_alone(lengths[name], order, tier, arguments)
-                steps.setdefault(f"{order}, {lengths[name]:,} tokens, {tier}", []).append(step)
-                if name == "long" or arguments.rounds > 1:
-                    console.print(f"  {order}, {name}, {tier}: {step}", style="dim")
+                point = f"{order}, {lengths[name]:,} tokens, {tier}"
+                steps.setdefault(point, []).append(step)
+                console.print(f"  {point}: {format_seconds(step.step_s)}", style="dim")
     _print_steps(steps)
-    promises, errors = _judge(steps, lengths)
+    promises, errors = judge(steps, lengths)
     print_promises(promises)
     for error in errors:
         console.print(f"ERROR: {error}", style="bold red")
@@ -97,9 +98,8 @@ def main() -> int:
     return int(bool(errors) or any(p.verdict == "MISSED" for p in promises))
 
 
-def _judge(
-    steps: dict[str, list[Step]], lengths: dict[str, int]
-) -> tuple[list[Promise], list[str]]:
+def judge(steps: dict[str, list[Step]], lengths: dict[str, int]) -> tuple[list[Promise], list[str]]:
+    """The promises, and who computes another thing than the same plan on the device."""
     promises: list[Promise] = []
     errors: list[str] = []
     for order in _ORDERS:
@@ -166,7 +166,8 @@ def run_step(
 
     model = build("flat")
     batch = Trial("furlong", "flat", num_tokens).batch()
-    options = furlong.ChunkOptions(size=size, order=order, tier=tier)  # type: ignore[arg-type]
+    tiers = dict.fromkeys(("kv", "inputs", "attention"), tier)  # graphs stay where they are made
+    options = furlong.ChunkOptions(size=size, order=order, tier=tiers)  # type: ignore[arg-type]
     engine = furlong.Engine(model, storage=furlong.Storage(disk_dir=disk_dir))
     start_tokens = min(num_tokens, warmup_tokens or 2 * size)
     start = [{name: ids[:start_tokens] for name, ids in batch[0].items()}]

@@ -63,7 +63,7 @@ def _print_kinds(events: Any, timeline: furlong.Timeline) -> None:
             continue
         at = bisect_right(starts, event.time_range.start) - 1
         action = _ACTIONS.get(type(timeline.records[at].action), "") if at >= 0 else ""
-        seconds[_kind(event.name)][action] += event.self_cpu_time_total / 1e6
+        seconds[kind_of_work(event.name)][action] += event.self_cpu_time_total / 1e6
     by_action = {a: s for a, s in timeline.seconds_by_kind().items() if a in _ACTIONS.values()}
     table = Table("seconds", *(_NAMES[a] for a in by_action), "together", "share")
     rest = dict(by_action)
@@ -77,7 +77,7 @@ def _print_kinds(events: Any, timeline: furlong.Timeline) -> None:
     console.print(table)
 
 
-def _kind(name: str) -> str:
+def kind_of_work(name: str) -> str:
     for kind, parts in _WORK.items():
         if any(part in name for part in parts):
             return kind
