@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,7 @@ from furlong.runtime.inputs import (
 from furlong.runtime.kept import Kept
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters, made_gradients
+from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
 from furlong.runtime.self_check import self_check
 from furlong.runtime.surroundings import (
@@ -94,12 +95,11 @@ class Engine:
         plan: ChunkPlan,
         sequences: Sequence[Mapping[str, Tensor]],
         num_valid_tokens: int | None = None,
-        *,
-        exact_peaks: bool = False,
+        **measuring: Unpack[Measuring],
     ) -> StepResult:
         """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
 
-        `exact_peaks`: see `Executor`; the other arguments and the outcome are as in
+        `measuring`: see `Measuring`; the other arguments and the outcome are as in
         `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
         ranks, DataError for sequences of other lengths.
         """
@@ -107,7 +107,7 @@ class Engine:
         require_lengths(plan, shifted)
         with self._alone():
             self._follow_model()
-            return self._obey(plan, shifted, num_valid_tokens, exact_peaks=exact_peaks)
+            return self._obey(plan, shifted, num_valid_tokens, **measuring)
 
     def forward_backward(
         self,
@@ -145,8 +145,7 @@ class Engine:
         plan: ChunkPlan,
         shifted: Sequence[ShiftedSequence],
         num_valid_tokens: int | None,
-        *,
-        exact_peaks: bool = False,
+        **measuring: Unpack[Measuring],
     ) -> StepResult:
         own_valid_tokens = count_valid_tokens(shifted)
         divisor = _divisor(num_valid_tokens, own_valid_tokens)
@@ -166,7 +165,7 @@ class Engine:
             executor = Executor(
                 model, plan, shifted,
                 num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
-                comms=Alone(), exact_peaks=exact_peaks,
+                comms=Alone(), **measuring,
             )  # fmt: skip
             loss_sum, timeline = executor.run()
         if backward and executor.has_drawn:

@@ -273,6 +273,7 @@ def test_a_run_whose_data_would_be_refused_is_refused(run_file, lengths, capsys)
 DIALS = {"order": "layer-first", "stage_layers": 6, "tier": {"attention": "host", "kv": "disk"}}
 
 
+@pytest.mark.slow
 def test_one_device_takes_the_dials_of_a_run(lengths, tmp_path, capsys):
     file = tmp_path / "plan.json"
     flags = [

@@ -2,7 +2,6 @@
 
 import pytest
 
-from furlong.cost.calibration import fit_efficiency
 from furlong.cost.hardware import (
     THIS_CPU,
     Efficiency,
@@ -92,15 +91,6 @@ def test_half_tokens_follow_the_roofline():
     assert hardware("A100-80").linear.half_tokens == pytest.approx(256, rel=0.01)
     assert hardware("RTX3090").linear.half_tokens == pytest.approx(128, rel=0.02)
     assert hardware("H200").linear.half_tokens < hardware("H100").linear.half_tokens
-
-
-def test_the_efficiency_of_measured_calls_is_found_again():
-    truth = Efficiency(0.55, 300)
-    points = [(t, 1e12 * t, 1e12 * t / (1e14 * truth.at(t))) for t in (128, 1024, 8192)]
-    found = fit_efficiency(points, 1e14)
-    assert found.best == pytest.approx(0.55) and found.half_tokens == pytest.approx(300)
-    with pytest.raises(ValueError, match="larger"):
-        fit_efficiency([(1, 1.0, 1.0), (2, 2.0, 1.0)], 1.0)
 
 
 LINKS = Links(

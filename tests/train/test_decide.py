@@ -1,13 +1,18 @@
 """A run and `furlong plan` decide alike; what is decided is written down."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 from tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.cost.calibration import Calibration
+from furlong.cost.calibration_file import calibration_file, machine_of
+from furlong.cost.device_names import EXACT_NAMES, nearest_hardware
+from furlong.cost.hardware import THIS_CPU
 from furlong.cost.known_hardware import KNOWN
-from furlong.train.device import EXACT_NAMES, nearest_hardware
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 
@@ -83,3 +88,36 @@ def test_device_names():
     assert nearest_hardware("NVIDIA GeForce RTX 4090 D", 24 * gib) in ("RTX3090", "RTX4090")
     assert nearest_hardware("NVIDIA L40S", 45 * gib) == "A100-40"
     assert nearest_hardware("AMD Instinct MI300X", 192 * gib) == "B200"
+
+
+def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monkeypatch):
+    """A calibration of this machine is found; one of another machine is left alone, in words."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = calibration_file(THIS_CPU, "float32")
+    slow = Calibration(
+        hardware=THIS_CPU, machine=machine_of(THIS_CPU), dtype="float32", measured_on="a test",
+        peak_flops_per_s=1e6, overhead_bytes=2**20, time_error=0.07, memory_error=0.03,
+    )  # fmt: skip
+    out = tmp_path / "run"
+    flags = (*ENDLESS, "--train.steps=1", "--train.epochs=null", "--model.dtype=float32")
+    arguments = tiny_run.arguments(out, *flags)
+
+    def told(*more):
+        assert main([*arguments, *more]) == 0
+        lines = capsys.readouterr().out
+        shutil.rmtree(out)
+        return line_of(lines, "figures: "), line_of(lines, "auto: ")
+
+    assert "assumed; furlong calibrate measures them" in told()[0]
+    place.parent.mkdir(exist_ok=True)
+    slow.save(place)
+    figures, auto = told()
+    assert f"measured by furlong calibrate ({place}), times within 7%, peaks within 3%" in figures
+    assert "less 3% for what no prediction sees" in auto
+    replace(slow, machine="another").save(place)
+    figures, auto = told()
+    assert "was measured on another machine (another; this is" in figures
+    assert "less 10% for what no prediction sees" in auto
+    place.write_text("{")
+    assert main(arguments) == 2
+    assert f"from:     the calibration file {place}" in capsys.readouterr().err

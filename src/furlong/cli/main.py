@@ -16,7 +16,7 @@ from furlong.cli.output import Output, lasting_output
 from furlong.errors import ConfigError, UserError
 from furlong.train.stop import QuietEnd
 
-_VERBS = ("train", "plan", "lengths", "export", "verify")
+_VERBS = ("train", "plan", "lengths", "calibrate", "export", "verify")
 # Verbs whose result is what they print: elsewhere it lies in files.
 _PRINTED = ("plan", "lengths")
 _HELP = """\
@@ -28,6 +28,7 @@ verbs:
   train RUN.yaml [--section.key=value ...]   train a model and export it; --resume goes on
   plan RUN.yaml|PLAN.json|RUN_FOLDER         choose the fastest plan that fits; show a plan
   lengths RUN.yaml|DATA... [--tokenizer T]   how long the sequences are: a table, a picture
+  calibrate [RUN.yaml]                       measure this machine, for predictions that hold
   export RUN_OR_CHECKPOINT [--merge]         write a checkpoint as a Hugging Face model
   verify [RUN.yaml]                          prove gradients, isolation and resume in small
   VERB --help                                every key of a verb
@@ -94,6 +95,10 @@ def _dispatch(arguments: list[str]) -> int:
             from furlong.cli import lengths
 
             return lengths.run(rest)
+        case ["calibrate", *rest]:
+            from furlong.cli import calibrate
+
+            return calibrate.run(rest)
         case ["export", *rest]:
             from furlong.cli import export
 

@@ -192,6 +192,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="budget on disk (default: 0, nothing may live there)",
     )
     group.add_argument(
+        "--no-calibration",
+        action="store_true",
+        help="predict with assumed figures, not with those that furlong calibrate has measured",
+    )
+    group.add_argument(
         "--method",
         metavar="NAME",
         help="search the plans of one method only; --compare lists them all",

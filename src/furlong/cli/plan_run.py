@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cli.plan_subject import Subject
+from furlong.cost.calibration_file import Calibrated, uncalibrated
 from furlong.cost.hardware import THIS_CPU, free_ram_budget_bytes, this_cpu
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto import FREE_RAM, Decision, decide, dials_of
-from furlong.planners.auto_search import Searched, Tried
+from furlong.planners.auto_search import MARGIN, Searched, Tried
 from furlong.planners.candidates import Candidate
 from furlong.planners.layout import Layout
 from furlong.planners.one_device import plan_on_device
@@ -28,7 +29,8 @@ def with_run_budget(subject: Subject) -> Subject:
     of_run = subject.config is not None and problem.num_devices == 1
     if not of_run or problem.budget_bytes is not None or not _on_this_cpu(subject):
         return subject
-    return replace(subject, problem=replace(problem, budget_bytes=free_ram_budget_bytes()))
+    budget = free_ram_budget_bytes() + _figures(subject).process_bytes
+    return replace(subject, problem=replace(problem, budget_bytes=budget))
 
 
 def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None:
@@ -43,7 +45,7 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
     if chosen.memory is None and (config is None or config.memory.device == "auto"):
         of_run = config is not None and _on_this_cpu(subject)
         words = FREE_RAM if of_run else f"of a {model.hardware.name}"
-    if _on_this_cpu(subject):
+    if _on_this_cpu(subject) and _figures(subject).calibration is None:
         model = replace(model, hardware=this_cpu(measured=False))
     budget = problem.budget_bytes
     return decide(
@@ -55,6 +57,7 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
         budget_words=words,
         host_bytes=subject.host_bytes,
         disk_bytes=subject.disk_bytes,
+        margin=_figures(subject).margin(MARGIN),
         must_fit=True,
         alone=config is not None,
         dials=subject.dials,
@@ -94,6 +97,10 @@ def _refusal(tried: Tried) -> Refusal:
         given=f"{tried.needs.device_bytes} bytes", required="less", source="", change=""
     )
     return Refusal(_candidate(tried.options), error)
+
+
+def _figures(subject: Subject) -> Calibrated:
+    return subject.figures or uncalibrated(subject.problem.model)
 
 
 def _on_this_cpu(subject: Subject) -> bool:

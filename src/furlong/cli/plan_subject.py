@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
 from furlong.cli.plan_flags import MAX_DEVICES
+from furlong.cost.calibration_file import Calibrated, calibrated, uncalibrated
 from furlong.cost.hardware import THIS_CPU, hardware
 from furlong.cost.known_models import MODELS, model_shape
 from furlong.cost.model import CostModel
@@ -49,6 +50,8 @@ class Subject:
     model_name: str
     config: RunConfig | None = None
     """Of a run file."""
+    figures: Calibrated | None = None
+    """Where the seconds and bytes of the problem's model come from."""
     host_bytes: int | None = 0
     """Budget of the host; None: no limit."""
     disk_bytes: int = 0
@@ -87,6 +90,7 @@ class Subject:
             line("batch", str(self.batch)),
             line("model", self.model_words()),
             line("devices", self.devices_words()),
+            *([line("figures", self.figures.words)] if self.figures else []),
         ])  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -151,12 +155,17 @@ def training_of(
     chosen: argparse.Namespace, num_devices: int, config: RunConfig | None = None
 ) -> Training:
     """What is trained and in which dtypes; `config`: the run's, if there is one."""
-    dtype = chosen.dtype or (config.model.dtype if config else "bfloat16")
+    dtype = dtype_of(chosen, config)
     zero: ZeroStage = chosen.zero if chosen.zero is not None else 1 if num_devices > 1 else 0
     training = training_of_run(config.model) if config else Training()
     if chosen.lora_rank is not None:
         training = replace(training, lora=Lora(chosen.lora_rank, attention=True, mlp=True))
     return replace(Training.in_dtype(dtype), zero_stage=zero, lora=training.lora)
+
+
+def dtype_of(chosen: argparse.Namespace, config: RunConfig | None) -> str:
+    """Of the compute: the flag's, the run's, or bfloat16."""
+    return str(chosen.dtype or (config.model.dtype if config else "bfloat16"))
 
 
 def _of_run(chosen: argparse.Namespace) -> Subject:
@@ -197,9 +206,13 @@ def _build(
     tiers: tuple[Tier, ...] = ("device",) if host_bytes == 0 else ("device", "host")
     if tier is not None:
         tiers = (ChunkOptions(tier=tier).tiers.kv,)
+    model = CostModel(model_shape_of(model_name), spec, training_of(chosen, num_devices, config))
+    figures = uncalibrated(model)
+    if not chosen.no_calibration:
+        figures = calibrated(model, dtype_of(chosen, config))
     problem = Problem(
         seq_lens=batch.seq_lens,
-        model=CostModel(model_shape_of(model_name), spec, training_of(chosen, num_devices, config)),
+        model=figures.model,
         num_devices=num_devices,
         budget_bytes=budget,
         tiers=tiers,
@@ -209,7 +222,7 @@ def _build(
     )
     return Subject(
         problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config,
-        host_bytes=host_bytes, disk_bytes=disk_bytes,
+        host_bytes=host_bytes, disk_bytes=disk_bytes, figures=figures,
     )  # fmt: skip
 
 

@@ -7,20 +7,27 @@ assumptions. Every field may be missing: then the assumption stays.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from furlong.cost.fitting import relative_line
 from furlong.cost.hardware import Efficiency, HardwareSpec
-from furlong.cost.links import Link, Links
+from furlong.cost.links import Collective, Link, Links
+from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 
 VERSION = 1
 _EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 _LINKS = ("within_node", "between_nodes", "host", "disk")
-_NUMBERS = ("peak_flops_per_s", "layer_launch_s", "activation_factor", "overhead_bytes")
+_BETWEEN = " between nodes"
+_TEXTS = ("hardware", "machine", "dtype", "measured_on")
+_RATES = (
+    "peak_flops_per_s", "pass_launch_s", "layer_launch_s", "slice_launch_s",
+    "activation_bytes_per_s", "optimizer_parameters_per_s",
+)  # fmt: skip
+_NUMBERS = (
+    *_RATES, "activation_factor", "heap_blocks", "overhead_bytes", "time_error", "memory_error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,10 @@ class Calibration:
 
     hardware: str
     """The device that was measured, a name for `hardware`."""
+    machine: str = ""
+    """Which one: a calibration of a CPU is of no use on another."""
+    dtype: str = ""
+    """Of the computation."""
     measured_on: str = ""
     """What ran: model, dtype, versions."""
     peak_flops_per_s: float | None = None
@@ -36,20 +47,46 @@ class Calibration:
     attention_forward: Efficiency | None = None
     attention_backward: Efficiency | None = None
     layer_launch_s: float | None = None
+    pass_launch_s: float | None = None
+    slice_launch_s: float | None = None
+    activation_bytes_per_s: float | None = None
+    optimizer_parameters_per_s: float | None = None
     activation_factor: float | None = None
     """Measured over counted bytes of a chunk's graph."""
+    heap_blocks: float | None = None
+    """Blocks of the largest size that the C library's heap keeps (`PlanMemory.heap_blocks`)."""
     overhead_bytes: int | None = None
     """In use beside everything that is counted."""
+    time_error: float | None = None
+    """Largest relative error of the predicted steps that the fit has not seen."""
+    memory_error: float | None = None
+    """Largest share of a measured peak that a prediction lacked."""
     links: dict[str, Link] = field(default_factory=dict)
-    """By the fields of `Links`: within_node, between_nodes, host, disk."""
+    """By the fields of `Links`: within_node, between_nodes, host, disk; and the collectives, by
+    name, such as `all_reduce` or `all_reduce between nodes`."""
 
     def apply(self, spec: HardwareSpec) -> HardwareSpec:
         """`spec` with what was measured in the place of what was assumed."""
-        names = ("peak_flops_per_s", "layer_launch_s", *_EFFICIENCIES)
-        changed = {n: value for n in names if (value := getattr(self, n)) is not None}
+        changed = {
+            n: value for n in (*_RATES, *_EFFICIENCIES) if (value := getattr(self, n)) is not None
+        }
         sources = dict.fromkeys((*changed, *self.links), f"measured: {self.measured_on}")
-        links: Links = replace(spec.links, **dict[str, Any](self.links))
+        plain = {name: link for name, link in self.links.items() if name in _LINKS}
+        collectives = {
+            _collective(name): link for name, link in self.links.items() if name not in _LINKS
+        }
+        links: Links = replace(
+            spec.links,
+            **dict[str, Any](plain),
+            collectives={**(spec.links.collectives or {}), **collectives} or None,
+        )
         return replace(spec, links=links, sources={**spec.sources, **sources}, **changed)
+
+    def apply_to(self, model: CostModel) -> CostModel:
+        """A cost model with all that was measured in the place of what was assumed."""
+        names = ("activation_factor", "heap_blocks", "overhead_bytes")
+        changed = {n: value for n in names if (value := getattr(self, n)) is not None}
+        return replace(model, hardware=self.apply(model.hardware), **changed)
 
     def save(self, file: str | Path) -> None:
         values = {name: value for name, value in asdict(self).items() if value not in (None, {})}
@@ -84,7 +121,7 @@ def load_calibration(file: str | Path) -> Calibration:
 
 
 def _from_json(values: dict[str, Any]) -> Calibration:
-    known: dict[str, Any] = {name: str(values.pop(name)) for name in ("hardware", "measured_on")}
+    known: dict[str, Any] = {name: str(values.pop(name)) for name in _TEXTS}
     for name in _NUMBERS:
         if name in values:
             known[name] = _positive(name, values.pop(name))
@@ -94,7 +131,8 @@ def _from_json(values: dict[str, Any]) -> Calibration:
             numbers = {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
             known[name] = Efficiency(**numbers)
     links = values.pop("links", {})
-    if unknown := [*values, *(set(links) - set(_LINKS))]:
+    names = {*_LINKS, *(n + more for n in get_args(Collective) for more in ("", _BETWEEN))}
+    if unknown := [*values, *(set(links) - names)]:
         raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
     known["links"] = {
         name: Link(**{key: _positive(f"{name}.{key}", value) for key, value in fields.items()})
@@ -103,24 +141,12 @@ def _from_json(values: dict[str, Any]) -> Calibration:
     return Calibration(**known)
 
 
+def _collective(name: str) -> tuple[Any, bool]:
+    """A key of `Links.collectives`."""
+    return name.removesuffix(_BETWEEN), name.endswith(_BETWEEN)
+
+
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(f"{name} = {value!r} is no number of at least 0")
     return value
-
-
-def fit_efficiency(
-    points: Sequence[tuple[float, float, float]], peak_flops_per_s: float
-) -> Efficiency:
-    """The saturating efficiency of measured calls: (tokens, FLOPs, seconds) each.
-
-    seconds * peak / FLOPs = (1 + half_tokens / tokens) / best is a line in 1 / tokens. Needs calls
-    of two different sizes.
-    """
-    xs = [1 / tokens for tokens, _, _ in points]
-    ys = [seconds * peak_flops_per_s / num_flops for _, num_flops, seconds in points]
-    slope, constant = relative_line(xs, ys)
-    if constant == 0:
-        sizes = f"{min(1 / x for x in xs):.0f} to {max(1 / x for x in xs):.0f} tokens"
-        raise ValueError(f"calls of {sizes} only show a cost per call; measure larger ones")
-    return Efficiency(best=1 / constant, half_tokens=slope / constant)

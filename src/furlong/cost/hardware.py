@@ -3,7 +3,8 @@
 Efficiency saturates with the tokens of a call: best * t / (t + half_tokens). Equivalently a call
 costs its FLOPs at the best rate plus a fixed time worth `half_tokens` tokens. Without it every
 search picks the smallest chunk. InfiniPipe (Appendix B) and ChunkFlow (Table 6) publish the shape:
-fewer tokens per call, less throughput.
+fewer tokens per call, less throughput. What a data sheet does not tell, and a large model hides
+(kernels that pass bytes, slices, tiles), costs nothing until a calibration has measured it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,8 @@ from furlong.cost.names import look_up
 
 THIS_CPU = "cpu"
 _CORE_FLOPS_PER_S = 5e10
+CPU_TILE_TOKENS = 512
+"""Keys of a tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,30 @@ class HardwareSpec:
     layer_launch_s: float
     """Least time of one layer's forward, however few its tokens: the kernels are launched."""
     links: Links
+    pass_launch_s: float = 0.0
+    """Least time of one pass over a stage, beside its layers': what a family does around them."""
+    slice_launch_s: float = 0.0
+    """Least time of one slice of a chunk in the attention of one layer's forward."""
+    hides_launches: bool = True
+    """Whether a device computes while its host launches what comes next: then a pass takes the
+    longer of the two, else both."""
+    activation_bytes_per_s: float = inf
+    """Bytes of saved tensors (`cost.activations`) and of logits that pass per second through the
+    kernels beside products and attention; a layer's backward passes them twice."""
+    tile_tokens: int = 0
+    """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
+    optimizer_parameters_per_s: float = inf
+    """Trained parameters that a step of the optimizer updates per second."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from."""
 
     @property
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
+
+    def optimizer_s(self, parameters: int) -> float:
+        """Seconds of the optimizer's step over so many trained parameters."""
+        return parameters / self.optimizer_parameters_per_s
 
 
 def hardware(name: str) -> HardwareSpec:
@@ -113,6 +135,8 @@ def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec
         attention_forward=Efficiency(0.5, 32),
         attention_backward=Efficiency(0.5, 32),
         layer_launch_s=2e-4,
+        hides_launches=False,
+        tile_tokens=CPU_TILE_TOKENS,
         links=Links(
             devices_per_node=cores,
             within_node=Link(5e-5, copy / 2),

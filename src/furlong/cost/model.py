@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from furlong.cost.activations import eager
 from furlong.cost.chunks import chunk_table
 from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
@@ -57,6 +58,10 @@ class CostModel:
     """Of the tokens, those with a label: the head sees no others."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
+    heap_blocks: float = 0.0
+    """See `PlanMemory`; from a calibration."""
+    overhead_bytes: int | None = None
+    """Of the process, beside all that is counted, from a calibration; None: not counted."""
 
     @property
     def device_type(self) -> str:
@@ -76,7 +81,9 @@ class CostModel:
             self.training,
             budget,
             activation_factor=self.activation_factor,
-            overhead_bytes=_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0,
+            heap_blocks=self.heap_blocks,
+            overhead_bytes=(self.overhead_bytes or 0)
+            + (_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0),
             device_type=self.device_type,
         )
 
@@ -106,7 +113,8 @@ class PlanCosts:
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
         shape = model.shape
-        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size)
+        tile_tokens = model.hardware.tile_tokens
+        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size, tile_tokens)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
@@ -250,6 +258,7 @@ class PlanCosts:
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
             all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
+            saved = eager(model.shape, training.compute_bytes, lora)
             kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
@@ -260,6 +269,10 @@ class PlanCosts:
                 segment_tokens=segment_tokens(kv_token_bytes, model.device_type),
                 lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
                 if lora else 0,
+                saved_per_token=tuple(
+                    saved.layer_bytes(model.shape, i, training.compute_bytes) for i in layers
+                ),
+                logits_per_token=saved.logit_bytes * model.shape.vocab_size,
             )  # fmt: skip
         return self._rates[flops, rank]
 

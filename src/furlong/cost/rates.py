@@ -61,6 +61,10 @@ class StageRates:
     """Tokens of a segment of K,V, which travels as one."""
     lora_per_token: int = 0
     """Forward FLOPs of the stage's adapters."""
+    saved_per_token: tuple[float, ...] = ()
+    """Bytes that the graph of each layer saves."""
+    logits_per_token: float = 0.0
+    """Bytes of logits, with their gradients."""
 
     def seconds(self, part: Part) -> Array:
         """One part of a pass over the stage for every chunk."""
@@ -68,12 +72,14 @@ class StageRates:
         height = len(flops.windows)
         if kind in ("head", "head and back"):
             passes = 1 if kind == "head" else 2 if self.training.lora is not None else 3
-            of_head: Array = self._linear(flops.head_per_token * passes).max(axis=0)
-            return of_head
+            passed = self.logits_per_token * (1 / 3 if kind == "head" else 1)
+            of_head: Array = self._linear(flops.head_per_token * passes) + self._passed(passed)
+            slowest: Array = of_head.max(axis=0)
+            return slowest
         if kind == "backward":
             frozen = self.training.lora is not None
             linear: float = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-            return self._slowest(linear, self._attending(part), height, backward=True)
+            return self._slowest(linear, 2 * sum(self.saved_per_token), part, height)
         linear = {
             "forward": flops.linear_per_token + lora,
             "to last kv": flops.linear_per_token + lora - flops.tail_per_token,
@@ -81,7 +87,16 @@ class StageRates:
             + lora * layers / max(1, height),
         }[kind]
         num_layers = layers if kind == "first layers" else height
-        return self._slowest(linear, self._attending(part), num_layers)
+        return self._slowest(linear, self._saved(part), part, num_layers)
+
+    def _saved(self, part: Part) -> float:
+        """Bytes per token that a forward passes."""
+        saved, flops = self.saved_per_token, self.flops
+        if part.work == "first layers":
+            return sum(saved[: part.layers])
+        if part.work == "to last kv" and saved:
+            return sum(saved) - saved[-1] * flops.tail_per_token / flops.layer_linear_per_token[-1]
+        return sum(saved)
 
     def _attending(self, part: Part) -> tuple[int | None, ...]:
         """Windows of the layers whose attention runs."""
@@ -99,17 +114,26 @@ class StageRates:
                 return ()
 
     def _slowest(
-        self,
-        linear_per_token: float,
-        attending: tuple[int | None, ...],
-        num_layers: int,
-        backward: bool = False,
+        self, linear_per_token: float, passed_per_token: float, part: Part, num_layers: int
     ) -> Array:
+        attending, backward = self._attending(part), part.work == "backward"
         seconds = self._layers(linear_per_token, attending, backward) + num_layers * self._tp_s()
-        num_launches = 2 * num_layers if backward else num_layers
-        launched = self.hardware.layer_launch_s * num_launches * (self.table.tokens > 0)
-        slowest: Array = np.maximum(seconds, launched).max(axis=0)
+        seconds += self._passed(passed_per_token)
+        hardware, times = self.hardware, 2 if backward else 1
+        launched = times * (
+            hardware.layer_launch_s * num_layers * (self.table.tokens > 0)
+            + hardware.slice_launch_s * len(attending) * self.table.num_slices
+        )
+        if part.work != "first layers":
+            launched += hardware.pass_launch_s * (self.table.tokens > 0)
+        both = np.maximum(seconds, launched) if hardware.hides_launches else seconds + launched
+        slowest: Array = both.max(axis=0)
         return slowest
+
+    def _passed(self, bytes_per_token: float) -> Array:
+        """(S, C) seconds of kernels that only pass bytes."""
+        tokens = self.table.tokens / self.training.tp_size
+        return tokens * bytes_per_token / self.hardware.activation_bytes_per_s
 
     def _linear(self, flops_per_token: float) -> Array:
         eff, tp = self.hardware.linear, self.training.tp_size

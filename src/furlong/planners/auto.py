@@ -58,6 +58,8 @@ class Decision:
     """None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
     """What predicts the steps; None where the model's work cannot be counted."""
+    figures: str = ""
+    """Where the model's seconds and bytes come from."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""

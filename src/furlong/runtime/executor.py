@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
 from furlong.runtime.pools import Pools
-from furlong.runtime.recorder import Recorder
+from furlong.runtime.recorder import Measuring, Recorder
 from furlong.runtime.rng import RNGState, replayed
 from furlong.runtime.saved_graphs import SavedGraph
 from furlong.runtime.stage_inputs import StageInputs
@@ -59,10 +60,8 @@ class Executor:
         pools: Pools,
         comms: Comms,
         rank: int = 0,
-        exact_peaks: bool = False,
+        **measuring: Unpack[Measuring],
     ) -> None:
-        """`exact_peaks`: reset the device's statistics of memory before each action, so that every
-        record holds the peak during its own; see `MemoryMeter`."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -86,7 +85,7 @@ class Executor:
         self._live: dict[tuple[int, int], LiveCell] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
-        self._recorder = Recorder(pools, rank, exact_peaks=exact_peaks)
+        self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False

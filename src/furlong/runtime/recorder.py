@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from typing import TypedDict, Unpack
+
 from furlong.plan.values import Action
 from furlong.runtime.memory import MemoryMeter
 from furlong.runtime.pools import Pools
-from furlong.runtime.stopwatch import stopwatch
+from furlong.runtime.stopwatch import Clock, stopwatch
 from furlong.timeline import Record, Timeline
+
+
+class Measuring(TypedDict, total=False):
+    """How an executor measures itself."""
+
+    exact_peaks: bool
+    """Reset the device's statistics of memory before each action, so that every record holds the
+    peak during its own; see `MemoryMeter`."""
+    clock: Clock
+    """Seconds on devices that compute in the calling thread; default: time.perf_counter."""
 
 
 class Recorder:
     """Notes actions one after another, without waiting for the device."""
 
-    def __init__(self, pools: Pools, rank: int, *, exact_peaks: bool) -> None:
+    def __init__(self, pools: Pools, rank: int, **measuring: Unpack[Measuring]) -> None:
         self._pools, self._rank = pools, rank
-        self._watch = stopwatch(pools.arena.device)
-        self._meter = MemoryMeter(pools.arena.device, exact=exact_peaks)
+        self._watch = stopwatch(pools.arena.device, measuring.get("clock", time.perf_counter))
+        self._meter = MemoryMeter(pools.arena.device, exact=measuring.get("exact_peaks", False))
         self._noted: list[tuple[Action, int, int]] = []
 
     def begin(self) -> None:

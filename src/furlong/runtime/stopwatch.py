@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+Clock = Callable[[], float]
+"""Seconds since any moment."""
 
 
 class Stopwatch(Protocol):
@@ -23,11 +26,12 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """For devices that compute in the calling thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._marks: list[float] = []
 
     def mark(self) -> None:
-        self._marks.append(time.perf_counter())
+        self._marks.append(self._clock())
 
     def seconds(self) -> list[float]:
         return [mark - self._marks[0] for mark in self._marks]
@@ -51,5 +55,5 @@ class CUDAStopwatch:
         return [self._marks[0].elapsed_time(mark) / 1e3 for mark in self._marks]  # type: ignore[no-untyped-call]
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
-    return CUDAStopwatch(device) if device.type == "cuda" else HostStopwatch()
+def stopwatch(device: torch.device, clock: Clock) -> Stopwatch:
+    return CUDAStopwatch(device) if device.type == "cuda" else HostStopwatch(clock)

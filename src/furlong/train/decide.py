@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.cost.calibration_file import calibrated
+from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import (
     HardwareSpec,
     free_ram_budget_bytes,
@@ -29,9 +32,9 @@ from furlong.planners.auto import (
     given_dials,
     training_of,
 )
+from furlong.planners.auto_search import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.tier_budgets import tier_budgets
-from furlong.train.device import nearest_hardware
 
 
 def decide_options(
@@ -60,22 +63,27 @@ def decide_options(
             return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(limit, given), words)
-    model, seed = CostModel(shape, spec, training_of(config.model)), config.train.seed
+    figures = calibrated(CostModel(shape, spec, training_of(config.model)), config.model.dtype)
+    if figures.calibration is not None:
+        free_words = f"{free_words}, beside this process"
     if nothing_left:
-        return Decision(ChunkOptions(**given), "", model=model)
-    return decide(
+        return Decision(ChunkOptions(**given), "", model=figures.model)
+    seed = config.train.seed
+    decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
         longest=train.longest,
-        model=model,
-        budget_bytes=free_bytes if budget == "auto" else budget,
+        model=figures.model,
+        budget_bytes=free_bytes + figures.process_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        margin=figures.margin(MARGIN),
         must_fit=budget != "auto",
         dials=given,
     )
+    return replace(decision, figures=figures.words)
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from furlong.cost.device_names import EXACT_NAMES
 from furlong.cost.flops import sequence_flops
 from furlong.cost.known_hardware import KNOWN
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
-from furlong.train.device import EXACT_NAMES
 
 
 @dataclass(frozen=True, slots=True)

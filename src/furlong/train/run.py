@@ -241,3 +241,5 @@ def _announce(
     print(f"chunks: {', '.join(dials)}")
     if decision is not None and decision.words:
         print(f"auto: {decision.words}")
+    if decision is not None and decision.figures:
+        print(f"figures: {decision.figures}")

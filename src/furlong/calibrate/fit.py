@@ -1,0 +1,169 @@
+"""Fits of the cost model's rates to measured actions.
+
+Seconds are linear in the inverse rates: the cost model itself, asked with one of them at one and
+the others at nothing, gives each action's column. Where launches hide behind work (or work behind
+launches) an action belongs to the longer of the two, found again with every fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.cost.fitting import nonnegative, relative_fit
+from furlong.cost.hardware import Efficiency, HardwareSpec
+from furlong.cost.model import CostModel
+from furlong.plan.passes import Computed, passes
+from furlong.plan.values import ChunkPlan
+
+_EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
+_LAUNCHES = ("pass_launch_s", "layer_launch_s", "slice_launch_s")
+_BYTES = "activation_bytes_per_s"
+_NO_COST = Efficiency(best=inf, half_tokens=0.0)
+_ROUNDS = 8
+_SHORTEST_S = 2e-4
+"""Shorter actions are bookkeeping, which is not predicted."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One plan of one model, and the seconds of its actions."""
+
+    model: CostModel
+    plan: ChunkPlan
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Relative errors of what was fitted: predicted over measured, less one."""
+
+    by_pass: Mapping[Computed, tuple[float, ...]]
+
+
+def fit_rates(samples: Sequence[Sample], spec: HardwareSpec) -> dict[str, Any]:
+    """Fields of HardwareSpec that fit the samples best; `spec` gives the peak and what is no rate.
+
+    Raises ValueError where the samples hold too little to tell the terms apart.
+    """
+    # a kernel that works in tiles does as well with few tokens, but for what the tiles waste
+    saturating = _EFFICIENCIES[:1] if spec.tile_tokens else _EFFICIENCIES
+    names = [*_EFFICIENCIES, *(f"{name} half" for name in saturating), *_LAUNCHES, _BYTES]
+    table, measured = _table(samples, spec, names)
+    found = _fit(table, measured)
+    if spec.hides_launches:
+        stages, _ = _table([_without_head(sample) for sample in samples], spec, names)
+        found = _fit_hidden(stages, table - stages, measured, found, names)
+    return _fields(dict(zip(names, found.tolist(), strict=True)))
+
+
+def _fit_hidden(
+    stages: Array, heads: Array, measured: Array, found: Array, names: Sequence[str]
+) -> Array:
+    """The same where passes through `stages` take the longer of work and launches; what `heads`
+    take comes on top. `found`: where to begin."""
+    is_work = np.array([name not in _LAUNCHES for name in names])
+    for _ in range(_ROUNDS):
+        launched = stages[:, ~is_work] @ found[~is_work] > stages[:, is_work] @ found[is_work]
+        longer = stages.copy()
+        longer[np.ix_(launched, is_work)] = 0.0
+        longer[np.ix_(~launched, ~is_work)] = 0.0
+        found = _fit(longer + heads, measured)
+    return found
+
+
+def _without_head(sample: Sample) -> Sample:
+    shape = replace(sample.model.shape, vocab_size=0)
+    return replace(sample, model=replace(sample.model, shape=shape))
+
+
+def residuals(samples: Sequence[Sample]) -> Residuals:
+    """How the samples' own models, which are calibrated, predict them."""
+    by_pass: dict[Computed, list[float]] = {}
+    for sample in samples:
+        costs = sample.model.costs(sample.plan)
+        for action, what, seconds in zip(
+            sample.plan.actions[0], passes(sample.plan, 0), sample.seconds, strict=True
+        ):
+            if what.computes != "nothing" and seconds >= _SHORTEST_S:
+                error = costs.compute_s(action, 0) / seconds - 1
+                by_pass.setdefault(what.computes, []).append(error)
+    return Residuals({name: tuple(errors) for name, errors in by_pass.items()})
+
+
+def _fit(table: Array, measured: Array) -> Array:
+    return np.array(relative_fit(table.T, measured.tolist()))
+
+
+def _table(
+    samples: Sequence[Sample], spec: HardwareSpec, names: Sequence[str]
+) -> tuple[Array, Array]:
+    """(actions, names) columns and (actions,) measured seconds, of all actions that compute."""
+    rows, measured = [], []
+    for sample in samples:
+        columns = {
+            name: _seconds(sample, _only(spec, name.removesuffix(" half"), half=0.0))
+            for name in names
+            if not name.endswith(" half")
+        }
+        for name in _EFFICIENCIES:
+            columns[f"{name} half"] = _seconds(sample, _only(spec, name, half=1.0)) - columns[name]
+        for what, seconds, *row in zip(
+            passes(sample.plan, 0), sample.seconds, *(columns[n] for n in names), strict=True
+        ):
+            if what.computes != "nothing" and seconds >= _SHORTEST_S:
+                rows.append(row)
+                measured.append(seconds)
+    if len(rows) < len(names):
+        raise ValueError(f"{len(rows)} measured actions for {len(names)} rates")
+    return np.array(rows), np.array(measured)
+
+
+def _only(spec: HardwareSpec, name: str, half: float) -> HardwareSpec:
+    """Hardware on which all but one term is free, and that one has the rate one."""
+    free: dict[str, Any] = dict.fromkeys(_EFFICIENCIES, _NO_COST)
+    free |= dict.fromkeys(_LAUNCHES, 0.0) | {_BYTES: inf, "peak_flops_per_s": 1.0}
+    free[name] = Efficiency(best=1.0, half_tokens=half) if name in _EFFICIENCIES else 1.0
+    if name in _EFFICIENCIES:
+        free["peak_flops_per_s"] = spec.peak_flops_per_s
+    return replace(spec, **free)
+
+
+def _seconds(sample: Sample, spec: HardwareSpec) -> Array:
+    costs = replace(sample.model, hardware=spec).costs(sample.plan)
+    return np.array([costs.compute_s(action, 0) for action in sample.plan.actions[0]])
+
+
+def _fields(found: Mapping[str, float]) -> dict[str, Any]:
+    """Fields of HardwareSpec of inverse rates; a term that costs nothing is left as it was."""
+    fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
+    if found[_BYTES] > 0:
+        fields[_BYTES] = 1 / found[_BYTES]
+    for name in _EFFICIENCIES:
+        each, half = found[name], found.get(f"{name} half", 0.0)
+        if each == 0:
+            raise ValueError(f"the measured actions do not tell the rate of {name} from a cost"
+                             " per call")  # fmt: skip
+        fields[name] = Efficiency(best=1 / each, half_tokens=half / each)
+    return fields
+
+
+def fit_memory(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(activation_factor, heap_blocks) of (measured bytes beside all that is exact, counted bytes
+    of graphs, bytes of a largest block) per plan, by least relative error.
+
+    Graphs are at least what is counted, for they are counted exactly.
+    """
+    ys = [max(0.0, measured - graphs) for measured, graphs, _ in rows]
+    wholes = [measured for measured, _, _ in rows]
+    # relative to all that was measured, so that a plan without much beside its graphs weighs little
+    columns = np.array([[g / w, b / w] for w, (_, g, b) in zip(wholes, rows, strict=True)])
+    more, blocks = nonnegative(columns, np.array(ys) / np.array(wholes))
+    return 1 + more, blocks

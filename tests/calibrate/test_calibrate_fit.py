@@ -1,0 +1,130 @@
+"""Fits: rates that made simulated timelines are found again; no clock is read here."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
+from furlong.calibrate.trials import trials
+from furlong.cost.hardware import Efficiency, hardware, this_cpu
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.planners.one_device import plan_on_device
+from furlong.simulate.clock import simulate
+
+TRUE_RATES = {
+    "linear": Efficiency(0.8, 40.0),
+    "attention_forward": Efficiency(0.5, 0.0),
+    "attention_backward": Efficiency(0.4, 0.0),
+    "pass_launch_s": 1.5e-3,
+    "layer_launch_s": 7e-4,
+    "slice_launch_s": 2e-4,
+    "activation_bytes_per_s": 9e9,
+}
+
+
+def shape_of(hidden, layers=2):
+    config = {
+        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128,
+        "intermediate_size": 4 * hidden, "vocab_size": 4096, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return ModelShape.from_config(config)
+
+
+def in_order(plan, records):
+    by_action = {record.action: record for record in records}
+    return [by_action[action] for action in plan.actions[0]]
+
+
+def simulated(spec, truth, noise=0.0, largest=1024, hidden=896):
+    """Samples of a calibration's own trials, as `truth` would have timed them."""
+    models = {
+        name: CostModel(shape_of(width), spec, Training.in_dtype("float32"))
+        for name, width in (("own", hidden), ("narrow", 256))
+    }
+    samples = []
+    for number, trial in enumerate(t for t in trials(largest) if not t.held_out):
+        model = models[trial.subject]
+        plan = plan_on_device(trial.seq_lens, trial.options, num_layers=2)
+        records = simulate(plan, replace(model, hardware=truth).costs(plan)).records
+        seconds = tuple(
+            (record.stop_s - record.start_s) * (1 + noise * math.sin(7 * i + number))
+            for i, record in enumerate(in_order(plan, records))
+        )
+        samples.append(Sample(model, plan, seconds))
+    return samples
+
+
+def assert_close(found, rel):
+    for name, value in TRUE_RATES.items():
+        if isinstance(value, Efficiency):
+            assert found[name].best == pytest.approx(value.best, rel=rel), name
+            assert found[name].half_tokens == pytest.approx(value.half_tokens, rel=rel, abs=1e-6)
+        else:
+            assert found[name] == pytest.approx(value, rel=rel), name
+
+
+def test_rates_of_a_cpu_are_found_again():
+    spec = this_cpu(measured=False)
+    assert_close(fit_rates(simulated(spec, replace(spec, **TRUE_RATES)), spec), 1e-6)
+
+
+def test_noise_of_five_percent_moves_what_a_step_takes_by_less():
+    spec = this_cpu(measured=False)
+    truth = replace(spec, **TRUE_RATES)
+    found = fit_rates(simulated(spec, truth, noise=0.05), spec)
+    for sample in simulated(spec, truth):
+        predicted = replace(sample.model, hardware=replace(spec, **found)).costs(sample.plan)
+        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
+        assert step_s == pytest.approx(sum(sample.seconds), rel=0.03)
+
+
+def test_rates_are_found_where_launches_hide_behind_work():
+    """On a GPU a pass takes the longer of its work and its launches."""
+    spec = hardware("A100-80")
+    truth = replace(
+        spec, linear=Efficiency(0.7, 200.0), attention_forward=Efficiency(0.5, 100.0),
+        attention_backward=Efficiency(0.4, 150.0), layer_launch_s=3e-4, pass_launch_s=2e-4,
+        slice_launch_s=1e-4, activation_bytes_per_s=5e11,
+    )  # fmt: skip
+    samples = simulated(spec, truth, largest=8192, hidden=3584)
+    found = fit_rates(samples, spec)
+    for sample in samples:
+        predicted = replace(sample.model, hardware=replace(spec, **found)).costs(sample.plan)
+        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
+        assert step_s == pytest.approx(sum(sample.seconds), rel=0.01)
+    assert found["layer_launch_s"] == pytest.approx(3e-4, rel=0.01)
+
+
+def test_residuals_are_by_pass_and_of_the_models_own_rates():
+    spec = this_cpu(measured=False)
+    truth = replace(spec, **TRUE_RATES)
+    samples = [
+        replace(sample, model=replace(sample.model, hardware=truth))
+        for sample in simulated(spec, truth)
+    ]
+    found = residuals(samples).by_pass
+    assert set(found) == {"to last kv", "values", "graph", "backward"}
+    assert all(abs(error) < 1e-9 for errors in found.values() for error in errors)
+    slower = [replace(s, seconds=tuple(2 * x for x in s.seconds)) for s in samples]
+    assert residuals(slower).by_pass["backward"][0] == pytest.approx(-0.5)
+
+
+def test_too_few_actions_are_refused():
+    spec = this_cpu(measured=False)
+    samples = simulated(spec, replace(spec, **TRUE_RATES))
+    with pytest.raises(ValueError, match="measured actions"):
+        fit_rates([replace(samples[3], seconds=samples[3].seconds)], spec)
+
+
+def test_memory_is_split_into_graphs_and_what_the_heap_keeps():
+    rows = [(1.2 * g + 2.5 * b, g, b) for g, b in ((4e8, 2e7), (1e8, 2e7), (3e7, 1e6), (5e6, 8e6))]
+    assert fit_memory(rows) == pytest.approx((1.2, 2.5))
+
+
+def test_graphs_are_never_less_than_counted():
+    rows = [(0.8 * g, g, 1e6) for g in (1e8, 2e8)]
+    assert fit_memory(rows) == (1.0, 0.0)
