@@ -164,6 +164,7 @@ def rounded_pair(seed: int):
     return pair
 
 
+@pytest.mark.slow
 def test_bfloat16_errs_no_more_than_transformers_own():
     """Float32 weights computing in bfloat16, against a bfloat16 model's unchunked backward.
 
