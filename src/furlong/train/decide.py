@@ -30,46 +30,64 @@ from furlong.planners.auto import (
     training_of,
 )
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.tier_budgets import tier_budgets
+from furlong.runtime.pools import Storage
 from furlong.train.device import nearest_hardware
 
 
 def decide_options(
-    config: RunConfig, train: DataSet, device: torch.device, *, rope: dict[str, Any] | None = None
+    config: RunConfig,
+    train: DataSet,
+    device: torch.device,
+    storage: Storage,
+    *,
+    rope: dict[str, Any] | None = None,
 ) -> Decision:
     """The options of a run over `train`. Call it before the model takes memory.
 
     Raises ConfigError where a budget is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
-    spec, free_bytes, free_words = _device(device)
-    host_bytes, disk_bytes = tier_budgets(
-        given.get("tier"), config.memory.host, config.memory.disk,
-        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
-    )  # fmt: skip
     if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
-        return Decision(ChunkOptions(**given), "")
-    limit = config.data.max_seq_len
+        return Decision(ChunkOptions(**given), "", model=cost_model(config, device, rope=rope))
     try:
-        whole = read_config(check_folder(config.model.name), rope=rope, max_seq_len=limit)
-        shape = ModelShape.from_config(whole.to_dict())
+        model = _cost_model(config, device, rope=rope)
     except ConfigError as error:
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
-        return Decision(fixed_options(limit, given), words)
+        return Decision(fixed_options(config.data.max_seq_len, given), words)
+    _, free_bytes, free_words = _device(device)
     seed = config.train.seed
     return decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
         longest=train.longest,
-        model=CostModel(shape, spec, training_of(config.model)),
+        model=model,
         budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
+        host_bytes=storage.host_bytes,
+        disk_bytes=storage.disk_bytes,
         must_fit=budget != "auto",
         dials=given,
     )
+
+
+def cost_model(
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None = None
+) -> CostModel | None:
+    """What predicts the plans of a run; None where the model's work cannot be counted."""
+    try:
+        return _cost_model(config, device, rope=rope)
+    except ConfigError:
+        return None
+
+
+def _cost_model(
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None
+) -> CostModel:
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    whole = read_config(source, rope=rope, max_seq_len=limit)
+    shape = ModelShape.from_config(whole.to_dict())
+    return CostModel(shape, _device(device)[0], training_of(config.model))
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
