@@ -101,7 +101,7 @@ def run_steps(
     fitting: Fitting,
     *,
     num_steps: int,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
     log: MetricsLog,

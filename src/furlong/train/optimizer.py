@@ -29,14 +29,12 @@ def build_optimizer(
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
 
 
-def make_state(optimizer: torch.optim.AdamW) -> None:
+def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW its moments, as its first step would: what does not fit beside them fails in that
     step, and not in the second one. Trained weights become memory of this process's own."""
     with torch.no_grad():
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            parameter.mul_(
-                1
-            )  # weights that were loaded lie in a mapped file until they are written
+            parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
                     "step": torch.tensor(0.0),
