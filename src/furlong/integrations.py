@@ -36,7 +36,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Takes its arguments, and by keyword `chunk_options` (`furlong.ChunkOptions`), and `max_seq_len`
     and `storage` (see `furlong.forward_backward`). Batches may be padded on either side or packed
     with `position_ids`; attention, gradient checkpointing and activation offloading of the model
-    are set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be exact.
+    are set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be
+    exact.
     """
 
     def __init__(

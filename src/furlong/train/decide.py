@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
 from furlong.train.device import nearest_hardware
 
+_NO_BOUND_BYTES = 2**62
+
 
 def decide_options(
     config: RunConfig,
@@ -44,19 +47,26 @@ def decide_options(
 ) -> Decision:
     """The options of a run over `train`. Call it before the model takes memory.
 
-    Raises ConfigError where a budget is given and no plan is predicted to fit.
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
-    if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
-        return Decision(ChunkOptions(**given), "", model=cost_model(config, device, rope=rope))
+    is_given = budget == "auto" and all(name in given for name in SEARCHED_DIALS)
+    tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
+    is_lowered = set(tiers) != {"device"}
+    if is_given and not is_lowered:
+        return Decision(ChunkOptions(**given), "")
     try:
         model = _cost_model(config, device, rope=rope)
     except ConfigError as error:
+        if is_given:
+            return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(config.data.max_seq_len, given), words)
     _, free_bytes, free_words = _device(device)
     seed = config.train.seed
-    return decide(
+    if is_given:  # nothing is left to choose, but the lower tiers must hold it
+        free_bytes = _NO_BOUND_BYTES
+    decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
         sequences_per_step=config.train.sequences_per_step,
         seed=seed,
@@ -66,9 +76,10 @@ def decide_options(
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=storage.host_bytes,
         disk_bytes=storage.disk_bytes,
-        must_fit=budget != "auto",
+        must_fit=is_lowered or budget != "auto",
         dials=given,
     )
+    return replace(decision, words="") if is_given else decision
 
 
 def cost_model(
