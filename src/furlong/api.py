@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Unpack
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_placement
@@ -26,7 +26,10 @@ from furlong.runtime.inputs import (
     check_compute_dtype,
     check_ranges,
     count_valid_tokens,
+    divisor_of,
+    no_data,
     require_lengths,
+    require_options,
     shift_labels,
     whole_number,
 )
@@ -43,6 +46,11 @@ from furlong.runtime.surroundings import (
     refuse_mode,
     refuse_untrainable,
 )
+
+
+def _nothing() -> None:
+    """What is called after each action unless told otherwise."""
+
 
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
@@ -115,24 +123,20 @@ class Engine:
         options: ChunkOptions,
         num_valid_tokens: int | None = None,
         backward: bool = True,
+        *,
+        watch: Callable[[], None] = _nothing,
     ) -> StepResult:
-        """See `furlong.forward_backward`."""
+        """See `furlong.forward_backward`, and `run` of `Executor` for `watch`."""
         shifted = shift_labels(sequences)
         if not shifted:
-            raise _no_data("no sequences", "at least one sequence")
+            raise no_data("no sequences", "at least one sequence")
         with self._alone():
             self._follow_model()
             plan = self._plan([len(s.input_ids) for s in shifted], options, backward=backward)
-            return self._obey(plan, shifted, num_valid_tokens)
+            return self._obey(plan, shifted, num_valid_tokens, watch=watch)
 
     def _plan(self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool) -> ChunkPlan:
-        if not isinstance(options, ChunkOptions):
-            raise ConfigError(
-                given=f"options of type {type(options).__name__}",
-                required="furlong.ChunkOptions",
-                source="the arguments of forward_backward",
-                change="pass furlong.ChunkOptions(size=..., keep=...)",
-            )
+        require_options(options)
         is_cut = options.order == "layer-first"
         return plan_on_device(
             seq_lens, options,
@@ -145,10 +149,11 @@ class Engine:
         plan: ChunkPlan,
         shifted: Sequence[ShiftedSequence],
         num_valid_tokens: int | None,
+        watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
         own_valid_tokens = count_valid_tokens(shifted)
-        divisor = _divisor(num_valid_tokens, own_valid_tokens)
+        divisor = divisor_of(num_valid_tokens, own_valid_tokens)
         backward = any(isinstance(a, Backward) for actions in plan.actions for a in actions)
         model = self.model
         check_ranges(
@@ -160,18 +165,23 @@ class Engine:
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
+        pools = self._kept.opened
+        pools.reset_peaks()
         made = made_gradients(model.model) if backward else nullcontext()
         with made, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
-                num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
+                num_valid_tokens=divisor, backend=self._kept.backend, pools=pools,
                 comms=Alone(), **measuring,
             )  # fmt: skip
-            loss_sum, timeline = executor.run()
+            loss_sum, timeline = executor.run(watch)
         if backward and executor.has_drawn:
             self._note(drawn(model))
         losses = tuple(losses.cpu() for losses in executor.token_losses)
-        return StepResult(loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan)
+        return StepResult(
+            loss_sum / divisor, loss_sum, own_valid_tokens, timeline, losses, plan,
+            host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""
@@ -265,18 +275,3 @@ def forward_backward(
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
     return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)
-
-
-def _divisor(num_valid_tokens: int | None, own_valid_tokens: int) -> int:
-    if num_valid_tokens is not None:
-        return whole_number(num_valid_tokens, "num_valid_tokens")
-    if not own_valid_tokens:
-        raise _no_data("no token with a label to divide the loss by", "at least one label")
-    return own_valid_tokens
-
-
-def _no_data(given: str, required: str) -> DataError:
-    return DataError(
-        given=given, required=required, source="the arguments of forward_backward",
-        change="leave batches without labels out, or pass num_valid_tokens",
-    )  # fmt: skip

@@ -20,6 +20,7 @@ from furlong.errors import ConfigError, DataError
 from furlong.models.support import refuse_attention_dropout
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.pools import Storage
 
 _READ = {"input_ids", "labels", "attention_mask", "position_ids"}
 # What collators add for kernels that we do not call: all of it follows from position_ids.
@@ -32,10 +33,11 @@ Sequences = list[dict[str, Tensor]]
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that trains on sequences longer than memory should allow.
 
-    Takes its arguments, and by keyword `chunk_options` (`furlong.ChunkOptions`) and `max_seq_len`
-    (see `furlong.forward_backward`). Batches may be padded on either side or packed with
-    `position_ids`; attention, gradient checkpointing and activation offloading of the model are
-    set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be exact.
+    Takes its arguments, and by keyword `chunk_options` (`furlong.ChunkOptions`), and `max_seq_len`
+    and `storage` (see `furlong.forward_backward`). Batches may be padded on either side or packed
+    with `position_ids`; attention, gradient checkpointing and activation offloading of the model
+    are set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be
+    exact.
     """
 
     def __init__(
@@ -43,13 +45,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         *args: Any,
         chunk_options: ChunkOptions | None = None,
         max_seq_len: int | None = None,
+        storage: Storage | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         refuse_inexact(self)
         self.chunk_options = chunk_options or ChunkOptions()
         compute_dtype = torch.bfloat16 if self.args.bf16 else None
-        self.engine = Engine(self.model, max_seq_len=max_seq_len, compute_dtype=compute_dtype)
+        self.engine = Engine(
+            self.model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage
+        )
         refuse_attention_dropout(self.engine.model.base)  # from_pretrained returns it in eval mode
 
     def get_batch_samples(

@@ -14,6 +14,8 @@ from trainers import falls, largest_difference, recording, settings, wide_loss, 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
 from furlong.integrations import Trainer, unpad
+from furlong.kv.pools.disk import NamelessFile
+from furlong.runtime.pools import Storage
 
 OPTIONS = furlong.ChunkOptions(size=16)
 BOUND = 1e-9
@@ -59,9 +61,10 @@ def train(
     family: str = "qwen2", resume: bool = False, **arguments: Any,
 ) -> Any:  # fmt: skip
     """A trainer after its run, its model's weights and data the same for every class."""
-    own = {name: arguments.pop(name) for name in ("callbacks", "eval_dataset") if name in arguments}
+    names = ("callbacks", "eval_dataset", "chunk_options", "storage")
+    own = {name: arguments.pop(name) for name in names if name in arguments}
     if issubclass(trainer_class, Trainer):
-        own["chunk_options"] = OPTIONS
+        own.setdefault("chunk_options", OPTIONS)
     else:
         own["compute_loss_func"] = wide_loss
     model = build(family)
@@ -280,3 +283,21 @@ def test_unpad_refuses_what_it_cannot_read(change: dict[str, torch.Tensor], told
     with pytest.raises(DataError, match=told) as error:
         unpad({"input_ids": ids, "labels": ids, **change})
     assert isinstance(error.value, UserError)
+
+
+def test_tiers_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights with every kind of memory on disk, in the folder that was named."""
+    plain = train(transformers.Trainer, tmp_path / "plain", max_steps=3)
+    opened: list[Path] = []
+    make = NamelessFile.__init__
+    monkeypatch.setattr(
+        NamelessFile, "__init__", lambda file, folder: opened.append(folder) or make(file, folder)
+    )
+    options = furlong.ChunkOptions(size=16, order="layer-first", tier="disk", keep="kv")
+    mine = train(
+        Trainer, tmp_path / "mine", max_steps=3,
+        chunk_options=options, storage=Storage(disk_dir=tmp_path),
+    )  # fmt: skip
+    assert mine.losses == pytest.approx(plain.losses, rel=BOUND)
+    assert largest_difference(mine.model, plain.model) < BOUND
+    assert opened == [tmp_path]

@@ -14,6 +14,7 @@ from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import evaluate
+from furlong.train.fitting import Fitting
 
 LENS = (300, 1, 65, 64, 130)
 
@@ -67,7 +68,7 @@ def test_loss_by_position_is_that_of_the_whole_model(size: int) -> None:
     model.model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     positions, losses = true_losses(model, batches)
-    given = evaluate(Engine(model), model, batches, ChunkOptions(size=size))
+    given = evaluate(Engine(model), model, batches, Fitting(ChunkOptions(size=size)))
     assert given is not None
     assert given.num_valid_tokens == len(losses)
     assert given.loss == pytest.approx(np.mean(losses), rel=1e-12)
@@ -93,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_not_hidden() -> None:
     model.train()
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
-    given = evaluate(engine, model, batches, ChunkOptions(size=32))
+    given = evaluate(engine, model, batches, Fitting(ChunkOptions(size=32)))
     assert given is not None and np.isnan(given.loss)
 
 
@@ -101,6 +102,10 @@ def test_it_stops_when_it_is_asked_to() -> None:
     model, batches = make_model(), make_batches()
     asked = iter([False, True])
     given = evaluate(
-        Engine(model), model, batches, ChunkOptions(size=32), should_stop=lambda: next(asked)
+        Engine(model),
+        model,
+        batches,
+        Fitting(ChunkOptions(size=32)),
+        should_stop=lambda: next(asked),
     )
     assert given is None and model.training

@@ -17,6 +17,7 @@ from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
+from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.optimizer import build_optimizer, build_schedule
@@ -111,10 +112,10 @@ def test_thirty_steps(
     model = build(tmp_path, family, lora)
     engine = Engine(model, max_seq_len=64)
     optimizer = build_optimizer(model.parameters(), weight_decay=WEIGHT_DECAY, **SETTINGS)  # type: ignore[arg-type]
-    options = ChunkOptions(size=size, num_retained=num_retained)
+    fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
     def evaluate_held_out() -> dict[str, Evaluation]:
-        evaluation = evaluate(engine, model, batches[:3], options)
+        evaluation = evaluate(engine, model, batches[:3], fitting)
         assert evaluation is not None
         return {HELD_OUT: evaluation}
 
@@ -123,7 +124,7 @@ def test_thirty_steps(
             engine,
             model,
             itertools.chain(batches),
-            options,
+            fitting,
             num_steps=NUM_STEPS,
             optimizer=optimizer,
             scheduler=build_schedule(optimizer, "cosine", num_steps=NUM_STEPS, warmup_ratio=0.1),

@@ -19,6 +19,7 @@ from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.fitting import Fitting
 from furlong.train.loop import run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.optimizer import build_optimizer, build_schedule
@@ -40,6 +41,7 @@ class FixedEngine:
         options: ChunkOptions,
         num_valid_tokens: int | None = None,
         backward: bool = True,
+        watch: Any = None,
     ) -> StepResult:
         loss, grad = next(self.results)
         self.divisors.append(num_valid_tokens)
@@ -67,7 +69,7 @@ def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int) -> An
             engine,
             engine.model,
             itertools.chain(batches),
-            OPTIONS,
+            Fitting(OPTIONS),
             num_steps=num_steps,
             optimizer=optimizer,
             scheduler=build_schedule(optimizer, "constant", num_steps=num_steps, warmup_ratio=0.0),

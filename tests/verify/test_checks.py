@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ import transformers
 
 import furlong
 from furlong.api import Engine
+from furlong.config.data import DataConfig
+from furlong.config.schema import ModelConfig, RunConfig
+from furlong.kv.pools.disk import DiskPool
+from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
 from furlong.runtime import executor, inputs
 from furlong.runtime.cell import Cell
+from furlong.verify import run as verify_run
 from furlong.verify.checks import (
     Bound,
     Finding,
@@ -173,3 +179,40 @@ def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path)
     with pytest.raises(ConfigError, match="hidden_act = 'nope'") as raised:
         verify(run)
     assert str(tmp_path) in raised.value.given
+
+
+@pytest.mark.parametrize(
+    ("chunks", "told"),
+    [
+        (
+            {"tier": {"kv": "disk", "attention": "host"}, "order": "layer-first"},
+            "order layer-first, stage_layers 1, tier {kv: disk, attention: host}",
+        ),
+        ({"stage_layers": 13, "tier": "host"}, "order layer-first, stage_layers 1, tier host"),
+    ],
+)
+def test_the_runs_own_dials_are_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, chunks: Any, told: str
+) -> None:
+    """Tiers and order of the run file reach the engine that is put to the proof."""
+    opened: list[str] = []
+    for kind in (HostPool, DiskPool):
+        put = kind.put
+        monkeypatch.setattr(
+            kind, "put", lambda pool, x, put=put: opened.append(type(pool).__name__) or put(pool, x)
+        )
+    monkeypatch.setattr(verify_run, "check_isolation", lambda *_: Finding("isolation", "", True))
+    monkeypatch.setattr(verify_run, "check_resume", lambda *_: Finding("resume", "", True))
+    transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=26, vocab_size=100
+    ).save_pretrained(tmp_path)
+    run = RunConfig(
+        model=ModelConfig(name=str(tmp_path)),
+        data=DataConfig(train=("none",), max_seq_len=64),
+        chunks=chunks,
+        memory={"disk": "1GiB", "disk_dir": str(tmp_path)},
+    )
+    findings = verify_run.verify(run)
+    assert all(finding.passed for finding in findings), findings
+    assert told in capsys.readouterr().out
+    assert set(opened) == ({"HostPool", "DiskPool"} if "order" in chunks else {"HostPool"})

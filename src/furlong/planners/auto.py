@@ -190,7 +190,7 @@ def dials_of(options: ChunkOptions) -> dict[str, Any]:
         "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
     }  # fmt: skip
     if options.order == "layer-first":
-        dials |= {"order": options.order, "stage_layers": options.stage_layers}
+        dials |= {"order": options.order, "stage_layers": options.stage_layers or 1}
     if isinstance(options.tier, str):
         return dials if options.tier == "device" else dials | {"tier": options.tier}
     lower = {kind: tier for kind, tier in asdict(options.tiers).items() if tier != "device"}

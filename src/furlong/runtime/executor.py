@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Unpack
 
@@ -91,8 +91,9 @@ class Executor:
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
 
-    def run(self) -> tuple[float, Timeline]:
-        """Obey the plan; returns the summed loss and what ran when. Call inside `installed`."""
+    def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
+        """Obey the plan; returns the summed loss and what ran when. Call inside `installed`.
+        `watch` is called after each action; what it raises ends the run."""
         kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
         try:
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
@@ -105,6 +106,7 @@ class Executor:
                     self._hidden.drop(cell)
                 self._end(index)
                 self._recorder.end(action)
+                watch()
             self._ledger.assert_empty()
             assert not self._outbox, "a message was never sent"
             assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
@@ -121,10 +123,8 @@ class Executor:
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""
-        self._live.clear()
-        self._outbox.clear()
-        self._store.clear()
-        self._pools.clear()
+        for clear in (self._live.clear, self._outbox.clear, self._store.clear, self._pools.clear):
+            clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
         match action:

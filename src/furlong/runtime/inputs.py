@@ -16,6 +16,7 @@ from torch import Tensor
 from furlong.errors import ConfigError, DataError
 from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.planners.options import ChunkOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +241,31 @@ def _refusal(
 ) -> DataError:
     source = "the sequences passed to forward_backward"
     return DataError(given=given, required=required, source=source, change=change)
+
+
+def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int) -> int:
+    """What the summed loss is divided by. Raises DataError where nothing has a label."""
+    if num_valid_tokens is not None:
+        return whole_number(num_valid_tokens, "num_valid_tokens")
+    if not own_valid_tokens:
+        raise no_data("no token with a label to divide the loss by", "at least one label")
+    return own_valid_tokens
+
+
+def no_data(given: str, required: str) -> DataError:
+    """A call without anything to train on."""
+    return DataError(
+        given=given, required=required, source="the arguments of forward_backward",
+        change="leave batches without labels out, or pass num_valid_tokens",
+    )  # fmt: skip
+
+
+def require_options(options: object) -> None:
+    """Raise ConfigError for what is no `ChunkOptions`."""
+    if not isinstance(options, ChunkOptions):
+        raise ConfigError(
+            given=f"options of type {type(options).__name__}",
+            required="furlong.ChunkOptions",
+            source="the arguments of forward_backward",
+            change="pass furlong.ChunkOptions(size=..., keep=...)",
+        )

@@ -60,6 +60,15 @@ class Pools:
         """Bytes that wait on the host and on disk."""
         return sum(pool.held_bytes for pool in self._opened() if pool is not self.device)
 
+    def reset_peaks(self) -> None:
+        """Let the pools' peaks start again from what they hold."""
+        for pool in self._opened():
+            pool.peak_bytes = pool.held_bytes
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """Most bytes that a tier's pool has held since `reset_peaks`; 0 if it was never opened."""
+        return self.of(tier).peak_bytes if tier in self.__dict__ else 0
+
     def clear(self) -> None:
         """Forget everything, after an error."""
         for pool in self._opened():

@@ -23,3 +23,6 @@ class StepResult:
     Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
     plan: ChunkPlan | None = None
     """What the timeline is of."""
+    host_bytes: int = 0
+    """Most bytes at a time in the tier host."""
+    disk_bytes: int = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.cost.calibration_file import calibrated
+from furlong.cost.calibration_file import Calibrated, calibrated
 from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import (
     HardwareSpec,
@@ -34,40 +34,44 @@ from furlong.planners.auto import (
 )
 from furlong.planners.auto_search import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.tier_budgets import tier_budgets
+from furlong.runtime.pools import Storage
+
+_NO_BOUND_BYTES = 2**62
 
 
 def decide_options(
-    config: RunConfig, train: DataSet, device: torch.device, *, rope: dict[str, Any] | None = None
+    config: RunConfig,
+    train: DataSet,
+    device: torch.device,
+    storage: Storage,
+    *,
+    rope: dict[str, Any] | None = None,
 ) -> Decision:
     """The options of a run over `train`. Call it before the model takes memory.
 
-    Raises ConfigError where a budget is given and no plan is predicted to fit.
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
-    spec, free_bytes, free_words = _device(device)
-    host_bytes, disk_bytes = tier_budgets(
-        given.get("tier"), config.memory.host, config.memory.disk,
-        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
-    )  # fmt: skip
     is_given = all(name in given for name in SEARCHED_DIALS) and (
         given["order"] == "chunk-first" or "stage_layers" in given
     )
     nothing_left = is_given and budget == "auto"
-    limit = config.data.max_seq_len
+    tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
+    is_lowered = set(tiers) != {"device"}
     try:
-        whole = read_config(check_folder(config.model.name), rope=rope, max_seq_len=limit)
-        shape = ModelShape.from_config(whole.to_dict())
+        figures = _figures(config, device, rope=rope)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
-        return Decision(fixed_options(limit, given), words)
-    figures = calibrated(CostModel(shape, spec, training_of(config.model)), config.model.dtype)
+        return Decision(fixed_options(config.data.max_seq_len, given), words)
+    if nothing_left and not is_lowered:
+        return Decision(ChunkOptions(**given), "", model=figures.model)
+    _, free_bytes, free_words = _device(device)
     if figures.calibration is not None:
         free_words = f"{free_words}, beside this process"
-    if nothing_left:
-        return Decision(ChunkOptions(**given), "", model=figures.model)
+    if nothing_left:  # but the lower tiers must hold it
+        free_bytes = _NO_BOUND_BYTES
     seed = config.train.seed
     decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
@@ -77,13 +81,31 @@ def decide_options(
         model=figures.model,
         budget_bytes=free_bytes + figures.process_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
+        host_bytes=storage.host_bytes,
+        disk_bytes=storage.disk_bytes,
         margin=figures.margin(MARGIN),
-        must_fit=budget != "auto",
+        must_fit=is_lowered or budget != "auto",
         dials=given,
     )
-    return replace(decision, figures=figures.words)
+    return replace(decision, words="" if nothing_left else decision.words, figures=figures.words)
+
+
+def cost_model(
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None = None
+) -> CostModel | None:
+    """What predicts the plans of a run; None where the model's work cannot be counted."""
+    try:
+        return _figures(config, device, rope=rope).model
+    except ConfigError:
+        return None
+
+
+def _figures(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> Calibrated:
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    whole = read_config(source, rope=rope, max_seq_len=limit)
+    shape = ModelShape.from_config(whole.to_dict())
+    model = CostModel(shape, _device(device)[0], training_of(config.model))
+    return calibrated(model, config.model.dtype)
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:

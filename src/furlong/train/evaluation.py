@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.options import ChunkOptions
+from furlong.train.fitting import Fitting
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -52,13 +53,14 @@ def evaluate(
     engine: Engine,
     model: nn.Module,
     batches: Iterable[Batch],
-    options: ChunkOptions,
+    fitting: Fitting,
     *,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The loss of all batches, without dropout and without gradients.
 
-    None as soon as `should_stop` says so. The model's modes are afterwards as before.
+    Chunks shrink where memory does not suffice. None as soon as `should_stop` says so. The model's
+    modes are afterwards as before.
     """
     device = next(model.parameters()).device
     loss_sum, num_valid_tokens = 0.0, 0
@@ -73,7 +75,10 @@ def evaluate(
             if batch.num_valid_tokens == 0:
                 continue
             sequences = batch.tensors(device)
-            result = engine.forward_backward(sequences, options, backward=False)
+            result = fitting.compute(
+                partial(engine.forward_backward, sequences, backward=False),
+                name="an evaluation", num_tokens=batch.num_tokens, device=device,
+            )  # fmt: skip
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
             for sequence, losses in zip(sequences, result.token_losses, strict=True):

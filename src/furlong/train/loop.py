@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from furlong.data.loader import Batch, LoaderState
-from furlong.planners.options import ChunkOptions
+from furlong.plan.values import ChunkPlan
+from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
+from furlong.train.fitting import Fitting
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
+from furlong.train.optimizer import make_state
 from furlong.train.step import StepFigures, train_step, trained_parameters
+from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -86,6 +89,8 @@ class Cadence:
     save_every_steps: int = 0
     measured: Callable[[int, StepResult], None] | None = None
     """Gets the number and the result of the first step, of those that are saved and of the last."""
+    predict: Callable[[ChunkPlan], Prediction] | None = None
+    """What a plan was expected to take: told beside the first step's figures."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
     """Asked after every step."""
 
@@ -94,7 +99,7 @@ def run_steps(
     engine: Engine,
     model: nn.Module,
     batches: Iterator[Batch],
-    options: ChunkOptions,
+    fitting: Fitting,
     *,
     num_steps: int,
     optimizer: torch.optim.Optimizer,
@@ -104,13 +109,17 @@ def run_steps(
     progress: Progress = Progress(),
     cadence: Cadence = Cadence(),
     meter: MfuMeter | None = None,
+    budget_bytes: int | None = None,
 ) -> LoopFigures:
     """Takes optimizer steps until there are `num_steps`, from where `progress` is.
 
-    `batches` begins with the batch at `progress.data`; batches without any label are skipped and
-    counted.
+    `budget_bytes`: of everything in RAM, on a CPU; a step that takes more is repeated in smaller
+    chunks. `batches` begins with the batch at `progress.data`; batches without any label are
+    skipped and counted.
     """
     parameters = trained_parameters(model)
+    make_state(optimizer)
+    used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
     losses: list[float] = []
     saved_step = progress.step
     after, stopped = _evaluate(progress.step, num_steps, cadence, log)
@@ -119,22 +128,23 @@ def run_steps(
     while progress.step < num_steps and not stopped:
         started_s = time.perf_counter()
         batch, num_skipped = _next_batch(batches, progress.step + 1, log)
-        figures = train_step(
+        figures, result = train_step(
             engine,
             batch,
-            options,
+            fitting,
             step=progress.step + 1,
             parameters=parameters,
             optimizer=optimizer,
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
+            used=used,
             data_s=time.perf_counter() - started_s,
             meter=meter,
-            measured=_measured(progress.step + 1, num_steps, cadence),
         )
         progress = progress.after(batch, figures, num_skipped)
         losses.append(figures.loss)
         log.step(progress.step, figures)
+        _tell(progress.step, num_steps, cadence, log, figures, result)
         if cadence.save and _is_due(progress.step, num_steps, cadence.save_every_steps):
             cadence.save(progress)
             saved_step = progress.step
@@ -144,9 +154,19 @@ def run_steps(
     return LoopFigures(progress, tuple(losses), after, stopped)
 
 
-def _measured(step: int, num_steps: int, cadence: Cadence) -> Callable[[StepResult], None] | None:
-    is_due = step == 1 or _is_due(step, num_steps, cadence.save_every_steps)
-    return partial(cadence.measured, step) if cadence.measured and is_due else None
+def _tell(
+    step: int,
+    num_steps: int,
+    cadence: Cadence,
+    log: MetricsLog,
+    figures: StepFigures,
+    result: StepResult,
+) -> None:
+    """What was measured, and for the first step what had been predicted."""
+    if step == 1 and cadence.predict and result.plan:
+        log.predicted(step, figures, cadence.predict(result.plan))
+    if cadence.measured and (step == 1 or _is_due(step, num_steps, cadence.save_every_steps)):
+        cadence.measured(step, result)
 
 
 def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[Batch, int]:

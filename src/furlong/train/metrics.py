@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.step import StepFigures
 from furlong.train.trackers import Tracker
@@ -80,6 +81,25 @@ class MetricsLog:
             f"  data {format_seconds(figures.data_s)}"
         )
         self._advance(step)
+
+    def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
+        """What the first step took, beside what it was predicted to take, in the same terms."""
+        self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
+        parts = [
+            f"gradients in {format_seconds(figures.gradients_s)}"
+            f" (predicted {format_seconds(prediction.step_s)})",
+            f"peak {format_bytes(figures.used_memory_bytes)}"
+            f" (predicted {format_bytes(prediction.device_bytes)})",
+        ]
+        for tier, used, expected in (
+            ("host", figures.host_bytes, prediction.host_bytes),
+            ("disk", figures.disk_bytes, prediction.disk_bytes),
+        ):
+            if used or expected:
+                parts.append(
+                    f"{tier} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
+                )
+        self._say(f"first step: {', '.join(parts)}")
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
         """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""

@@ -29,6 +29,20 @@ def build_optimizer(
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW its moments, as its first step would: what does not fit beside them fails in that
+    step, and not in the second one. Trained weights become memory of this process's own."""
+    with torch.no_grad():
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+
 def build_schedule(
     optimizer: torch.optim.Optimizer, schedule: Schedule, *, num_steps: int, warmup_ratio: float
 ) -> torch.optim.lr_scheduler.LambdaLR:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,13 @@ from torch import nn
 from furlong.config.schema import RunConfig, TrainConfig
 from furlong.data.loader import Batch, LoaderState, in_order
 from furlong.data.tokenize import Sequence
+from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.train.checkpoint_folder import list_checkpoints, write_json
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
+from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.metrics import MetricsLog, open_bar
 from furlong.train.mfu import MfuMeter, build_meter
@@ -60,9 +63,10 @@ def run_resumable(
     *,
     num_steps: int,
     architecture: dict[str, Any],
+    predict: Callable[[ChunkPlan], Prediction] | None = None,
 ) -> LoopFigures:
     """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`, or up
-    to the one in which `stop` is asked.
+    to the one in which `stop` is asked. `predict` tells what a plan is expected to take.
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
@@ -73,23 +77,26 @@ def run_resumable(
         progress = state.restore(run.checkpoint, run.state)
         print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
     # The config comes last: a folder that has one holds a run.
-    write_json(run.path / OPTIONS, asdict(options))
+    _write_options(run.path, options)
     write_json(run.path / CONFIG, state.config)
     with ExitStack() as stack:
         log = _open_log(stack, config, run, progress.step, num_steps)
+        fitting = Fitting(options, say=log.say, changed=partial(_write_options, run.path))
+        save = _saver(state, fitting, run.path / CHECKPOINTS, log)
         cadence = Cadence(
-            evaluate=_evaluator(engine, model, options, settings, data, lambda: stop.asked),
+            evaluate=_evaluator(engine, model, fitting, settings, data, lambda: stop.asked),
             eval_every_steps=settings.eval_every_steps,
-            save=_saver(state, run.path / CHECKPOINTS, log) if settings.save_every_steps else None,
+            save=save if settings.save_every_steps else None,
             save_every_steps=settings.save_every_steps,
             measured=partial(_write_measured, run.path),
+            predict=predict,
             should_stop=lambda: stop.asked,
         )
         figures = run_steps(
             engine,
             model,
             data.batches(progress.data),
-            options,
+            fitting,
             num_steps=num_steps,
             optimizer=state.optimizer,
             scheduler=state.scheduler,
@@ -98,6 +105,7 @@ def run_resumable(
             progress=progress,
             cadence=cadence,
             meter=_build_meter(config, model, state.base_fingerprint),
+            budget_bytes=None if config.memory.device == "auto" else config.memory.device,
         )
     if figures.stopped:
         _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps)
@@ -159,10 +167,17 @@ def _open_log(
     return stack.enter_context(log)
 
 
-def _saver(state: RunState, folder: Path, log: MetricsLog) -> Callable[[Progress], None]:
+def _write_options(folder: Path, options: ChunkOptions) -> None:
+    write_json(folder / OPTIONS, asdict(options))
+
+
+def _saver(
+    state: RunState, fitting: Fitting, folder: Path, log: MetricsLog
+) -> Callable[[Progress], None]:
     def save(progress: Progress) -> None:
         started_s = time.perf_counter()
-        checkpoint = state.save(folder, progress, metrics_bytes=log.num_bytes)
+        now = replace(state, options=fitting.options)
+        checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
         log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 
     return save
@@ -177,7 +192,7 @@ def _write_measured(folder: Path, step: int, result: StepResult) -> None:
 def _evaluator(
     engine: Engine,
     model: nn.Module,
-    options: ChunkOptions,
+    fitting: Fitting,
     settings: TrainConfig,
     data: RunData,
     should_stop: Callable[[], bool],
@@ -193,7 +208,7 @@ def _evaluator(
         evaluations = {}
         for name, sequences in sets.items():
             batches = in_order(sequences, settings.sequences_per_step)
-            evaluation = evaluate(engine, model, batches, options, should_stop=should_stop)
+            evaluation = evaluate(engine, model, batches, fitting, should_stop=should_stop)
             if evaluation is None:
                 return None
             evaluations[name] = evaluation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from furlong.data.tokenize import load_tokenizer
 from furlong.models.build import build_model, export_model, read_config
 from furlong.models.check import check_model
 from furlong.models.folder import check_folder
-from furlong.planners.auto import Decision
+from furlong.planners.auto import Decision, dials_of
+from furlong.planners.candidates import value_in_words
 from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import predict
+from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.checkpoint import one_process
 from furlong.train.checkpoint_folder import write_json
-from furlong.train.decide import decide_options
+from furlong.train.decide import cost_model, decide_options
 from furlong.train.disk import check_room, folder_errors_reported
 from furlong.train.loop import LoopFigures
 from furlong.train.report import TrainReport, list_export
@@ -41,9 +45,10 @@ from furlong.train.run_folder import (
 from furlong.train.start import open_run, source_of
 from furlong.train.state import check_data
 from furlong.train.stop import StopRequest
-from furlong.units import format_count
+from furlong.train.storage import check_free, storage_of
+from furlong.units import format_bytes, format_count
 
-_DIALS = ("size", "num_retained", "keep", "tier", "order")
+_DIALS = ("size", "num_retained", "keep", "tier", "order", "stage_layers")
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
@@ -70,6 +75,7 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # What fails without weights and data fails first.
+    storage = storage_of(config, device)
     check_model(
         config.model.name,
         init=config.model.init,
@@ -88,15 +94,20 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
     decision = None
     options = run.options
     if options is None:
-        decision = decide_options(config, data["train"], device, rope=_rope(config))
+        decision = decide_options(config, data["train"], device, storage, rope=_rope(config))
         options = decision.options
+        if decision.searched is not None:
+            check_free(storage, decision.searched.best.needs.disk_bytes)
+    model_cost = cost_model(config, device, rope=_rope(config))
     torch.manual_seed(config.train.seed)
     model = build_run_model(config).to(device)
     for split in data.values():
         split.check_vocabulary(model.get_input_embeddings().num_embeddings)
-    engine = Engine(model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype)
+    engine = Engine(
+        model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype, storage=storage
+    )
     num_steps = _count_steps(config.train, data["train"])
-    _announce(config, model, options, decision, device, num_steps)
+    _announce(config, model, options, decision, device, storage, num_steps)
     settings = config.train
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     every = settings.save_every_steps
@@ -116,6 +127,7 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
             stop,
             num_steps=num_steps,
             architecture=architecture,
+            predict=None if model_cost is None else partial(predict, model_cost),
         )
         if figures.stopped:
             return None
@@ -226,6 +238,7 @@ def _announce(
     options: ChunkOptions,
     decision: Decision | None,
     device: torch.device,
+    storage: Storage,
     num_steps: int,
 ) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -234,11 +247,16 @@ def _announce(
         f"model: {config.model.name}, {format_count(total)} parameters,"
         f" {format_count(trained)} trained, {config.model.dtype} on {device}; {num_steps} steps"
     )
-    dials = []
-    for name in _DIALS:
-        automatic = getattr(config.chunks, name) == "auto"
-        dials.append(f"{name} {getattr(options, name)}{' (auto)' if automatic else ''}")
+    values = {"tier": "device", "order": options.order} | dials_of(options)
+    dials = [
+        f"{name} {value_in_words(values[name])}"
+        + (" (auto)" if getattr(config.chunks, name) == "auto" else "")
+        for name in _DIALS
+        if name in values
+    ]
     print(f"chunks: {', '.join(dials)}")
+    if "disk" in asdict(options.tiers).values():
+        print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if decision is not None and decision.words:
         print(f"auto: {decision.words}")
     if decision is not None and decision.figures:

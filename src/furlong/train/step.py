@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 
 from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
-from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
+from furlong.runtime.memory import memory_bytes, peak_memory_bytes
+from furlong.train.fitting import Fitting
 from furlong.train.mfu import MfuMeter
+from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -41,6 +42,13 @@ class StepFigures:
     of the whole process."""
     step_memory_bytes: int
     """How far that peak lies above what was in use just before the step."""
+    used_memory_bytes: int
+    """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
+    predicted and budgeted, see `UsedMemory`."""
+    gradients_s: float
+    """Of the plan's actions, without the update."""
+    chunk_size: int
+    """Most tokens in a chunk: less than before if the step did not fit."""
     forward_s: float
     recompute_s: float
     backward_s: float
@@ -49,33 +57,48 @@ class StepFigures:
     """The whole step, data included."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known."""
+    host_bytes: int | None = None
+    """Most bytes at a time in the tier host; None where nothing was there."""
+    disk_bytes: int | None = None
 
 
 def train_step(
     engine: Engine,
     batch: Batch,
-    options: ChunkOptions,
+    fitting: Fitting,
     *,
     step: int,
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
+    used: UsedMemory,
     data_s: float = 0.0,
     meter: MfuMeter | None = None,
-    measured: Callable[[StepResult], None] | None = None,
-) -> StepFigures:
+) -> tuple[StepFigures, StepResult]:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
-    `measured` gets the engine's result when the step is done and its time is taken.
-    Raises DivergenceError, with the weights as they were, when loss or gradient are not finite.
+    Where memory does not suffice, `fitting` takes smaller chunks and the gradients are computed
+    anew. Raises DivergenceError, with the weights as they were, when loss or gradient are not
+    finite, and ConfigError when the smallest chunks do not fit.
     """
     device = parameters[0].device
     started_s = time.perf_counter()
     optimizer.zero_grad()
-    reset_peak_memory(device)
+    used.restart()
     before_bytes = memory_bytes(device)
-    result = engine.forward_backward(batch.tensors(device), options, batch.num_valid_tokens)
+
+    def undo() -> None:
+        optimizer.zero_grad()
+        used.restart()
+
+    result = fitting.compute(
+        partial(
+            engine.forward_backward, batch.tensors(device), num_valid_tokens=batch.num_valid_tokens,
+            watch=used.check,
+        ),
+        name=f"step {step}", num_tokens=batch.num_tokens, device=device, undo=undo,
+    )  # fmt: skip
     norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf))
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
         optimizer.zero_grad()
@@ -86,10 +109,8 @@ def train_step(
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(device)
-    if measured is not None:
-        measured(result)
     seq_lens = [sequence.seq_len for sequence in batch.sequences]
-    return StepFigures(
+    figures = StepFigures(
         loss=result.loss,
         grad_norm=norm,
         lr=lr,
@@ -100,13 +121,19 @@ def train_step(
         tokens_per_s=batch.num_tokens / step_s,
         peak_memory_bytes=peak_bytes,
         step_memory_bytes=max(0, peak_bytes - before_bytes),
+        used_memory_bytes=used.peak_bytes(),
+        gradients_s=result.timeline.duration_s,
+        chunk_size=fitting.options.size,
         forward_s=seconds.get("F", 0.0),
         recompute_s=seconds.get("R", 0.0) + seconds.get("K", 0.0),
         backward_s=seconds.get("B", 0.0),
         data_s=data_s,
         step_s=step_s,
         mfu=None if meter is None else meter.mfu(seq_lens, step_s),
+        host_bytes=result.host_bytes or None,
+        disk_bytes=result.disk_bytes or None,
     )
+    return figures, result
 
 
 def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> DivergenceError:

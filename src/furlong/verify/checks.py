@@ -104,7 +104,7 @@ def check_accumulation(subject: Subject, bound: Bound) -> Finding:
     """One call, or one call per sequence with the global count: the same sum."""
     batch = sequences()
     _, truth = _chunked(subject, batch)
-    engine = Engine(subject.model, max_seq_len=subject.max_seq_len)
+    engine = _engine(subject)
     for sequence in batch:
         engine.forward_backward([sequence], subject.options, num_labels(batch))
     error, name = worst_error(take_gradients(subject.model), truth)
@@ -118,15 +118,19 @@ def _gap(one: float, other: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
+def _engine(subject: Subject) -> Engine:
+    return Engine(subject.model, max_seq_len=subject.max_seq_len, storage=subject.storage)
+
+
 def _chunked(subject: Subject, batch: Batch, size: int = CHUNK_SIZE) -> tuple[float, Gradients]:
-    engine = Engine(subject.model, max_seq_len=subject.max_seq_len)
+    engine = _engine(subject)
     options = replace(subject.options, size=size)
     loss = engine.forward_backward(batch, options).loss
     return loss, take_gradients(subject.model)
 
 
 def _loss(subject: Subject, batch: Batch) -> float:
-    engine = Engine(subject.model, max_seq_len=subject.max_seq_len)
+    engine = _engine(subject)
     return engine.forward_backward(batch, subject.options, backward=False).loss
 
 

@@ -78,6 +78,9 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
     values["chunks"]["size"] = CHUNK_SIZE
+    # on a CPU the host's RAM is the device's, and the budgets are those of the whole model
+    values["chunks"]["tier"] = _without_host(values["chunks"]["tier"])
+    values["memory"] |= {"device": "auto", "host": "auto"}
     values["train"] |= {
         "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4,
         "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
@@ -86,6 +89,12 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     file = home / "run.json"
     file.write_text(json.dumps(values), encoding="utf-8")
     return file
+
+
+def _without_host(tier: Any) -> Any:
+    if isinstance(tier, Mapping):
+        return {kind: _without_host(name) for kind, name in tier.items()}
+    return "device" if tier == "host" else tier
 
 
 def _any_tokenizer() -> Any:

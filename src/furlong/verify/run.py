@@ -12,8 +12,9 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
-from furlong.planners.auto import given_dials
-from furlong.planners.options import fixed_options
+from furlong.planners.auto import dials_in_words, given_dials
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.runtime.pools import Storage
 from furlong.units import format_seconds
 from furlong.verify.checks import (
     Finding,
@@ -36,9 +37,10 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump()
-    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE}
-    options = fixed_options(run.data.max_seq_len, dials)
-    subject = build_subject(shrunk, options, lora)
+    options = _options(run, whole, shrunk)
+    # the budgets are those of the whole model
+    storage = Storage(disk_dir=run.memory.disk_dir)
+    subject = build_subject(shrunk, options, lora, storage=storage)
     bound = bound_of(subject)
     print(_describe(subject, run.model.name))
     checks: list[Callable[[], Finding]] = [
@@ -48,6 +50,15 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
         lambda: check_resume(run, shrunk),
     ]
     return [_run(check) for check in checks]
+
+
+def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
+    """The run's own dials, with chunks and stages that cut the small sequences and model."""
+    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE}
+    if dials.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
+        most = max(1, shrunk.num_hidden_layers // 2)
+        dials["stage_layers"] = min(dials["stage_layers"], most)
+    return fixed_options(run.data.max_seq_len, dials)
 
 
 def _run(check: Callable[[], Finding]) -> Finding:
@@ -96,9 +107,9 @@ def _describe(subject: Subject, name: str) -> str:
     kinds = ", ".join(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
     heads = config.num_attention_heads
     adapters = ", adapters" if base is not model else ""
+    dials = dials_in_words(options)
     return (
         f"{name} in small: {type(base).__name__}, {config.num_hidden_layers} layers ({kinds}),"
         f" {heads} heads on {getattr(config, 'num_key_value_heads', None) or heads}, hidden"
-        f" {config.hidden_size}{adapters}; chunks of {options.size}, num_retained"
-        f" {options.num_retained}, keep {options.keep}; float64 on the CPU"
+        f" {config.hidden_size}{adapters}; chunks: {dials}; float64 on the CPU"
     )

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from furlong.models.build import build_model
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.pools import Storage
 from furlong.verify.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 
 EXACT = 1e-12
@@ -44,10 +45,17 @@ class Subject:
     options: ChunkOptions
     """The user's dials, with a chunk size that cuts these sequences."""
     max_seq_len: int = LONGEST_TOKENS
+    storage: Storage | None = None
+    """Where the tiers of these dials live."""
 
 
 def build_subject(
-    config: Any, options: ChunkOptions, lora: Mapping[str, Any] | None, *, seed: int = 0
+    config: Any,
+    options: ChunkOptions,
+    lora: Mapping[str, Any] | None,
+    *,
+    seed: int = 0,
+    storage: Storage | None = None,
 ) -> Subject:
     """A random model of a shrunk transformers config, with adapters that do something."""
     with TemporaryDirectory() as folder:
@@ -65,7 +73,7 @@ def build_subject(
     if hasattr(base, "set_experts_implementation"):
         base.set_experts_implementation("eager")  # the others know no float64
     spread_weights(model, seed=seed)
-    return Subject(model, options)
+    return Subject(model, options, storage=storage)
 
 
 def spread_weights(model: nn.Module, *, seed: int) -> None:

@@ -67,14 +67,12 @@ class Pool(Protocol):
     A handle with a lease can neither be overwritten nor dropped.
     """
 
+    peak_bytes: int
+    """Most bytes held at a time; whoever sets it to `held_bytes` lets it start again."""
+
     @property
     def held_bytes(self) -> int:
         """Bytes of all handles' tensors."""
-        ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes ever held."""
         ...
 
     @property

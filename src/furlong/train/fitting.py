@@ -1,0 +1,112 @@
+"""Out-of-memory recovery: a run's options as they are now, with chunks that shrink to fit.
+
+What has failed is freed and put back as it was, the chunk is halved, and the call is made again
+with a plan of the smaller chunks. The gradients are the same: exactness holds for any chunk size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from furlong.errors import ConfigError
+from furlong.planners.options import ChunkOptions
+from furlong.runtime.memory import give_back_memory
+from furlong.runtime.rng import RNGState
+
+if TYPE_CHECKING:
+    from furlong.api import StepResult
+
+SMALLEST_TOKENS = 64
+"""Smaller chunks save hardly any memory: what a step needs then does not depend on them."""
+_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a RuntimeError
+
+
+class Fitting:
+    """The options of a run, which a step that does not fit replaces by those of smaller chunks."""
+
+    def __init__(
+        self,
+        options: ChunkOptions,
+        *,
+        say: Callable[[str], None] = print,
+        changed: Callable[[ChunkOptions], None] = lambda options: None,
+        smallest_tokens: int = SMALLEST_TOKENS,
+    ) -> None:
+        """`changed` is told the new options; chunks of `smallest_tokens` are not halved."""
+        self.options = options
+        self._say, self._changed = say, changed
+        self._smallest = smallest_tokens
+
+    def compute(
+        self,
+        call: Callable[[ChunkOptions], StepResult],
+        *,
+        name: str,
+        num_tokens: int,
+        device: torch.device,
+        undo: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """The outcome of `call` with the options that fit.
+
+        `name`: what messages call it; `num_tokens`: those of its batch. After a failure `undo`
+        takes back what it has left, and random generators are as before it. Raises ConfigError
+        after two failures with the smallest chunks.
+        """
+        before = RNGState.read(device)
+        tried: list[int] = []
+        while True:
+            reason = None
+            try:
+                return call(self.options)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # The error and the frames that it held are gone: now their memory can be freed.
+            undo()
+            before.write(device)
+            give_back_memory(device)
+            tried.append(self.options.size)
+            if tried.count(self.options.size) > 1:
+                raise _nothing_fits(name, tried, reason)
+            self._shrink(name, num_tokens, reason)
+
+    def _shrink(self, name: str, num_tokens: int, reason: str) -> None:
+        old = self.options
+        if old.size <= self._smallest:
+            self._say(f"{name} did not fit ({reason}): once more with chunks of {old.size} tokens")
+            return
+        size = old.size // 2
+        while size >= num_tokens and size > self._smallest:  # as many chunks as before: one
+            size //= 2
+        new = replace(old, size=max(size, self._smallest))
+        words = f"chunks of {new.size} tokens from now on, {old.size} before"
+        if old.keep == "all":  # graphs of all chunks together do not depend on their size
+            new = replace(new, keep="attention")
+            words += "; they keep attention, all before"
+        self.options = new
+        self._changed(new)
+        self._say(f"{name} did not fit ({reason}): {words}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        _NO_MEMORY_ON_CPU in str(error)
+    )
+
+
+def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:
+    sizes = ", ".join(map(str, dict.fromkeys(tried)))
+    return ConfigError(
+        given=f"{name}, which did not fit with chunks of {sizes} tokens, the last tried twice:"
+        f" {reason}",
+        required="memory for one step with one of these sizes",
+        source="memory.device" if "memory.device" in reason else "the memory of the device",
+        change="raise memory.device or use a device with more memory, keep less or elsewhere"
+        " (chunks.keep, chunks.tier), or use shorter sequences (data.max_seq_len);"
+        " the last checkpoint is whole, --resume goes on from it",
+    )
