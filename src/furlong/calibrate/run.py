@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
+from furlong.calibrate.collectives import collective_links
 from furlong.calibrate.devices import copy_links, measured_peak, optimizer_rate
 from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, residuals
 from furlong.calibrate.measure import Bench, Measured, merged, tidy
@@ -23,13 +26,15 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.simulate.clock import time_actions
+from furlong.planners.predict import predict
 
 Tell = Callable[[str], None]
 
 _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
-_SMALLEST_CHUNK = 256
-_NUM_LAYERS = {"own": 2, "narrow": 2}
+_SMALLEST_CHUNK = 64
+_NUM_LAYERS = 2
+_LARGE_LAYER = 10**8
+"""Parameters of a layer of which one is enough."""
 _ROUND_S = 30.0
 """About what one round of the user's widths may take."""
 _MOST_S = 75.0
@@ -83,13 +88,12 @@ def calibrate(
     runs: dict[Trial, list[Measured]] = {}
     models: dict[Subject, CostModel] = {}
     rate = 0.0
-    shape = ModelShape.from_config(config.to_dict())
+    shape = _counted(config)
     for name in get_args(Subject):
-        cut = (
-            own_config(config, _NUM_LAYERS[name])
-            if name == "own"
-            else narrow_config(shape, _NUM_LAYERS[name])
-        )
+        if name == "own":
+            cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
+        else:
+            cut = narrow_config(shape, _NUM_LAYERS)
         model, cut_shape = build(cut, getattr(torch, dtype), device)
         models[name] = CostModel(cut_shape, spec, training)
         largest = largest_chunk(name, models[name], device)
@@ -105,11 +109,27 @@ def calibrate(
         tidy()
     tell("copies")
     links = copy_links(device, disk_dir)
+    if dist.is_initialized():
+        tell(f"collectives of {dist.get_world_size()} processes")
+        links |= collective_links(device)
     measured = {trial: merged(done) for trial, done in runs.items()}
     return _fitted(
         measured, models, spec, dtype, device,
         links=links, optimizer_parameters_per_s=rate, tell=tell, started_s=started_s,
     )  # fmt: skip
+
+
+def _counted(config: Any) -> ModelShape:
+    """Raises ConfigError for a model whose work and memory are not counted exactly."""
+    shape = ModelShape.from_config(config.to_dict())
+    if not shape.exact:
+        raise ConfigError(
+            given=f"model type {shape.family}",
+            required="a family whose work and memory are counted, such as llama, qwen3 or gemma3",
+            source="the model to calibrate with",
+            change="leave the model out: figures measured with another one serve it, too",
+        )
+    return shape
 
 
 def device_of(name: str) -> torch.device:
@@ -121,8 +141,9 @@ def device_of(name: str) -> torch.device:
             source="the command line",
             change="leave --device out to measure the CPU, or check nvidia-smi and torch's build",
         )
-    is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if is_cuda else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def spec_of(device: torch.device) -> HardwareSpec:
@@ -177,7 +198,16 @@ def _fitted(
 ) -> Outcome:
     fitted = {t: m for t, m in measured.items() if not t.held_out}
     samples = [Sample(models[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
-    rates = fit_rates(samples, spec)
+    try:
+        rates = fit_rates(samples, spec)
+    except ValueError as error:
+        raise ConfigError(
+            given=f"{error}: models of {models['own'].shape.hidden_size} and"
+            f" {models['narrow'].shape.hidden_size} wide are too small for this machine",
+            required="widths whose matrices and attention take longer than their launches",
+            source="the model to calibrate with",
+            change="leave the model out, or name a wider one",
+        ) from error
     is_cpu = device.type == "cpu"
     overhead = _overhead_bytes(measured, models) if is_cpu else 0
     factor, blocks = fit_memory(_memory_rows(fitted, models, overhead))
@@ -208,8 +238,8 @@ def _fitted(
 
 
 def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
-    step_s = time_actions(measured.plan, model.costs(measured.plan)).duration_s
-    return TrialResult(trial, measured, step_s, _peak_bytes(model, measured))
+    predicted = predict(model, measured.plan)
+    return TrialResult(trial, measured, predicted.step_s, predicted.device_bytes)
 
 
 def _overhead_bytes(measured: dict[Trial, Measured], models: dict[Subject, CostModel]) -> int:

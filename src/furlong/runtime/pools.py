@@ -60,6 +60,11 @@ class Pools:
         """Bytes that wait on the host and on disk."""
         return sum(pool.held_bytes for pool in self._opened() if pool is not self.device)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the calling thread has waited for the tiers."""
+        return sum(pool.waited_s for pool in self._opened())
+
     def clear(self) -> None:
         """Forget everything, after an error."""
         for pool in self._opened():
