@@ -30,11 +30,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "equivalence"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from cases import Case, covering_array, sample
-from gradients import (
+from harness import console, machine, write_json
+from helpers.cases import Case, covering_array, sample
+from helpers.gradients import (
     Batch,
     batch,
     reference_loss,
@@ -42,9 +43,8 @@ from gradients import (
     total_relative_error,
     worst_relative_error,
 )
-from harness import console, machine, write_json
+from helpers.tiny_families import FAMILIES, bound, build
 from rich.table import Column, Table
-from tiny_families import FAMILIES, bound, build
 from torch import Tensor, nn
 
 import furlong
@@ -92,7 +92,7 @@ def float64_finding(family: str, cases: Sequence[Case]) -> Finding:
         loss = reference_loss(model, sequences)
         truth = take_grads(model)
         for case in group:
-            with case.loss_tiles():
+            with case.small_sizes():
                 given = furlong.forward_backward(model, sequences, case.options).loss
             errors = (worst_relative_error(take_grads(model), truth), abs(given - loss) / loss)
             worst = max(worst, (max(errors), str(case)), key=_nan_is_worst)

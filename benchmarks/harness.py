@@ -1,30 +1,27 @@
 """What benchmarks share: contenders in processes of their own, promises, and the report.
 
-A contender runs alone in a fresh process: a warm-up step, then the step that counts. Contenders are
-interleaved over rounds, so that a machine that slows down slows all of them. A figure is the median
-of its per-round values with their range; a promise is MISSED when the whole range lies on the wrong
-side of its bound, and missed within noise when only the median does.
+A contender runs alone in a fresh process: a few tokens, a warm-up step, the step that counts.
+Contenders are interleaved over rounds, so that a machine that slows down slows all of them. A
+figure is the median of its per-round values with their range; a promise is MISSED when the whole
+range lies on the wrong side of its bound, and missed within noise when only the median does.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from measuring import Measurement
 from rich.console import Console
 from rich.table import Table
 
@@ -35,88 +32,46 @@ AGREEMENT = 1e-4
 
 _PACKAGES = ("furlong", "torch", "transformers", "trl")
 _STDERR_LINES_SHOWN = 20
-_MOST_UNRESET_BYTES = 2**24
+_ALLOCATOR_PREFIXES = (
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+    "PYTORCH_CUDA_ALLOC",
+    "PYTORCH_ALLOC",
+)
 
 console = Console(width=120, highlight=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One step of one contender."""
-
-    step_s: float
-    extra_bytes: int
-    """Highest memory in use during the step minus what was in use just before it."""
-    loss: float
-    grad_norm: float
-    num_tokens: int
+class ContenderError(RuntimeError):
+    """A contender's process that did not end well."""
 
 
-def measure(
-    model: Any, step: Callable[[], float], warm_up: Callable[[], object], num_tokens: int
-) -> Measurement:
-    """The second step of a process; `step` returns the loss and leaves gradients on `model`.
-
-    Memory that the first step freed goes back to the system first: a step that takes it again is
-    charged for it.
-    """
-    import torch
-
-    from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
-
-    device = next(model.parameters()).device
-    warm_up()
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before_bytes = memory_bytes(device)
-    reset_peak_memory(device)
-    unreset_bytes = peak_memory_bytes(device) - before_bytes
-    if unreset_bytes > _MOST_UNRESET_BYTES:
-        raise RuntimeError(
-            f"the peak is {format_bytes(unreset_bytes)} above the memory in use after its reset: "
-            "this system cannot reset it (Linux does, by /proc/self/clear_refs)"
-        )
-    start_s = time.perf_counter()
-    loss = step()
-    step_s = time.perf_counter() - start_s
-    extra_bytes = peak_memory_bytes(device) - before_bytes
-    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
-    return Measurement(step_s, extra_bytes, loss, float(torch.stack(norms).norm()), num_tokens)
-
-
-def run_alone(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Measurement:
-    """Run a contender in its own process; its last line on stdout is its Measurement as JSON.
-
-    `environment`: variables set for it besides the caller's own.
-    """
-    finished = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False,
-        env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+def read_alone(command: Sequence[str]) -> dict[str, Any]:
+    """What a process wrote, as JSON, in its last line on stdout. Raises ContenderError."""
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         tail = "\n".join(finished.stderr.splitlines()[-_STDERR_LINES_SHOWN:])
-        raise RuntimeError(f"{' '.join(command)} ended with {finished.returncode}:\n{tail}")
-    return Measurement(**json.loads(finished.stdout.splitlines()[-1]))
+        raise ContenderError(f"{' '.join(command)} ended with {finished.returncode}:\n{tail}")
+    values: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return values
 
 
 def run_rounds(
-    contenders: Mapping[str, Sequence[str]],
-    num_rounds: int,
-    environment: Mapping[str, str] | None = None,
+    contenders: Mapping[str, Sequence[str]], num_rounds: int
 ) -> dict[str, list[Measurement]]:
-    """The Measurement of every contender in every round; each round starts with another one."""
+    """The Measurement of every contender's command in every round; each round starts with another
+    one. Raises ContenderError."""
     names = list(contenders)
     results: dict[str, list[Measurement]] = {name: [] for name in names}
     for index in range(num_rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            result = run_alone(contenders[name], environment)
+            result = Measurement(**read_alone(contenders[name]))
             results[name].append(result)
             console.print(
-                f"  round {index + 1}: {name}: {format_seconds(result.step_s)}, "
-                f"{format_bytes(result.extra_bytes)}",
+                f"  round {index + 1}: {name}: {format_seconds(result.step_s)} "
+                f"({format_seconds(result.cpu_s)} of the CPU), {format_bytes(result.extra_bytes)}",
                 style="dim",
             )
     return results
@@ -184,14 +139,18 @@ class Report:
     def add(self, part: str, results: dict[str, list[Measurement]]) -> None:
         """Keep the results of one part; print them."""
         self.measurements[part] = results
-        table = Table("contender", "time", "tokens/s", "extra peak", "loss", "gradient norm")
+        table = Table(
+            "contender", "time", "CPU time", "tokens/s", "extra peak", "loss", "gradient norm"
+        )
         table.title, table.title_justify = part, "left"
         for name, rounds in results.items():
             step_s = statistics.median(m.step_s for m in rounds)
+            cpu_s = statistics.median(m.cpu_s for m in rounds)
             extra_bytes = statistics.median(m.extra_bytes for m in rounds)
             table.add_row(
-                name, format_seconds(step_s), f"{rounds[0].num_tokens / step_s:,.0f}",
-                format_bytes(extra_bytes), f"{rounds[0].loss:.6f}", f"{rounds[0].grad_norm:.6f}",
+                name, format_seconds(step_s), format_seconds(cpu_s),
+                f"{rounds[0].num_tokens / step_s:,.0f}", format_bytes(extra_bytes),
+                f"{rounds[0].loss:.6f}", f"{rounds[0].grad_norm:.6f}",
             )  # fmt: skip
         console.print(table)
 
@@ -244,7 +203,15 @@ def machine() -> dict[str, str]:
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
+    facts["allocator"] = _allocator()
     return facts
+
+
+def _allocator() -> str:
+    """The C library, whose malloc serves tensors on a CPU, and what the environment tells it."""
+    name = " ".join(platform.libc_ver()).strip() or "unknown"
+    told = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_ALLOCATOR_PREFIXES)]
+    return f"{name} ({', '.join(told) or 'as it is'})"
 
 
 def _cpu_model() -> str:

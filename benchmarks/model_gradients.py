@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "equivalence"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from gradients import Batch, reference_loss, take_grads
+from helpers.gradients import Batch, reference_loss, take_grads
 from small_models import FIRST_PLAIN_TOKEN, VOCAB_SIZE, small_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

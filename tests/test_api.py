@@ -12,8 +12,8 @@ import peft
 import pytest
 import torch
 import transformers
-from gradients import batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import VOCAB_SIZE, build
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import VOCAB_SIZE, build
 
 import furlong
 from furlong import api

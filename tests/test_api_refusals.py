@@ -10,8 +10,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from gradients import batch
-from tiny_families import build
+from helpers.gradients import batch
+from helpers.tiny_families import build
 from torch.nn.utils import parametrize
 
 import furlong

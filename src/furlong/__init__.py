@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from furlong.api import Engine, StepResult, forward_backward
+    from furlong.api import Engine, forward_backward
     from furlong.errors import (
         CheckpointError,
         ConfigError,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from furlong.planners.options import ChunkOptions
     from furlong.runtime.pools import Storage
+    from furlong.runtime.result import StepResult
 
 __all__ = [
     "CheckpointError",
@@ -40,8 +41,9 @@ __version__ = "0.1.0"
 # Names are resolved on first use (PEP 562): importing furlong loads neither torch nor transformers.
 _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
-    **dict.fromkeys(["Engine", "StepResult", "forward_backward"], "furlong.api"),
+    **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
     "ChunkOptions": "furlong.planners.options",
+    "StepResult": "furlong.runtime.result",
     "Storage": "furlong.runtime.pools",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
@@ -35,6 +34,7 @@ from furlong.runtime.kept import Kept
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters, made_gradients
 from furlong.runtime.recorder import Measuring
+from furlong.runtime.result import StepResult
 from furlong.runtime.self_check import self_check
 from furlong.runtime.surroundings import (
     device_type,
@@ -43,23 +43,6 @@ from furlong.runtime.surroundings import (
     refuse_mode,
     refuse_untrainable,
 )
-from furlong.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    loss: float
-    """The summed loss divided by the divisor."""
-    loss_sum: float
-    num_valid_tokens: int
-    """Tokens with a label in this call."""
-    timeline: Timeline
-    token_losses: tuple[Tensor, ...] = ()
-    """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
-    Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
-    plan: ChunkPlan | None = None
-    """What the timeline is of."""
-
 
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
@@ -177,8 +160,8 @@ class Engine:
         if len(plan.stages) > 1:
             assert self._fingerprint is not None
             self._check_once(self._fingerprint, plan.stages)
-        gradients = made_gradients(model.model) if backward else nullcontext()
-        with gradients, self._computing(), model.installed():
+        made = made_gradients(model.model) if backward else nullcontext()
+        with made, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
                 num_valid_tokens=divisor, backend=self._kept.backend, pools=self._kept.opened,
@@ -278,7 +261,7 @@ def forward_backward(
     requires_grad and the attention implementation are afterwards as before, also after an error
     (then part of the gradients may have been added). Raises UserError for what the caller can mend.
 
-    Buffers and the start-up check's outcome are kept as long as the model lives.
+    Buffers and the start-up check's outcome live as long as the model.
     """
     engine = Engine(model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage)
     return engine.forward_backward(sequences, options or ChunkOptions(), num_valid_tokens, backward)

@@ -10,6 +10,7 @@ from furlong.cli.main import main
 from furlong.cost.known_models import MODELS
 from furlong.plan.check import check
 from furlong.plan.text import load_plan
+from furlong.plan.values import Tiers
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
 QUICK = ["--method", "ChunkFlow"]
@@ -198,8 +199,16 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
+    assert plan(lengths, "--memory.device", "1GB", "--devices", "2") == 2
+    refused(capsys, "needs", "optimizer", "at most 954 MiB", "ZeRO", "LoRA")
+
+
+@pytest.mark.slow
+def test_a_budget_below_the_weights_of_one_device_names_one_that_would_do(lengths, capsys):
     assert plan(lengths, "--memory.device", "1GB") == 2
-    refused(capsys, "rank 0 needs", "optimizer", "at most 954 MiB", "ZeRO", "LoRA")
+    message = refused(capsys, "rank 0 needs", "optimizer", "954 MiB less a margin of 10%", "ZeRO")
+    enough = re.search(r"memory\.device: (\d+MiB)", message)
+    assert enough is not None and plan(lengths, "--memory.device", enough[1], "--json") == 0
 
 
 def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
@@ -259,3 +268,86 @@ def test_a_run_whose_data_would_be_refused_is_refused(run_file, lengths, capsys)
     run_file.write_text(run_file.read_text().replace("16384", "8192"))
     assert main(["plan", str(run_file), "--lengths", str(lengths)]) == 2
     refused(capsys, "a sequence of 9,000 tokens", "data.max_seq_len = 8,192", "too_long")
+
+
+DIALS = {"order": "layer-first", "stage_layers": 6, "tier": {"attention": "host", "kv": "disk"}}
+
+
+@pytest.mark.slow
+def test_one_device_takes_the_dials_of_a_run(lengths, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    flags = [
+        "--chunks.size=4096", "--chunks.order=layer-first", "--chunks.stage_layers=6",
+        "--chunks.tier={attention: host, kv: disk}", "--memory.disk=1TB",
+    ]  # fmt: skip
+    assert plan(lengths, *flags, "--json", "--out", str(file)) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["dials"].items() >= (DIALS | {"size": 4096}).items()
+    saved = load_plan(file.read_text())
+    check(saved)
+    assert saved.stages == (6,) * 4
+    assert saved.tiers == Tiers(attention="host", kv="disk")
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: {name: Qwen2.5-0.5B}\ndata: {train: a.jsonl}\nmemory: {disk: 1TB}\n"
+        "chunks: {size: 4096, order: layer-first, stage_layers: 6,"
+        " tier: {attention: host, kv: disk}}\ntrain: {sequences_per_step: 6}\n"
+    )
+    arguments = ["plan", str(run), "--lengths", str(lengths), "--hardware", "RTX4090", "--json"]
+    assert main(arguments) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert of_run["dials"] == values["dials"]
+    assert of_run["step_s"] == pytest.approx(values["step_s"], rel=0.05)
+    assert main([*arguments, "--chunks.stage_layers=8", "--memory.disk=2TB"]) == 0
+    assert json.loads(capsys.readouterr().out)["dials"]["stage_layers"] == 8
+
+
+@pytest.mark.slow
+def test_budgets_of_host_and_disk_open_their_tiers(lengths, capsys):
+    """With chunks of 1,024 tokens whose attention is kept 12,504 MiB are the least without."""
+    fixed = ["--memory.device", "12200MiB", "--chunks.size=1024", "--chunks.keep=attention"]
+    assert plan(lengths, *fixed, "--memory.host=0") == 2
+    refused(capsys, "memory.device: ")
+    for tier, flags in (
+        ("host", ["--memory.host=8GB"]),
+        ("disk", ["--memory.host=0", "--memory.disk=8GB"]),
+    ):
+        assert plan(lengths, *fixed, *flags, "--json") == 0
+        dials = json.loads(capsys.readouterr().out)["dials"]
+        assert set(dials["tier"].values()) == {tier}
+
+
+def test_several_devices_keep_order_and_stage_layers(lengths, capsys):
+    flags = ["--devices", "2", "--chunks.order=layer-first", "--chunks.stage_layers=3"]
+    assert plan(lengths, *flags, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dials"]["stage_layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (
+            ["--chunks.tier={atention: host}"],
+            ["'atention'", "the flag --chunks.tier", "attention?"],
+        ),
+        (["--chunks.tier=hots"], ["'hots'", "or a mapping of kinds", "host?"]),
+        (["--chunks.tier={kv: [}"], ["YAML", "the flag --chunks.tier"]),
+        (["--chunks.tier=disk"], ["memory.disk = 0", "add memory.disk"]),
+        (["--chunks.tier=host", "--memory.host=0"], ["memory.host = 0", "add memory.host"]),
+        (["--chunks.order=layers"], ["'layers'", "'layer-first'"]),
+        (["--chunks.stage_layers=0"], ["'0'", "at least 1"]),
+        (["--chunks.order=chunk-first", "--chunks.stage_layers=2"], ["stage_layers = 2", "leave"]),
+        (["--memory.host=24XB"], ["'24XB'", "512MiB"]),
+        (["--memory.disk=auto"], ["'auto'", "512MiB"]),
+        (["--devices=2", "--chunks.tier={attention: host}"], ["attention on the host", "fewer"]),
+    ],
+)
+def test_wrong_dials_are_told_in_four_parts(lengths, capsys, flags, parts):
+    assert plan(lengths, *flags) == 2
+    refused(capsys, *parts)
+
+
+@pytest.mark.parametrize("flag", ["--chunks.tier=host", "--memory.host=1GB"])
+def test_a_cpu_has_no_host(lengths, capsys, flag):
+    assert plan(lengths, flag, hardware="cpu") == 2
+    refused(capsys, "on a CPU", "device")

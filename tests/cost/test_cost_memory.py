@@ -109,6 +109,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
 
     from furlong.api import Engine
     from furlong.kv.arena import Arena
+    from furlong.runtime.pools import Pools, Storage
 
     class Watched(Arena):
         peak_bytes = 0
@@ -121,7 +122,8 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     extra = {"head_dim": 8, "sliding_window": 9} if family == "gemma2" else {}
     config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
     engine = Engine(AutoModelForCausalLM.from_config(config))
-    arena = engine._kept.arena = Watched(torch.device("cpu"))
+    arena = Watched(torch.device("cpu"))
+    engine._kept.pools = Pools(arena, Storage())
     lens = (75, 33, 20, 7)
     options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
     tokens = [torch.randint(0, 90, (n,)) for n in lens]
@@ -271,3 +273,37 @@ def test_a_cpus_kernels_for_bfloat16_are_counted():
     ):
         memory = CostModel(shape, device, Training.in_dtype(dtype)).memory()
         assert (memory.overhead_bytes > 0) == counted
+
+
+@pytest.mark.parametrize(
+    ("vocab", "on_cpu", "on_cuda"), [(4096, 256, 32768), (20_000, 209, 6710), (151_936, 128, 883)]
+)
+def test_tiles_of_the_loss(vocab, on_cpu, on_cuda):
+    import torch
+
+    from furlong.ops.loss import tile_tokens
+
+    shape = ModelShape.from_config(TINY | {"vocab_size": vocab})
+    rows = [
+        CostModel(shape, device).memory().tile_tokens
+        for device in (this_cpu(measured=False), hardware("H100"))
+    ]
+    assert rows == [on_cpu, on_cuda]
+    assert rows[1] == tile_tokens(vocab, torch.device("cuda"))
+    assert PlanMemory(shape, Training(), 0, whole_logits=True).tile_tokens is None
+
+
+def test_a_tile_makes_a_gradient_of_the_whole_head():
+    """V x D numbers, before they are added to those of the tiles before; none of a frozen head."""
+    plan = plan_chunkflow((64,), ChunkOptions(size=64), num_layers=4)
+    evaluated = plan_chunkflow((64,), ChunkOptions(size=64), num_layers=4, backward=False)
+    logits = {
+        name: curve(*args, training=training).device[:, PARTS.index("logits")].max()
+        for name, args, training in (
+            ("trained", (plan,), Training()),
+            ("adapters", (plan,), Training(lora=Lora(rank=4))),
+            ("evaluated", (evaluated,), Training()),
+        )
+    }
+    assert logits["adapters"] == logits["evaluated"] == 64 * 90 * (3 * 4 + 2 * 2)
+    assert logits["trained"] - logits["adapters"] == 90 * 32 * 2

@@ -225,3 +225,22 @@ def test_the_check_refuses_what_a_tier_does_not_hold(tier):
     with pytest.raises(PlanError, match=f"has {most - 1}"):
         check(plan, TierMemory(MEMORY, tier, most - 1))
     assert curve.lower_bytes == getattr(curve, tier).tolist()
+
+
+@pytest.mark.parametrize("drawn", [(4, 1), (2,), (0,), (5, 3, 0)])
+@pytest.mark.parametrize("window", [None, 1200])
+def test_where_some_chunks_get_no_backward_all_bytes_come_back(drawn, window):
+    """What no backward sees never has gradients, wherever it lies."""
+    texts = [f"F{c}.0 kv" for c in range(6)]
+    texts += [f"{kind}{c}.0" for c in drawn for kind in "RB"]
+    plan = ChunkPlan(
+        (6 * 2048,), tuple(parse_chunk(f"0:{2048 * c}-{2048 * (c + 1)}") for c in range(6)), (8,),
+        (tuple(map(parse_action, texts)),), tiers=Tiers(kv="disk"), sampled=True,
+    )  # fmt: skip
+    memory = replace(MEMORY, shape=replace(SHAPE, windows=(window,) * 8))
+    traffic, disk = memory.traffic(plan, 0), memory.curve(plan, 0).disk
+    gradients = KINDS.index("kv_gradients")
+    assert (disk >= 0).all()
+    # the last chunk that is drawn sees so many segments, and brings none of their gradients
+    assert traffic.read[texts.index(f"B{drawn[0]}.0"), gradients] == 0
+    assert (traffic.read >= 0).all()

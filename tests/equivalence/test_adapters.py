@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 import transformers
-from gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import VOCAB_SIZE, build, build_other
 from peft import LoraConfig, get_peft_model
-from tiny_families import VOCAB_SIZE, build, build_other
 
 import furlong
 from furlong.errors import UnsupportedModelError
@@ -73,6 +73,13 @@ def test_longrope_within_the_original_length():
     assert_equal_gradients(longrope_model(), batch([14, 3]), max_seq_len=16)
 
 
+@pytest.mark.parametrize("max_seq_len", [16, 40])
+def test_longrope_layer_first(max_seq_len):
+    """Every stage has the factors of the run, also the last one of a short sequence."""
+    options = furlong.ChunkOptions(size=5, keep="input", order="layer-first")
+    assert_equal_gradients(longrope_model(), batch([max_seq_len]), options, max_seq_len=max_seq_len)
+
+
 def test_longrope_factors_belong_to_the_run_and_not_to_the_call():
     """A short sequence gets the long factors when the run has longer ones, in every chunking."""
     model = longrope_model()
@@ -126,6 +133,8 @@ def test_gradient_checkpointing_of_the_model_is_set_aside(use_reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     assert_equal_gradients(model, batch([21, 4]))
+    layer_first = furlong.ChunkOptions(size=8, order="layer-first", recompute_layers=1)
+    assert_equal_gradients(model, batch([21, 4]), layer_first)
     assert model.is_gradient_checkpointing
 
 

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from gradients import Batch, batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import EXACT, FAMILIES, ROUNDED, bound, build, build_other
+from helpers.gradients import Batch, batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import EXACT, FAMILIES, ROUNDED, bound, build, build_other
 from torch import nn
 
 import furlong

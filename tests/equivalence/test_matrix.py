@@ -5,9 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DIALS, Case, covering_array, every_pair, pairs_of, product_of_one_family, sample
-from gradients import reference_loss, take_grads, worst_relative_error
-from tiny_families import bound, build
+from helpers.cases import (
+    DIALS,
+    Case,
+    covering_array,
+    every_pair,
+    pairs_of,
+    product_of_one_family,
+    sample,
+)
+from helpers.gradients import reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import bound, build
 
 import furlong
 from furlong.kv.pools.disk import NamelessFile
@@ -15,6 +23,7 @@ from furlong.ops import loss as loss_ops
 from furlong.runtime.cell import Cell
 from furlong.runtime.executor import Executor
 from furlong.runtime.pools import Storage
+from furlong.runtime.saved_graphs import SavedGraph
 from furlong.runtime.stage_inputs import StageInputs
 
 POISONED = Storage(poison=True)
@@ -30,7 +39,7 @@ def model_and_truth(family: str, batch_name: str, tied: bool):
 
 def check(case: Case, storage: Storage | None = None) -> None:
     model, sequences, loss, truth = model_and_truth(case.family, case.batch_name, case.tied)
-    with case.loss_tiles():
+    with case.small_sizes():
         result = furlong.forward_backward(model, sequences, case.options, storage=storage)
     assert abs(result.loss - loss) <= max(1e-12, bound(case.family)) * loss
     assert worst_relative_error(take_grads(model), truth) <= bound(case.family)
@@ -99,6 +108,13 @@ def without_the_last_tile(monkeypatch):
     monkeypatch.setattr(loss_ops, "_tiles", lambda *given: list(plain(*given))[:-1])
 
 
+def with_graphs_of_zeros(monkeypatch):
+    plain = SavedGraph._unpack
+    monkeypatch.setattr(
+        SavedGraph, "_unpack", lambda self, packed: torch.zeros_like(plain(self, packed))
+    )
+
+
 def with_reads_of_what_was_never_written(monkeypatch):
     monkeypatch.setattr(NamelessFile, "write", lambda *_: None)
 
@@ -115,6 +131,7 @@ BROKEN = {
         False,
     ),
     "tiles of the loss": (without_the_last_tile, replace(PLAIN, tile_tokens=3), False),
+    "graphs": (with_graphs_of_zeros, replace(PLAIN, keep="all", graphs="host"), True),
     "disk": (
         with_reads_of_what_was_never_written, replace(LAYER_FIRST, inputs="disk"), False,
     ),
@@ -128,7 +145,7 @@ def test_the_matrix_sees_a_wrong_gradient(name, monkeypatch):
     model, sequences, loss, truth = model_and_truth(case.family, case.batch_name, case.tied)
     check(case)  # runs the start-up check, which would refuse some of it
     break_it(monkeypatch)
-    with case.loss_tiles():
+    with case.small_sizes():
         given = furlong.forward_backward(model, sequences, case.options).loss
     assert worst_relative_error(take_grads(model), truth) > 1e-2
     assert (given == pytest.approx(loss, rel=1e-12)) is is_loss_right

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradients import (
+from helpers.gradients import (
     batch,
     num_labels,
     reference_loss,
@@ -10,16 +10,19 @@ from gradients import (
     total_relative_error,
     worst_relative_error,
 )
-from tiny_families import FAMILIES, VOCAB_SIZE, build
+from helpers.tiny_families import FAMILIES, VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError
 
 OPTIONS = furlong.ChunkOptions(size=8)
+LAYER_FIRST = furlong.ChunkOptions(size=8, keep="input", order="layer-first")
+ON_DISK = furlong.ChunkOptions(size=8, keep="attention", order="layer-first", tier="disk")
 
 
+@pytest.mark.parametrize("options", [OPTIONS, ON_DISK], ids=["chunk-first", "layer-first on disk"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mixtral"])
-def test_changing_one_token_moves_no_bit_elsewhere(family):
+def test_changing_one_token_moves_no_bit_elsewhere(family, options):
     """Only the long sequence has labels: all gradients are its own, so none may move by one bit."""
     model = build(family, torch.float32)
     long, short, other = batch([21, 4, 6])
@@ -27,7 +30,7 @@ def test_changing_one_token_moves_no_bit_elsewhere(family):
         sequence["labels"][:] = -100
     results = []
     for _ in range(2):
-        loss = furlong.forward_backward(model, [short, long, other], OPTIONS).loss
+        loss = furlong.forward_backward(model, [short, long, other], options).loss
         results.append((loss, take_grads(model)))
         short["input_ids"][1] = (short["input_ids"][1] + 1) % VOCAB_SIZE
     (loss_a, grads_a), (loss_b, grads_b) = results
@@ -63,6 +66,26 @@ def test_gradients_are_added():
     furlong.forward_backward(model, sequences, OPTIONS)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+@pytest.mark.parametrize(
+    "dials",
+    [{}, {"order": "layer-first"}, {"order": "layer-first", "stage_layers": 2, "tier": "host"}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_evaluation_gives_the_same_loss_of_every_token_in_either_order(family, dials):
+    model = build(family)
+    sequences = batch([21, 4, 6, 17])
+    whole = furlong.forward_backward(
+        model, sequences, furlong.ChunkOptions(size=64), backward=False
+    )
+    options = furlong.ChunkOptions(size=8, **dials)
+    result = furlong.forward_backward(model, sequences, options, backward=False)
+    for given, truth in zip(result.token_losses, whole.token_losses, strict=True):
+        torch.testing.assert_close(given, truth, rtol=2e-6, atol=1e-9)
+    assert {record.text[0] for record in result.timeline.records} == {"F"}
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
@@ -161,6 +184,22 @@ def test_bfloat16_errs_no_more_than_transformers_own():
             assert all(p.grad.dtype == p.dtype == torch.float32 for p in exact.parameters())
             mine[num_chunks] += total_relative_error(take_grads(exact), truth)
     assert {n: error / theirs for n, error in mine.items() if error > 1.1 * theirs} == {}
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_bfloat16_errs_no_more_layer_first(keep):
+    """Hidden states between stages, and their gradients, have the dtype that they have anyway."""
+    sequences = batch([80])
+    model = rounded_pair(0)[0]
+    chosen = {"size": 16, "keep": keep, "num_retained": 0}
+    found = []
+    for dials in ({}, {"order": "layer-first"}, {"order": "layer-first", "tier": "disk"}):
+        options = furlong.ChunkOptions(**chosen, **dials)
+        furlong.forward_backward(model, sequences, options, compute_dtype=torch.bfloat16)
+        found.append(take_grads(model))
+    chunk_first, layer_first, on_disk = found
+    assert all(torch.equal(layer_first[n], on_disk[n]) for n in layer_first)
+    assert total_relative_error(layer_first, chunk_first) <= 1e-6
 
 
 def test_a_bfloat16_model_gets_gradients_rounded_once():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
-from tiny_families import build
+from helpers.gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import build
 
 import furlong
 from furlong.kv.arena import Arena

@@ -3,8 +3,14 @@
 import itertools
 
 import pytest
-from gradients import batch, reference_loss, take_grads, total_relative_error, worst_relative_error
-from tiny_families import build
+from helpers.gradients import (
+    batch,
+    reference_loss,
+    take_grads,
+    total_relative_error,
+    worst_relative_error,
+)
+from helpers.tiny_families import build
 
 import furlong
 from furlong.planners.sample import Factors, adaptive_probability, sample_backwards

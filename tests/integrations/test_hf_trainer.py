@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_families import build
+from helpers.tiny_families import build
 from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
 
 import furlong

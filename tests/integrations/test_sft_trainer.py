@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_families import build
+from helpers.tiny_families import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
 from transformers import PreTrainedTokenizerFast

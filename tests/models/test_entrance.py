@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from gradients import batch
-from tiny_families import build
+from helpers.gradients import batch
+from helpers.tiny_families import build
 from torch import nn
 
 import furlong

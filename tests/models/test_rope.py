@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import VOCAB_SIZE
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
 
 import furlong

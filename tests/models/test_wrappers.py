@@ -8,8 +8,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from gradients import batch, reference_loss, take_grads, worst_relative_error
-from tiny_families import build
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -17,6 +17,7 @@ import furlong
 from furlong.errors import UnsupportedModelError
 
 OPTIONS = furlong.ChunkOptions(size=8)
+LAYER_FIRST = furlong.ChunkOptions(size=8, keep="input", order="layer-first", recompute_layers=1)
 TARGETS = ["q_proj", "v_proj"]
 LORA = functools.partial(peft.LoraConfig, r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
 
@@ -59,9 +60,10 @@ def assert_exact(model: Any, bound: float = 1e-12, **arguments: Any) -> None:
     loss = reference_loss(model, sequences)
     truth = take_grads(model)
     assert truth
-    result = furlong.forward_backward(model, sequences, OPTIONS, **arguments)
-    assert result.loss == pytest.approx(loss, rel=bound)
-    assert worst_relative_error(take_grads(model), truth) <= bound
+    for options in (OPTIONS, LAYER_FIRST):
+        result = furlong.forward_backward(model, sequences, options, **arguments)
+        assert result.loss == pytest.approx(loss, rel=bound)
+        assert worst_relative_error(take_grads(model), truth) <= bound
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -134,8 +136,9 @@ def test_a_model_compiled_in_place_runs_as_it_is_written(where: str) -> None:
     truth = take_grads(model)
     module.compile()
     call = module._compiled_call_impl
-    furlong.forward_backward(model, sequences, OPTIONS)
-    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    for options in (OPTIONS, LAYER_FIRST):
+        furlong.forward_backward(model, sequences, options)
+        assert worst_relative_error(take_grads(model), truth) <= 1e-12
     assert module._compiled_call_impl is call
 
 

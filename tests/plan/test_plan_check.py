@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from counted_work import LINEAR, lines_run
+from helpers.counted_work import LINEAR, lines_run
 
 from furlong.errors import PlanError
 from furlong.plan.check import check

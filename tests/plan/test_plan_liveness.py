@@ -1,7 +1,7 @@
 """K,V die right after their last reader: by hand, and against the definition on random plans."""
 
 import pytest
-from counted_work import LINEAR, lines_run
+from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from toy_model import StuckError, gradient, obey
+from helpers.toy_model import StuckError, gradient, obey
 
 from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape

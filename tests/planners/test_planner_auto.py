@@ -59,7 +59,7 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
 
 def test_less_memory_takes_more_time():
     steps, peaks = [], []
-    for budget in (1000 * GIB, 14 * GIB, 10 * GIB, 9.5 * GIB):
+    for budget in (1000 * GIB, 16 * GIB, 11.5 * GIB, 10.2 * GIB):
         decision = choose(budget_bytes=int(budget))
         peak, step_s = needs(decision.options, [40_000])
         assert peak <= (1 - MARGIN) * budget
@@ -162,6 +162,7 @@ def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     assert "lacks" in caught.value.required
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", [{}, {"disk_bytes": 10**12}])
 def test_the_message_names_the_smallest_budget_that_would_do(lower):
     with pytest.raises(ConfigError) as caught:
@@ -173,6 +174,7 @@ def test_the_message_names_the_smallest_budget_that_would_do(lower):
         choose(budget_bytes=int(0.994 * enough), lengths=SHORT, must_fit=True, **lower)
 
 
+@pytest.mark.slow
 def test_a_tier_without_room_names_its_budget():
     dials = {"tier": "disk"}
     with pytest.raises(ConfigError) as caught:
@@ -229,7 +231,7 @@ def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
     assert sum(drawn) <= 2**17
 
 
-ONE_ORDER_FITS = int(10.2 * GIB)
+ONE_ORDER_FITS = int(10.5 * GIB)
 """On the CPU, for 40,000 tokens: layer-first only."""
 
 
@@ -262,6 +264,7 @@ def test_where_both_fit_the_one_that_simulates_faster_is_taken(model, budget_byt
     assert seconds["auto"] <= fastest * (1 + SLACK)
 
 
+@pytest.mark.slow
 def test_tiers_are_used_only_where_they_are_allowed():
     budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     alone = choose(**budget)
@@ -277,6 +280,7 @@ def test_tiers_are_used_only_where_they_are_allowed():
     assert 0 < needs.host_bytes <= 100 * GIB and needs.disk_bytes == 0
 
 
+@pytest.mark.slow
 def test_each_tier_keeps_its_own_budget():
     budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     for host, disk in ((GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):

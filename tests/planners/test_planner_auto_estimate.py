@@ -84,3 +84,19 @@ def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens
     assert estimate <= 1.05 * seconds
     if options.tiers == ChunkOptions().tiers:
         assert estimate == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("longest", [60_000, 65_536])
+@pytest.mark.parametrize("height", [None, 6])
+@pytest.mark.parametrize(("size", "keep"), [(2048, "kv"), (4096, "attention")])
+@pytest.mark.parametrize("num_retained", [0, 1, 3])
+def test_the_bound_holds_with_many_segments_in_a_lower_tier(
+    longest, height, size, keep, num_retained
+):
+    model = MODELS["lora"]
+    order = {} if height is None else {"order": "layer-first", "stage_layers": height}
+    dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, tier="host", **order)
+    walked = needs_of(model.memory().curve(plan_on_device([longest], dials, num_layers=24), 0))
+    bound = ByteBound(model, longest, size).needs(dials)
+    assert 0.95 * walked.device_bytes <= bound.device_bytes <= walked.device_bytes
+    assert 0.9 * walked.host_bytes <= bound.host_bytes <= walked.host_bytes

@@ -5,9 +5,9 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
+from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_model import gradient, obey
 
 from furlong.errors import PlanError
 from furlong.plan.check import check

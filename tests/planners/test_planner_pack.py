@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from counted_work import LINEAR, lines_run
+from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

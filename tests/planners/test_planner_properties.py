@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from toy_model import gradient, obey
+from helpers.toy_model import gradient, obey
 
 from furlong.cost.hardware import hardware
 from furlong.cost.known_models import model_shape

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from counted_work import LINEAR, lines_run
+from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 import pytest
-from counted_work import LINEAR, lines_run
+from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

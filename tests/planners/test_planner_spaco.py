@@ -4,7 +4,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from toy_model import gradient, obey
+from helpers.toy_model import gradient, obey
 
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees

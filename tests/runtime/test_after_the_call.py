@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gradients import batch
-from tiny_families import build
+from helpers.gradients import batch
+from helpers.tiny_families import build
 
 import furlong
 from furlong.plan.values import Backward, Forward, RebuildKV, Recompute

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradients import batch
-from tiny_families import build
+from helpers.gradients import batch
+from helpers.tiny_families import build
 from torch.nn.functional import cross_entropy
 
 from furlong.errors import ConfigError

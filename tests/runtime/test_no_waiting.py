@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradients import batch, num_labels
-from tiny_families import build
+from helpers.gradients import batch, num_labels
+from helpers.tiny_families import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import furlong

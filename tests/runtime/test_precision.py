@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from gradients import batch, take_grads, worst_relative_error
-from tiny_families import VOCAB_SIZE, build
+from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.tiny_families import VOCAB_SIZE, build
 from torch import nn
 from transformers import AutoModelForCausalLM
 

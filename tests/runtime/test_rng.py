@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from gradients import batch
-from tiny_families import VOCAB_SIZE, build
+from helpers.gradients import batch
+from helpers.tiny_families import VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
 import furlong

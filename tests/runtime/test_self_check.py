@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gradients import batch
-from tiny_families import FAMILIES, VOCAB_SIZE, build
+from helpers.gradients import batch
+from helpers.tiny_families import FAMILIES, VOCAB_SIZE, build
 from transformers import AutoModelForCausalLM
 
 import furlong

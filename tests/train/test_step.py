@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.api import StepResult
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
 from furlong.plan.text import parse_action
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.loop import run_steps
 from furlong.train.metrics import MetricsLog

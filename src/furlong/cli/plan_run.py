@@ -59,6 +59,7 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
         disk_bytes=subject.disk_bytes,
         margin=_figures(subject).margin(MARGIN),
         must_fit=True,
+        alone=config is not None,
         dials=subject.dials,
     )
 

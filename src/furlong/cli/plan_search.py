@@ -10,7 +10,7 @@ from furlong.cli.plan_subject import Subject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.text import tiers_in_words
-from furlong.plan.values import ON_DEVICE
+from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.candidates import Candidate, Ladder, Room
 from furlong.planners.methods import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search import Found, search
@@ -105,7 +105,10 @@ def _nothing_offered(subject: Subject, methods: Mapping[str, Method]) -> ConfigE
     problem = subject.problem
     sizes = {"dp": problem.dp, "sp": problem.sp, "pp": problem.pp}
     given = [f"{name} {size}" for name, size in sizes.items() if size]
-    given += [f"{name} {value}" for name, value in subject.dials.items()]
+    given += [
+        tiers_in_words(value) if isinstance(value, Tiers) else f"{name} {value}"
+        for name, value in subject.dials.items()
+    ]
     names = ", ".join(methods) if len(methods) < 4 else f"{len(methods)} methods"
     return ConfigError(
         given=f"{names} on {count_words(problem.num_devices, 'device')}"

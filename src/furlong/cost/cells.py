@@ -41,6 +41,9 @@ class StageBytes:
     """Behind the last layer; last stage only."""
     logit: float
     """Bytes per logit of a tile; last stage only."""
+    head_gradient: float
+    """What autograd makes of a trained head's gradient for each tile, in bytes, before it is added
+    to the others; last stage only."""
 
     def graph(self, recompute_layers: int = 0) -> float:
         """Of the stage's whole graph, its first layers checkpointed."""
@@ -66,6 +69,8 @@ def stage_bytes(
     widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
     attention = (element * shape.q_size + max(element, _FLOAT32) * shape.num_heads) / tp
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size)
+    # other frameworks' kernels add to it in place
+    makes_one = is_last and activations is None and training.lora is None
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
         graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) / tp for i in layers),
@@ -77,4 +82,5 @@ def stage_bytes(
         kv_gradient_layer=2 * shape.kv_size * training.kv_gradient_bytes / tp,
         ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
         logit=saved.logit_bytes / tp if is_last else 0.0,
+        head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,
     )

@@ -16,7 +16,6 @@ import numpy as np
 from furlong.cost.activations import Activations
 from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.memory_walk import (
-    MAX_TILE_LOGITS,
     MemoryRules,
     walk,
 )
@@ -27,6 +26,11 @@ from furlong.plan.values import SHARDED, Backward, ChunkPlan, Forward
 
 _LARGEST_HEAP_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
+
+_TILE_LOGITS = {False: 2**27, True: 2**22}
+_LEAST_TILE_TOKENS = {False: 64, True: 128}
+"""Of a tile of the loss; on a CPU (True), where it also has a most, and elsewhere."""
+_MOST_CPU_TILE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,20 @@ class PlanMemory:
     whole_logits: bool = False
     """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
 
-    max_tile_logits: int = MAX_TILE_LOGITS
-    """Of a tile of the loss otherwise."""
     device_type: str = "cuda"
-    """cuda or cpu: it decides how large the store's segments are."""
+    """cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
 
     def budget_bytes(self, rank: int) -> int:
         return self.device_budget_bytes
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Rows of a tile of the loss, as `ops.loss` cuts it; None where it is not cut."""
+        if self.whole_logits:
+            return None
+        on_cpu = self.device_type == "cpu"
+        tokens = max(_TILE_LOGITS[on_cpu] // self.shape.vocab_size, _LEAST_TILE_TOKENS[on_cpu])
+        return min(tokens, _MOST_CPU_TILE_TOKENS) if on_cpu else tokens
 
     def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of device bytes in use while it runs."""
@@ -93,7 +104,7 @@ class PlanMemory:
             activations=self.activations,
             activation_factor=self.activation_factor,
             overhead_bytes=self.overhead_bytes + self._heap_bytes(plan, rank),
-            max_tile_logits=None if self.whole_logits else self.max_tile_logits,
+            tile_tokens=self.tile_tokens,
             device_type=self.device_type,
         )
         return [walk(rules, plan, rank, process) for process in range(1 if alike else plan.sp_size)]

@@ -41,10 +41,6 @@ from furlong.plan.values import (
     Unshard,
 )
 
-MAX_TILE_LOGITS = 2**27
-"""Of a tile of the loss on a CUDA device, as `ops.loss` cuts it; 2**22 on a CPU."""
-_MIN_TILE_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class MemoryRules:
@@ -55,8 +51,8 @@ class MemoryRules:
     activations: Activations | None
     activation_factor: float
     overhead_bytes: int
-    max_tile_logits: int | None
-    """None: the loss holds the logits of a whole chunk."""
+    tile_tokens: int | None
+    """Rows of a tile of the loss; None: it holds the logits of a whole chunk."""
     device_type: str = "cuda"
     """cuda or cpu: it decides how large the store's segments are."""
 
@@ -163,7 +159,8 @@ class _Walk:
             return
         self._levels.pass_by("buffers", tokens * cell.working)
         if what.loss:
-            self._levels.pass_by("logits", self._logits(chunk, cell))
+            backward = what.computes == "backward"
+            self._levels.pass_by("logits", self._loss(chunk, cell, backward=backward))
         if what.writes_kv:
             self._store.write(chunk, stage)
         self._read(chunk, stage, what)
@@ -279,9 +276,8 @@ class _Walk:
             case Reshard(stage):
                 self._levels.let_go("unsharded", 0, stage)
 
-    def _logits(self, chunk: int, cell: StageBytes) -> float:
-        vocab = self._rules.shape.vocab_size
-        tokens = self._tokens[chunk]
-        if self._rules.max_tile_logits is not None:
-            tokens = min(tokens, max(_MIN_TILE_TOKENS, self._rules.max_tile_logits // vocab))
-        return cell.logit * vocab * tokens
+    def _loss(self, chunk: int, cell: StageBytes, *, backward: bool) -> float:
+        """Bytes of a tile's logits, with its gradient of the head."""
+        tokens = min(self._tokens[chunk], self._rules.tile_tokens or self._tokens[chunk])
+        logits = cell.logit * self._rules.shape.vocab_size * tokens
+        return logits + (cell.head_gradient if backward else 0.0)

@@ -21,7 +21,6 @@ from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
 from furlong.cost.links import Collective, Link
 from furlong.cost.memory import PlanMemory
-from furlong.cost.memory_walk import MAX_TILE_LOGITS
 from furlong.cost.rates import Part, StageRates
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
@@ -85,7 +84,6 @@ class CostModel:
             heap_blocks=self.heap_blocks,
             overhead_bytes=(self.overhead_bytes or 0)
             + (_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0),
-            max_tile_logits=2**22 if is_cpu else MAX_TILE_LOGITS,
             device_type=self.device_type,
         )
 

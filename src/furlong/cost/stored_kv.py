@@ -136,8 +136,8 @@ class _Alive:
         """Segments whose K,V are on the device."""
         self._hot: set[int] = set()
         """Segments whose gradients are on the device."""
-        self._sent_from = len(stored.sizes)
-        """From this segment on, those that are there have gradients."""
+        self._sent: set[int] = set()
+        """Segments that have gradients; where some backwards are left out, not all behind one."""
 
     def write(self, piece: int) -> None:
         level, stored = self._level, self.stored
@@ -176,10 +176,10 @@ class _Alive:
                     level.gradients += self._gradients[index]
             return
         rest, newest = seen[: max(0, len(seen) - NUM_HOT)], seen[-NUM_HOT:]
-        had = range(max(seen.start, self._sent_from), max(seen.stop, self._sent_from))
+        had = [index for index in seen if index in self._sent]
         here = [index for index in self._hot if index in seen]
         were_here = sum(self._gradients[index] for index in here)
-        brought = _sum(self._gradients_before, had) - were_here
+        brought = sum(self._gradients[index] for index in had) - were_here
         taken = _sum(self._gradients_before, rest)
         level.gradients_read += brought
         level.gradients_written += taken
@@ -188,7 +188,7 @@ class _Alive:
         level.lower += taken - brought
         level.gradients += _sum(self._gradients_before, newest) - were_here
         self._hot = self._hot.difference(rest).union(newest)
-        self._sent_from = min(self._sent_from, seen.start)
+        self._sent.update(seen)
         # its own, which later pieces have sent
         relayed = [i for i in self.stored.touched(piece) if self._is_cold(i)]
         level.gradients_read += sum(self._gradients[index] for index in relayed)
@@ -213,9 +213,8 @@ class _Alive:
                 level.lower -= self._kv[index]
             self._filling.discard(index)
             self._hot.discard(index)
+            self._sent.discard(index)
             del self._written[index], self._owners[index]
-        if not self._written:
-            self._sent_from = len(self.stored.sizes)
 
     def _begin(self, index: int) -> None:
         self._written[index], self._owners[index] = set(), set()
@@ -224,8 +223,7 @@ class _Alive:
 
     def _is_cold(self, index: int) -> bool:
         """Whether its gradients are in the lower tier."""
-        there = not self._on_device and index in self._written
-        return there and index >= self._sent_from and index not in self._hot
+        return index in self._sent and index not in self._hot
 
 
 def _sum(before: Sequence[float], indices: range) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from furlong.errors import UnsupportedModelError
+from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.entrance import enter
 from furlong.models.rope import num_positions
 from furlong.models.stage import Stage, layer_list_name, stages
@@ -79,6 +79,17 @@ class CausalLM:
             return 0
         trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
         return next((index for index, any_ in enumerate(trained) if any_), self.num_layers)
+
+    def require_frozen(self, num_layers: int) -> None:
+        """Raise PlanError if a parameter is trained in the first `num_layers` layers, or below.
+
+        A plan without their backwards would leave its gradient out.
+        """
+        if num_layers and self.num_frozen_layers < num_layers:
+            raise PlanError(
+                f"the plan has no backward in the first {num_layers} layers of {self.name}, where "
+                "parameters are trained by now, or below: plan again"
+            )
 
     def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
         """Stages of `heights[i]` layers each; see `models.stage`."""

@@ -11,14 +11,14 @@ from torch import nn
 def fingerprint(model: nn.Module) -> int:
     """Hash of everything but the weights' values on which the adapter and its check depend.
 
-    That is the config, the type of every module, whether it trains, its active adapters, what was
+    That is the config, every module and its type, whether it trains, its active adapters, what was
     put into it (hooks, a forward of its own), and the shape, dtype and device of every parameter.
     Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (type(module), module.training, _adapters(module), _put_in(module))
+        (id(module), type(module), module.training, _adapters(module), _put_in(module))
         for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())

@@ -57,7 +57,7 @@ class Decision:
     searched: Searched | None = None
     """None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
-    """What predicts; None where the model's work cannot be counted."""
+    """What predicts the steps; None where the model's work cannot be counted."""
     figures: str = ""
     """Where the model's seconds and bytes come from."""
 
@@ -79,6 +79,7 @@ def decide(
     disk_bytes: int | None = 0,
     margin: float = MARGIN,
     must_fit: bool = False,
+    alone: bool = True,
     dials: Mapping[str, Any] | None = None,
 ) -> Decision:
     """The options of a run over sequences of these lengths on one device.
@@ -87,7 +88,8 @@ def decide(
     `disk_bytes`: budgets of the tiers below, 0 where there is none, None without a limit. `margin`:
     share of the device's budget that the plan leaves free. `dials`: what the user has given. Where
     no plan is predicted to fit, small chunks that keep K,V are taken, and the words say so; with
-    `must_fit` that is a ConfigError.
+    `must_fit` that is a ConfigError, whose advice is that for a run, or without `alone` that for
+    who may take more devices.
     """
     given = dict(dials or {})
     longest = max(longest or 0, lengths.longest)
@@ -101,7 +103,7 @@ def decide(
     if searched.tried:
         words = _why(searched, budgets, budget_words)
         return Decision(searched.best.options, words, searched, model)
-    error = _nothing_fits(searched, budgets)
+    error = _nothing_fits(searched, budgets, alone=alone)
     if must_fit:
         raise error
     budget = f"{format_bytes(budget_bytes)} ({budget_words})"
@@ -142,7 +144,7 @@ def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
     return f"{words}{dials_in_words(rival.options)}: {change}, {needs_in_words(rival.needs)}"
 
 
-def _nothing_fits(searched: Searched, budgets: Budgets) -> ConfigError:
+def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> ConfigError:
     """The message of a search in which nothing fits: what would."""
     nearest = searched.refused[0]
     count = len(searched.refused) + searched.num_pruned
@@ -156,7 +158,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets) -> ConfigError:
             given=f"{words}, whose {error.given}",
             required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
             source=f"the search over {count:,} plans of one device",
-            change=f"{advice(error.part, alone=True)}; {_enough('device', enough)}",
+            change=f"{advice(error.part, alone=alone)}; {_enough('device', enough)}",
         )
     tier = "host" if needs.host_bytes > (limits[0] or 0) and limits[0] is not None else "disk"
     used, limit = (needs[1], limits[0]) if tier == "host" else (needs[2], limits[1])

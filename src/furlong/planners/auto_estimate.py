@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.cells import TOKEN_BYTES, StageBytes, stage_bytes
-from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Recompute, Tier
@@ -183,9 +182,19 @@ class ByteBound:
             # the chunk before is larger
             later = self._at(options, self._size, done=self._last)
             needs = Needs(*map(max, needs, later))
+        each = segment_tokens(
+            self._cell((self._model.shape.num_layers,)).kv_layer, self._model.device_type
+        )
+        if options.tiers.kv != "device" and self._stored >= 5 * each and each % self._size == 0:
+            # a chunk at the border of two segments: its own gradients are there too
+            done = self._last + -(-2 * each // self._size) * self._size
+            later = self._at(options, self._size, done=done, num_hot=NUM_HOT + 1)
+            needs = Needs(*map(max, needs, later))
         return needs
 
-    def _at(self, options: ChunkOptions, current: int, *, done: int) -> Needs:
+    def _at(
+        self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
+    ) -> Needs:
         """Bytes while the last stage's backward of a chunk of `current` tokens runs, when those of
         `done` tokens have run."""
         num_layers = self._model.shape.num_layers
@@ -202,7 +211,8 @@ class ByteBound:
             graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
             used[tiers.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
         else:
-            num_retained = min(options.num_retained, self._num_chunks) - bool(done)
+            num_done = -(-done // self._size)
+            num_retained = max(0, min(options.num_retained, self._num_chunks) - num_done)
             retained = max(0, num_retained - 1) * self._size  # besides the current one
             graph = cell.graph(min(options.recompute_layers, height))
             used[tiers.graphs if num_retained > 0 else "device"] += (current + retained) * graph
@@ -211,7 +221,7 @@ class ByteBound:
                 used[tiers.inputs] += (num_below * tokens - leaves) * cell.message
                 used["device"] += leaves * cell.message
             if keep == "attention":
-                dropped = self._stored - retained - (current if done else 0)
+                dropped = max(0, self._stored + self._last - done - current - retained)
                 known = (num_layers - height) * tokens + (height - 1) * dropped
                 used[tiers.attention] += known * cell.attention
         held = height if num_below and keep in ("input", "attention") else num_layers
@@ -222,13 +232,14 @@ class ByteBound:
         else:
             # the newest segments of gradients stay, others and those of K,V pass by
             each = segment_tokens(cell.kv_layer, self._model.device_type)
-            cold = max(0.0, sent_back - NUM_HOT * height * each)
+            cold = max(0.0, sent_back - num_hot * height * each)
             used[tiers.kv] += cold * cell.kv_gradient_layer
-            used["device"] += min(2 * each, self._stored) * cell.kv_layer
-            hot = self._stored_tokens(num_layers - height, seen=True, most=(NUM_HOT - 1) * each)
+            prefix = tokens - done - current
+            used["device"] += min(2 * each, prefix) * cell.kv_layer
+            hot = self._stored_tokens(num_layers - height, seen=True, most=(num_hot - 1) * each)
             passing = 0
             if None in self._model.shape.windows[num_layers - height :]:
-                passing = min(2 * each, max(0, self._stored - NUM_HOT * each))
+                passing = min(2 * each, max(0, prefix - num_hot * each))
             used["device"] += (hot + passing) * cell.kv_gradient_layer
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
@@ -257,7 +268,6 @@ class ByteBound:
         return total
 
     def _logits(self, cell: StageBytes, num_tokens: int) -> float:
-        memory: PlanMemory = self._memory
-        vocab = self._model.shape.vocab_size
-        tile = max(64, memory.max_tile_logits // vocab)
-        return cell.logit * vocab * min(num_tokens, tile)
+        """A tile of the loss, with the gradient of the head that it makes."""
+        tile = min(num_tokens, self._memory.tile_tokens or num_tokens)
+        return cell.logit * self._model.shape.vocab_size * tile + cell.head_gradient

@@ -13,7 +13,7 @@ from furlong.planners.candidates import Candidate
 
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
-MAX_ACTIONS = 16_000
+MAX_ACTIONS = 6_000
 """The same of one rank's actions."""
 MAX_TOKENS = 2**28
 

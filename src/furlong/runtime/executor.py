@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Unpack
 
 import torch
@@ -34,30 +33,14 @@ from furlong.runtime.comms import Comms
 from furlong.runtime.inputs import BatchInputs, ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
+from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
 from furlong.runtime.pools import Pools
 from furlong.runtime.recorder import Measuring, Recorder
 from furlong.runtime.rng import RNGState, replayed
+from furlong.runtime.saved_graphs import SavedGraph
 from furlong.runtime.stage_inputs import StageInputs
 from furlong.timeline import Timeline
-
-
-@dataclass(slots=True)
-class _Live:
-    """What a cell holds between its forward and its backward."""
-
-    cell: Cell
-    x: Tensor | None = None
-    """The leaf (T, D) that entered the graph, behind the first stage."""
-    output: Tensor | None = None
-    """Hidden states (T, D) behind the stage, with their graph."""
-    rng: RNGState | None = None
-
-
-def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
-    """By (chunk, stage): the index of the last action on each cell of a rank."""
-    computing = (Forward, Recompute, RebuildKV, Backward)
-    return {(a.chunk, a.stage): i for i, a in enumerate(actions) if isinstance(a, computing)}
 
 
 class Executor:
@@ -85,6 +68,7 @@ class Executor:
         self._num_valid_tokens = num_valid_tokens
         self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = model.stages(plan.stages)
+        model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         self._last_action = last_actions(self._actions)
@@ -92,11 +76,13 @@ class Executor:
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
         self._store = KVStore(pools.arena, piece_lens(plan), kv_pool)
+        graphs = plan.tiers.graphs
+        self._graphs = None if graphs == "device" else pools.of(graphs)
         self._attention = pools.of(plan.tiers.attention)
         self._ledger = Ledger()
         self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
-        self._live: dict[tuple[int, int], _Live] = {}
+        self._live: dict[tuple[int, int], LiveCell] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
         self._recorder = Recorder(pools, rank, **measuring)
@@ -162,7 +148,7 @@ class Executor:
     def _compute(self, action: Forward | Recompute | RebuildKV, what: Pass) -> None:
         at = action.chunk, action.stage
         if isinstance(action, Forward):
-            self._live[at] = _Live(self._open(*at))
+            self._live[at] = LiveCell(self._open(*at))
             if self._draws and what.computes != "nothing":
                 self._live[at].rng = RNGState.read(self._model.device)
         live = self._live[at]
@@ -187,14 +173,14 @@ class Executor:
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
-                    with torch.enable_grad():
+                    with torch.enable_grad(), self._saving(action, live):
                         live.output = self._run(live, at, what)
                     if isinstance(action, Forward):
                         self._deliver(action, live.output)
         if what.computes != "graph":
             live.cell.end_pass()
 
-    def _run(self, live: _Live, at: tuple[int, int], what: Pass) -> Tensor:
+    def _run(self, live: LiveCell, at: tuple[int, int], what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage; raises KVReady for a pass to the last K,V."""
         chunk, stage = at
         own, cell = self._inputs.of(chunk), live.cell
@@ -215,7 +201,15 @@ class Executor:
         require_each_layer(self._model.name, cell.attended, cell.layers)
         return hidden
 
-    def _leaf(self, live: _Live, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
+    def _saving(self, action: Action, live: LiveCell) -> AbstractContextManager[None]:
+        """Where the plan says so, the graph of a retained cell goes into a lower tier."""
+        if self._graphs is None or not isinstance(action, Forward):
+            return nullcontext()  # a recomputed graph is used at once
+        live.saved = SavedGraph(self._graphs)
+        model = self._model.model
+        return live.saved.saving((*model.parameters(), *model.buffers()))
+
+    def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
         """The stage's input (T, D); of a graph a leaf, whose gradient is that of the input."""
         lease = self._hidden.read(at)
         stack.callback(lease.release)
@@ -253,6 +247,8 @@ class Executor:
             self._hidden.drop(following)
         live.output = None
         live.cell.forget()
+        if live.saved is not None:
+            live.saved.drop()
         if self._ledger.holds("attention", *at):
             self._ledger.release("attention", *at)
         self._ledger.release("graph", *at)
@@ -262,7 +258,7 @@ class Executor:
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
 
-    def _return_gradient(self, at: tuple[int, int], live: _Live) -> None:
+    def _return_gradient(self, at: tuple[int, int], live: LiveCell) -> None:
         """Hand the gradient of a cell's input to the stage before, if that is trained."""
         chunk, stage = at
         if stage == 0:

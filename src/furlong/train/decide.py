@@ -50,18 +50,24 @@ def decide_options(
         given.get("tier"), config.memory.host, config.memory.disk,
         on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
     )  # fmt: skip
-    if budget == "auto" and all(name in given for name in SEARCHED_DIALS):
-        return Decision(ChunkOptions(**given), "")
+    is_given = all(name in given for name in SEARCHED_DIALS) and (
+        given["order"] == "chunk-first" or "stage_layers" in given
+    )
+    nothing_left = is_given and budget == "auto"
     limit = config.data.max_seq_len
     try:
         whole = read_config(check_folder(config.model.name), rope=rope, max_seq_len=limit)
         shape = ModelShape.from_config(whole.to_dict())
     except ConfigError as error:
+        if nothing_left:
+            return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(limit, given), words)
     figures = calibrated(CostModel(shape, spec, training_of(config.model)), config.model.dtype)
     if figures.calibration is not None:
         free_words = f"{free_words}, beside this process"
+    if nothing_left:
+        return Decision(ChunkOptions(**given), "", model=figures.model)
     seed = config.train.seed
     decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),

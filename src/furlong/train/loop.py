@@ -19,7 +19,8 @@ from furlong.train.mfu import MfuMeter
 from furlong.train.step import StepFigures, train_step, trained_parameters
 
 if TYPE_CHECKING:
-    from furlong.api import Engine, StepResult
+    from furlong.api import Engine
+    from furlong.runtime.result import StepResult
 
 
 @dataclass(frozen=True, slots=True)

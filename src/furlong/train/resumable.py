@@ -33,7 +33,8 @@ from furlong.train.trackers import open_trackers
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
-    from furlong.api import Engine, StepResult
+    from furlong.api import Engine
+    from furlong.runtime.result import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_m
 from furlong.train.mfu import MfuMeter
 
 if TYPE_CHECKING:
-    from furlong.api import Engine, StepResult
+    from furlong.api import Engine
+    from furlong.runtime.result import StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,14 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 from unittest.mock import patch
 
-from gradients import Batch, batch
-from tiny_families import FAMILIES
-
 import furlong
+from helpers.gradients import Batch, batch
+from helpers.tiny_families import FAMILIES
 
 _BATCHES = {
     # name: (lengths, tokens without a label per sequence)
@@ -46,12 +45,13 @@ class Case:
     kv: str = "device"
     inputs: str = "device"
     attention: str = "device"
+    graphs: str = "device"
     tile_tokens: int = 0
     """Rows of each tile of the loss; 0: as many as furlong takes."""
 
     def __str__(self) -> str:
         walk = f"height{self.stage_layers}" if self.stage_layers else "chunk-first"
-        tiers = "/".join((self.kv, self.inputs, self.attention))
+        tiers = "/".join((self.kv, self.inputs, self.attention, self.graphs))
         return (
             f"{self.family}-{self.batch_name}-size{self.size}-{walk}-{self.keep}"
             f"-retain{self.num_retained}-recompute{self.recompute_layers}-{tiers}"
@@ -65,7 +65,10 @@ class Case:
             hybrid=self.batch_name != "masked",
             order="layer-first" if self.stage_layers else "chunk-first",
             stage_layers=self.stage_layers or None, recompute_layers=self.recompute_layers,
-            tier={"kv": self.kv, "inputs": self.inputs, "attention": self.attention},
+            tier={
+                "kv": self.kv, "inputs": self.inputs, "attention": self.attention,
+                "graphs": self.graphs,
+            },
         )  # fmt: skip
 
     def sequences(self) -> Batch:
@@ -73,12 +76,13 @@ class Case:
         return batch(lens, masked=masked)
 
     @contextmanager
-    def loss_tiles(self) -> Iterator[None]:
-        """Within it the loss is computed in the case's tiles."""
-        if not self.tile_tokens:
-            yield
-            return
-        with patch("furlong.runtime.loss_head.tile_tokens", lambda *_: self.tile_tokens):
+    def small_sizes(self) -> Iterator[None]:
+        """Within it the loss has the case's tiles, and graphs leave nothing behind as too small."""
+        with ExitStack() as stack:
+            if self.tile_tokens:
+                tiles = patch("furlong.runtime.loss_head.tile_tokens", lambda *_: self.tile_tokens)
+                stack.enter_context(tiles)
+            stack.enter_context(patch("furlong.runtime.saved_graphs._MIN_BYTES", 1))
             yield
 
 
@@ -94,6 +98,7 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
     "kv": _TIERS,
     "inputs": _TIERS,
     "attention": _TIERS,
+    "graphs": _TIERS,
     "tile_tokens": (0, 3),
 }
 assert tuple(DIALS) == tuple(field.name for field in fields(Case))
@@ -158,6 +163,6 @@ def product_of_one_family() -> list[Case]:
     for values in itertools.product(*(DIALS[dial] for dial in dials)):
         own = dict(zip(dials, values, strict=True))
         for tier in _TIERS:
-            tiers = {"kv": tier, "inputs": tier, "attention": tier}
+            tiers = dict.fromkeys(("kv", "inputs", "attention", "graphs"), tier)
             cases.append(Case("mistral", "hybrid", 5, **own, **tiers))
     return cases

@@ -1,0 +1,25 @@
+"""What a call of the engine returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from furlong.plan.values import ChunkPlan
+from furlong.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    loss: float
+    """The summed loss divided by the divisor."""
+    loss_sum: float
+    num_valid_tokens: int
+    """Tokens with a label in this call."""
+    timeline: Timeline
+    token_losses: tuple[Tensor, ...] = ()
+    """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
+    Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
+    plan: ChunkPlan | None = None
+    """What the timeline is of."""

@@ -1,0 +1,180 @@
+"""A stage: fed and read at its layers, and the model is afterwards as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.gradients import batch
+from helpers.tiny_families import build, build_other
+from torch import nn
+
+import furlong
+from furlong.errors import PlanError
+from furlong.kv.arena import Arena
+from furlong.kv.pools.device import DevicePool
+from furlong.kv.store import KVStore
+from furlong.models.causal_lm import CausalLM
+from furlong.models.stage import Stage
+from furlong.ops.choose import ProbedBackend
+from furlong.plan.passes import Pass
+from furlong.runtime.cell import Cell, KVReady
+
+NUM_TOKENS = 9
+GRAPH = Pass("graph")
+CPU = torch.device("cpu")
+
+
+def cell_of(stage: Stage) -> Cell:
+    arena = Arena(CPU)
+    slices = (slice(0, NUM_TOKENS),)
+    return Cell(slices, (), KVStore(arena, {}), ProbedBackend(), DevicePool(arena), stage.layers)
+
+
+def run(model: CausalLM, heights, what=GRAPH) -> list[torch.Tensor]:
+    """Hidden states (T, D) behind each stage, each of which is the next one's leaf."""
+    ids = batch([NUM_TOKENS])[0]["input_ids"]
+    outputs = []
+    with model.installed():
+        x = ids
+        for stage in model.stages(heights):
+            hidden = stage.run(x, torch.arange(NUM_TOKENS), cell_of(stage), what)
+            outputs.append(hidden)
+            x = hidden.detach().requires_grad_()
+    return outputs
+
+
+@pytest.mark.parametrize("heights", [(1, 1, 1), (1, 2), (2, 1), (3,)])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3", "gpt_oss"])
+def test_stages_compute_what_the_decoder_computes_bit_for_bit(family, heights):
+    model = CausalLM(build(family))
+    ids = batch([NUM_TOKENS])[0]["input_ids"]
+    with torch.no_grad():
+        whole = run(model, (3,))[0]
+        assert torch.equal(run(model, heights)[-1], whole)
+        torch.testing.assert_close(whole, model.whole_hidden(ids), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_stage_ends_where_the_next_begins(family):
+    """The states between layers are those that transformers itself shows."""
+    base = build(family)
+    model = CausalLM(base)
+    ids = batch([NUM_TOKENS])[0]["input_ids"]
+    with torch.no_grad():
+        shown = base(input_ids=ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        for found, expected in zip(run(model, (1, 1, 1))[:-1], shown[1:-1], strict=True):
+            torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_stage_has_the_gradient_of_its_input_and_of_its_own_layers_only():
+    base = build("llama")
+    model = CausalLM(base)
+    stage = model.stages((1, 1, 1))[1]
+    x = torch.randn(NUM_TOKENS, 32, dtype=torch.float64, requires_grad=True)
+    with model.installed():
+        stage.run(x, torch.arange(NUM_TOKENS), cell_of(stage), GRAPH).sum().backward()
+    assert x.grad is not None and x.grad.any()
+    trained = {name for name, p in base.named_parameters() if p.grad is not None}
+    assert trained and all(name.startswith("model.layers.1.") for name in trained)
+
+
+def test_the_model_is_afterwards_as_it_was_also_after_an_error():
+    base = build("llama")
+    model = CausalLM(base)
+    own = list(base.modules())
+    attributes = [set(vars(m)) for m in own]
+    stages = model.stages((1, 1, 1))
+    handle = base.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with model.installed(), pytest.raises(ZeroDivisionError):
+        x = torch.zeros(NUM_TOKENS, 32, dtype=torch.float64)
+        what = Pass("graph", recompute_layers=1)
+        stages[1].run(x, torch.arange(NUM_TOKENS), cell_of(stages[1]), what)
+    handle.remove()
+    assert list(base.modules()) == own and [set(vars(m)) for m in own] == attributes
+    assert all(stage._inject.x is stage._capture.hidden is None for stage in stages)
+
+
+def test_a_pass_to_the_last_kv_leaves_nothing_swapped():
+    base = build("llama")
+    model = CausalLM(base)
+    stage = model.stages((2, 1))[0]
+    own = list(base.modules())
+    ids = batch([NUM_TOKENS])[0]["input_ids"]
+    with model.installed(), pytest.raises(KVReady), torch.no_grad():
+        cell = cell_of(stage)
+        stage.run(ids, torch.arange(NUM_TOKENS), cell, Pass("to last kv", writes_kv=True))
+    assert cell.attended == [0, 1] and list(base.modules()) == own
+    assert stage._capture.hidden is None
+
+
+@pytest.mark.parametrize("recompute_layers", [0, 1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_recomputed_layers_run_again_in_the_backward(recompute_layers, training):
+    """Also in evaluation mode, in which transformers' own checkpoints are silently off."""
+    base = build("llama").train(training)
+    model = CausalLM(base)
+    stage = model.stages((1, 2))[1]
+    x = torch.randn(NUM_TOKENS, 32, dtype=torch.float64, requires_grad=True)
+    with model.installed():
+        cell = cell_of(stage)
+        what = Pass("graph", recompute_layers=recompute_layers)
+        out = stage.run(x, torch.arange(NUM_TOKENS), cell, what)
+        assert cell.attended == [1, 2]
+        assert not any("forward" in vars(layer) for layer in base.model.layers)
+        out.sum().backward()
+    again = cell.attended[2:]
+    assert sorted(again) == [1, 2][:recompute_layers]
+
+
+def test_heights_that_are_not_the_models_are_no_plan_for_it():
+    model = CausalLM(build("llama"))
+    for heights in ((1, 1), (2, 2), (3, 0), (1, 3, -1)):
+        with pytest.raises(PlanError, match="are not those of LlamaForCausalLM, which has 3"):
+            model.stages(heights)
+
+
+def test_stand_ins_have_the_plain_attributes_of_what_they_stand_for():
+    """Decoders ask layers for their type of attention, for example."""
+    base = build("gemma3")
+    stage = CausalLM(base).stages((1, 1, 1))[1]
+    for own, slot in zip(base.model.layers, stage._list, strict=True):
+        assert getattr(own, "layer_idx", None) == getattr(slot, "layer_idx", None)
+        assert getattr(own, "attention_type", None) == getattr(slot, "attention_type", None)
+        assert own is slot or not any(True for _ in slot.parameters())
+
+
+def test_a_stage_sees_layers_that_were_replaced_when_the_model_is_looked_at_again():
+    base = build("llama")
+    sequences = batch([NUM_TOKENS])
+    options = furlong.ChunkOptions(size=4, order="layer-first")
+    engine = furlong.Engine(base)
+    before = engine.forward_backward(sequences, options, backward=False).loss
+    base.model.layers[1] = build("llama", seed=1).model.layers[1]
+    base.model.layers[1].self_attn.layer_idx = 1
+    after = engine.forward_backward(sequences, options, backward=False).loss
+    whole = furlong.ChunkOptions(size=4)
+    assert after != before
+    again = engine.forward_backward(sequences, whole, backward=False).loss
+    assert after == pytest.approx(again, rel=1e-12)
+
+
+def test_frozen_layers_are_counted_from_below():
+    base = build("llama")
+    model = CausalLM(base)
+    assert model.num_frozen_layers == 0
+    base.requires_grad_(False)
+    assert model.num_frozen_layers == 3
+    base.lm_head.weight.requires_grad_(True)
+    assert model.num_frozen_layers == 3, "the head is above all layers"
+    base.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    assert model.num_frozen_layers == 1
+    base.model.norm.weight.requires_grad_(True)
+    assert model.num_frozen_layers == 0, "what lies beside the layers may lie below them"
+
+
+def test_names_of_the_list_of_layers():
+    for family, name in (("llama", "layers"), ("gpt2", "h")):
+        base = build("llama") if family == "llama" else build_other("GPT2Config", attn_pdrop=0.0)
+        decoder = base.get_decoder()
+        (own,) = [n for n, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+        assert own == name and len(CausalLM(base).layers) == len(getattr(decoder, name))

@@ -1,0 +1,70 @@
+"""Memory that turns to NaN when it is given back finds every use after that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.tiny_families import build
+
+import furlong
+from furlong.kv.pools.contract import Lease
+from furlong.kv.pools.device import DevicePool
+from furlong.kv.pools.staged import StagedPool
+from furlong.runtime.kept import Kept
+from furlong.runtime.pools import Storage
+
+POISONED = Storage(poison=True)
+
+
+def test_the_flag_reaches_the_arena_and_every_pool():
+    kept = Kept()
+    for poison in (False, True):
+        kept.open_pools(torch.device("cpu"), Storage(poison=poison))
+        pools = kept.pools
+        given = [pools.arena._poison] + [pools.of(t)._poison for t in ("device", "host", "disk")]
+        assert given == [poison] * 4
+    pools.close()
+
+
+def test_what_is_given_back_is_nan():
+    kept = Kept()
+    kept.open_pools(torch.device("cpu"), POISONED)
+    taken = kept.pools.arena.take((3,), torch.float32).fill_(1)
+    kept.pools.arena.give(taken)
+    assert taken.isnan().all()
+
+
+def error_with_early_releases(tier: str, storage: Storage | None, monkeypatch, keep: str) -> float:
+    """The worst error where leases end before their tensors are used."""
+    model, sequences = build("llama"), batch([21])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    options = furlong.ChunkOptions(
+        size=8, keep=keep, num_retained=0, tier=tier, order="layer-first"
+    )
+    furlong.forward_backward(model, sequences, options, storage=storage)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    for pool in (DevicePool, StagedPool):
+        plain = pool.get
+
+        def get(self, h, plain=plain):
+            lease = plain(self, h)
+            lease.release()
+            return Lease(lease.tensor, lambda writes: None)
+
+        monkeypatch.setattr(pool, "get", get)
+    furlong.forward_backward(model, sequences, options, storage=storage)
+    error = worst_relative_error(take_grads(model), truth)
+    return float("inf") if error != error else error
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_lease_that_ends_too_early_is_seen(tier, keep, monkeypatch):
+    with pytest.raises(Exception, match=r"inf|modified by an inplace|assert"):
+        assert error_with_early_releases(tier, POISONED, monkeypatch, keep) <= 1e-12
+
+
+def test_without_poison_it_would_not_have_been(monkeypatch):
+    assert error_with_early_releases("device", None, monkeypatch, "attention") <= 1e-12

@@ -1,0 +1,120 @@
+"""Copies that come late, at random: the same bits as tensors that never left the device."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.gradients import batch, num_labels, take_grads
+from helpers.tiny_families import build
+from torch import Tensor
+
+from furlong.kv.arena import Arena
+from furlong.kv.pools import disk, host
+from furlong.kv.pools.disk import DiskPool
+from furlong.kv.pools.host import HostPool
+from furlong.kv.pools.staged import StagedPool
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.choose import ProbedBackend
+from furlong.plan.values import Tiers
+from furlong.planners.one_device import plan_on_device
+from furlong.planners.options import ChunkOptions
+from furlong.runtime.comms import Alone
+from furlong.runtime.executor import Executor
+from furlong.runtime.inputs import shift_labels
+from furlong.runtime.pools import Pools, Storage
+
+CPU = torch.device("cpu")
+LENS = [29, 4, 17]
+LONGEST_S = 4e-3
+STAGING_BYTES = 2**16
+"""Room for a few tensors of these models: buffers are waited for and reused."""
+WALKS = {
+    "chunk-first": {"keep": "attention"},
+    "chunk-first, all": {"keep": "all", "recompute_layers": 1},
+    "height 1": {"keep": "input", "order": "layer-first"},
+    "height 1, attention": {"keep": "attention", "order": "layer-first"},
+    "height 2": {
+        "keep": "attention", "order": "layer-first", "stage_layers": 2, "recompute_layers": 2,
+    },
+}  # fmt: skip
+MIXTURES = {
+    "host": Tiers("host", "host", "host", "host"),
+    "disk": Tiers("disk", "disk", "disk", "disk"),
+    "mixed": Tiers(kv="host", inputs="disk", attention="host", graphs="disk"),
+}
+
+
+def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """Summed loss and gradients of a batch, with little staging and with poison."""
+    model = CausalLM(build("mistral", torch.float32))
+    pools = Pools(Arena(CPU, poison=True), Storage(poison=True))
+    staging = {"staging_bytes": STAGING_BYTES, "poison": True}
+    pools.__dict__["host"] = HostPool(CPU, **staging)
+    pools.__dict__["disk"] = DiskPool(folder, CPU, **staging)
+    sequences = batch(LENS)
+    plan = plan_on_device(LENS, options, num_layers=model.num_layers)
+    with model.installed():
+        executor = Executor(
+            model, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
+            backend=ProbedBackend(), pools=pools, comms=Alone(),
+        )  # fmt: skip
+        loss_sum, _ = executor.run()
+    pools.close()
+    return loss_sum, take_grads(model.model)
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[float]:
+    """Let every copy of a worker sleep first; returns the seconds that were slept."""
+    drawn, slept = random.Random(seed), []
+    for places, name in (
+        (host._HostPlaces, "write"), (host._HostPlaces, "read"),
+        (disk._DiskPlaces, "write"), (disk._DiskPlaces, "read"),
+    ):  # fmt: skip
+        plain = getattr(places, name)
+
+        def late(self, place, staged, plain=plain):
+            slept.append(drawn.choice((0.0, 0.0, drawn.uniform(0, LONGEST_S))))
+            time.sleep(slept[-1])
+            plain(self, place, staged)
+
+        monkeypatch.setattr(places, name, late)
+    return slept
+
+
+def same_bits(given: tuple, truth: tuple) -> bool:
+    (loss, grads), (true_loss, true_grads) = given, truth
+    return loss == true_loss and all(torch.equal(grads[n], true_grads[n]) for n in true_grads)
+
+
+def check(walk: str, mixture: str, seed: int, folder: Path, monkeypatch) -> None:
+    dials = {"size": 4, "num_retained": 0, **WALKS[walk]}
+    truth = step(ChunkOptions(**dials), folder)
+    slept = delay(monkeypatch, seed)
+    given = step(ChunkOptions(**dials, tier=MIXTURES[mixture]), folder)
+    assert slept, "nothing has gone through a worker"
+    assert same_bits(given, truth)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_late_copies_change_no_bit(mixture, tmp_path, monkeypatch):
+    check("height 1, attention", mixture, 0, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("walk", WALKS)
+def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, monkeypatch):
+    check(walk, mixture, seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_pool_that_does_not_wait_is_seen(tier, tmp_path, monkeypatch):
+    monkeypatch.setattr(StagedPool, "_wait", lambda *_: None)
+    monkeypatch.setattr(random.Random, "choice", lambda self, values: LONGEST_S)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check("height 1, attention", tier, 0, tmp_path, monkeypatch)

@@ -1,0 +1,188 @@
+"""The benchmarks' own arithmetic, and that the commands run with tiny sizes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import flat
+import gpu
+import long
+import pytest
+from gpu_point import MODELS, Point, hidden
+from harness import disagreements
+from measuring import Measurement
+from profiling import kind_of_work
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = flat.Step(1.0, 100, 1000, 500, 1000, 500, 0.1, 2.0, 3.0)
+LENGTHS = {"short": 16_384, "timed": 65_536, "long": 131_072}
+MIB = 2**20
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A benchmark's command, with the tree's own package."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def flat_steps(**changes: flat.Step) -> dict[str, list[flat.Step]]:
+    """Steps that keep all promises, but for `changes` to those of layer-first."""
+    steps = {}
+    for order in ("chunk-first", "layer-first"):
+        for name, num_tokens in LENGTHS.items():
+            steps[f"{order}, {num_tokens:,} tokens, disk"] = [STEP]
+            if order == "layer-first" and name in changes:
+                steps[f"{order}, {num_tokens:,} tokens, disk"] = [changes[name]]
+        steps[f"{order}, 65,536 tokens, device"] = [STEP]
+    return steps
+
+
+def verdicts(steps: dict[str, list[flat.Step]]) -> dict[str, str]:
+    promises, errors = flat.judge(steps, LENGTHS)
+    assert not errors
+    return {promise.name: promise.verdict for promise in promises if promise.verdict != "met"}
+
+
+def test_flat_memory_may_grow_by_the_batch_and_eight_mebibytes():
+    allowed = 16 * (131_072 - 16_384) + 8 * MIB
+    assert verdicts(flat_steps(long=replace(STEP, peak_bytes=100 + allowed))) == {}
+    missed = verdicts(flat_steps(long=replace(STEP, peak_bytes=101 + allowed)))
+    assert missed == {"layer-first: growth of memory / allowed": "MISSED"}
+
+
+def test_flat_counts_bytes_and_time():
+    assert verdicts(flat_steps(timed=replace(STEP, step_s=1.25, read_bytes=1009))) == {}
+    missed = verdicts(
+        flat_steps(timed=replace(STEP, step_s=1.26), short=replace(STEP, written_bytes=490))
+    )
+    assert set(missed) == {
+        "layer-first: written bytes off the plan's",
+        "layer-first: time, disk / device",
+    }
+
+
+def test_flat_sees_another_gradient():
+    _, errors = flat.judge(flat_steps(timed=replace(STEP, grad_norm=3.1)), LENGTHS)
+    assert len(errors) == 1 and "layer-first, 65,536 tokens, disk has grad_norm 3.1" in errors[0]
+
+
+def cpu(**changes: object) -> Namespace:
+    given = {"device": "cpu", "dtype": "float32", "streambp": "V/bin/python", "chunk_tokens": 1024}
+    return Namespace(**(given | changes))
+
+
+def measurement(step_s: float, extra_bytes: int) -> Measurement:
+    return Measurement(step_s, step_s, extra_bytes, 2.0, 3.0, 8192)
+
+
+def test_long_compares_with_the_best_of_streambp_in_each_figure():
+    taking_part = long.contenders(cpu())
+    rivals = [c.name for c in taking_part if c.system == "StreamBP"]
+    (ours,) = (c.name for c in taking_part if c.is_promised)
+    assert len(rivals) == 3 and "disk" in ours
+    results = {c.name: [measurement(1.0, 1)] for c in taking_part}
+    results |= {ours: [measurement(3.0, 30)], rivals[0]: [measurement(6.0, 200)]}
+    results |= {rivals[1]: [measurement(5.0, 300)], rivals[2]: [measurement(9.0, 100)]}
+    time, memory = long.promises(8192, taking_part, results)
+    assert (time.ratios, memory.ratios) == ((0.6,), (0.3,))
+    assert time.verdict == memory.verdict == "met"
+    results[ours] = [measurement(3.1, 41)]
+    assert {p.verdict for p in long.promises(8192, taking_part, results)} == {"MISSED"}
+
+
+def test_long_promises_nothing_without_streambp_and_offloads_on_a_gpu_alone():
+    alone = long.contenders(cpu(streambp=None))
+    results = {c.name: [measurement(1.0, 1)] for c in alone}
+    assert long.promises(8192, alone, results) == []
+    names = [c.name for c in long.contenders(cpu(device="cuda"))]
+    assert "HF checkpointing, offload" in names and not any("disk" in name for name in names)
+    assert "HF checkpointing, offload" not in results
+
+
+def test_contenders_that_differ_are_named():
+    results = {"a": [measurement(1, 1)], "b": [replace(measurement(1, 1), loss=2.0003)]}
+    assert disagreements(results) == ["b has loss 2.0003; a 2"]
+
+
+def test_hidden_share_of_copies():
+    assert hidden([(0, 4), (10, 12)], [(1, 2), (1.5, 3), (11, 20)]) == pytest.approx(0.5)
+    assert hidden([(0, 4), (2, 6)], [(-1, 9)]) == 1
+    assert hidden([], [(0, 1)]) is None
+    assert hidden([(0, 1)], []) == 0
+
+
+def test_gpu_promises_what_it_has_reached():
+    point = Point(10.0, 0.1, 20.0, 0.36, 1000, 0, 0, 0, None, 2.0, "NVIDIA H100 80GB HBM3")
+    assert gpu.judge({}) == []
+    seven, (on_device, on_host) = "Qwen2.5-7B, LoRA", gpu.PLANS
+    points = {
+        (seven, on_device, 131_072): point,
+        (seven, on_host, 131_072): replace(point, step_s=10.6),
+        (seven, on_host, 65_536): point,
+        (seven, on_host, 262_144): replace(point, device_peak_bytes=1019, mfu=0.34),
+    }
+    found = {promise.name: promise.verdict for promise in gpu.judge(points)}
+    assert found == {
+        "MFU: 7B at 128K": "met",
+        "MFU: 7B at 256K": "MISSED",
+        f"host / device: {seven} at 128K": "MISSED",
+        f"device memory, 256K / 64K: {seven}": "met",
+    }
+
+
+def test_kinds_of_work_of_a_profile():
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    names = kernel, "aten::addmm", "aten::copy_", "aten::silu", "MmBackward0"
+    kinds = ["attention kernel", "matrices", "copies", "elementwise", "other"]
+    assert [kind_of_work(name) for name in names] == kinds
+
+
+@pytest.mark.slow
+def test_long_runs(tmp_path):
+    picture, values = tmp_path / "long.png", tmp_path / "long.json"
+    ended = benchmark(
+        "long.py", "--tokens", "128,256", "--rounds", "1", "--chunk-tokens", "64", "--shape",
+        "tiny", "--plot", str(picture), "--json", str(values), "--disk-dir", str(tmp_path),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    parts = json.loads(values.read_text())["measurements"]
+    assert [len(results) for results in parts.values()] == [4, 4]
+
+
+@pytest.mark.slow
+def test_flat_runs_and_counts_the_bytes_of_the_plan(tmp_path):
+    values = tmp_path / "flat.json"
+    benchmark(
+        "flat.py", "--tokens", "4096", "--chunk-tokens", "256", "--json", str(values),
+        "--disk-dir", str(tmp_path),
+    )  # fmt: skip
+    found = json.loads(values.read_text())
+    bytes_off = [p for p in found["promises"] if "bytes off" in p["name"]]
+    assert not found["errors"] and len(bytes_off) == 4
+    assert {p["verdict"] for p in bytes_off} == {"met"}
+
+
+@pytest.mark.slow
+def test_gpu_runs_with_tiny_shapes_on_a_cpu(tmp_path):
+    values = tmp_path / "gpu.json"
+    ended = benchmark(
+        "gpu.py", "--tiny", "--model", "Llama", "--peak-flops", "1e11", "--json", str(values)
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    points = json.loads(values.read_text())["points"]
+    assert len(points) == 4 and all(0 < point["mfu"] < 1 for point in points)
+    assert {point["model"] for point in points} == {list(MODELS)[-1]}
+
+
+@pytest.mark.slow
+def test_memory_spikes_draws(tmp_path):
+    picture = tmp_path / "spikes.png"
+    ended = benchmark("memory_spikes.py", str(picture), "--tokens", "512", "--shape", "tiny")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG") and "16 chunks, simulated" in ended.stdout
