@@ -22,6 +22,7 @@ from furlong.cost.calibration import Calibration
 from furlong.cost.calibration_file import machine_of
 from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cost.heap import Heap
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
@@ -95,7 +96,7 @@ def calibrate(
         else:
             cut = narrow_config(shape, _NUM_LAYERS)
         model, cut_shape = build(cut, getattr(torch, dtype), device)
-        models[name] = CostModel(cut_shape, spec, training)
+        models[name] = CostModel(cut_shape, spec, training, overhead_bytes=0)
         largest = largest_chunk(name, models[name], device)
         own = [trial for trial in trials(largest) if trial.subject == name]
         bench = Bench(model, compute_dtype=getattr(torch, dtype), vocab_size=cut_shape.vocab_size)
@@ -210,7 +211,7 @@ def _fitted(
         ) from error
     is_cpu = device.type == "cpu"
     overhead = _overhead_bytes(measured, models) if is_cpu else 0
-    factor, blocks = fit_memory(_memory_rows(fitted, models, overhead))
+    memory = _fit_memory(fitted, models, overhead, is_cpu=is_cpu)
     calibration = Calibration(
         hardware=spec.name,
         machine=machine_of(spec.name),
@@ -218,10 +219,9 @@ def _fitted(
         measured_on=_measured_on(models["own"].shape, dtype, device),
         peak_flops_per_s=spec.peak_flops_per_s if spec.name == THIS_CPU else None,
         optimizer_parameters_per_s=optimizer_parameters_per_s,
-        activation_factor=factor,
-        heap_blocks=blocks if is_cpu else None,
         overhead_bytes=overhead,
         links=links,
+        **memory,
         **rates,
     )
     after = {name: calibration.apply_to(model) for name, model in models.items()}
@@ -256,19 +256,28 @@ def _resting_bytes(model: CostModel) -> int:
     return model.shape.num_parameters * (training.master_bytes or training.compute_bytes)
 
 
-def _memory_rows(
-    measured: dict[Trial, Measured], models: dict[Subject, CostModel], overhead: int
-) -> list[tuple[float, float, float]]:
-    """What `fit_memory` takes, with all that is counted but graphs taken away."""
+def _fit_memory(
+    measured: dict[Trial, Measured],
+    models: dict[Subject, CostModel],
+    overhead: int,
+    *,
+    is_cpu: bool,
+) -> dict[str, float]:
+    """Fields of Calibration: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
+    graphs, of which an allocator in blocks holds more than was asked for."""
     rows = []
     for trial, m in measured.items():
         model = models[trial.subject]
         counted = _peak_bytes(model, m)
-        graphs = _peak_bytes(replace(model, activation_factor=2.0), m) - counted
-        block = _peak_bytes(replace(model, heap_blocks=1.0), m) - counted
-        rest = m.peak_bytes - overhead - (counted - graphs)
-        rows.append((float(rest), float(graphs), float(block)))
-    return rows
+        others: list[CostModel] = [
+            replace(model, heap=Heap(blocks=1.0)), replace(model, heap=Heap(share=1.0)),
+        ] if is_cpu else [replace(model, activation_factor=2.0)]  # fmt: skip
+        columns = [_peak_bytes(other, m) - counted for other in others]
+        rows.append([m.peak_bytes, m.peak_bytes - overhead - counted, *columns])
+    found = fit_memory(rows)
+    if is_cpu:
+        return {"heap_blocks": found[0], "heap_share": found[1]}
+    return {"activation_factor": 1 + found[0]}
 
 
 def _peak_bytes(model: CostModel, measured: Measured) -> int:
