@@ -262,7 +262,7 @@ def _fit_memory(
     overhead: int,
     *,
     is_cpu: bool,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Fields of Calibration: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
     graphs, of which an allocator in blocks holds more than was asked for."""
     rows = []

@@ -27,7 +27,8 @@ _RATES = (
     "activation_bytes_per_s", "optimizer_parameters_per_s",
 )  # fmt: skip
 _NUMBERS = (
-    *_RATES, "activation_factor", "heap_blocks", "heap_share", "overhead_bytes", "time_error", "memory_error",
+    *_RATES, "activation_factor", "heap_blocks", "heap_share", "overhead_bytes", "time_error",
+    "memory_error",
 )  # fmt: skip
 
 
