@@ -208,8 +208,7 @@ def _device_spans(
 def _mfu(
     config: dict[str, Any], setting: Setting, name: str, step_s: float, *, is_lora: bool
 ) -> float | None:
-    from furlong.train.device import EXACT_NAMES
-
+    from furlong.cost.device_names import EXACT_NAMES
     from furlong.train.mfu import MfuMeter
 
     peak = setting.peak_flops_per_s

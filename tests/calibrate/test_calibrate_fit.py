@@ -120,11 +120,11 @@ def test_too_few_actions_are_refused():
         fit_rates([replace(samples[3], seconds=samples[3].seconds)], spec)
 
 
-def test_memory_is_split_into_graphs_and_what_the_heap_keeps():
-    rows = [(1.2 * g + 2.5 * b, g, b) for g, b in ((4e8, 2e7), (1e8, 2e7), (3e7, 1e6), (5e6, 8e6))]
-    assert fit_memory(rows) == pytest.approx((1.2, 2.5))
+def test_memory_is_split_into_what_makes_it_up():
+    columns = ((4e8, 2e7), (1e8, 2e7), (3e7, 1e6), (5e6, 8e6))
+    rows = [(1e9 + a, 0.2 * a + 2.5 * b, a, b) for a, b in columns]
+    assert fit_memory(rows) == pytest.approx([0.2, 2.5])
 
 
-def test_graphs_are_never_less_than_counted():
-    rows = [(0.8 * g, g, 1e6) for g in (1e8, 2e8)]
-    assert fit_memory(rows) == (1.0, 0.0)
+def test_more_counted_than_measured_takes_nothing_away():
+    assert fit_memory([(1e9, -1e8, 1e8), (1e9, -2e8, 3e8)]) == [0.0]

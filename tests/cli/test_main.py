@@ -37,7 +37,7 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "lengths", "export", "verify"])
+@pytest.mark.parametrize("verb", ["train", "plan", "lengths", "calibrate", "export", "verify"])
 def test_a_working_folder_that_was_deleted(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

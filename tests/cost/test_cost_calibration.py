@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from furlong.cost.calibration import Calibration, load_calibration
+from furlong.cost.cells import stage_bytes
 from furlong.cost.fitting import relative_fit, relative_line
 from furlong.cost.hardware import Efficiency, hardware
+from furlong.cost.heap import Heap
 from furlong.cost.known_models import model_shape
 from furlong.cost.links import Link
 from furlong.cost.model import CostModel
@@ -19,7 +21,7 @@ MEASURED = Calibration(
     hardware="A100-80", dtype="bfloat16", measured_on="qwen2 in bfloat16, torch 2.13",
     linear=Efficiency(0.66, 190.0), attention_backward=Efficiency(0.4, 300.0),
     pass_launch_s=2e-3, slice_launch_s=1e-4, activation_bytes_per_s=8e9,
-    optimizer_parameters_per_s=1e8, activation_factor=1.1, heap_blocks=2.5,
+    optimizer_parameters_per_s=1e8, activation_factor=1.1, heap_blocks=2.5, heap_share=0.25,
     overhead_bytes=3 * 2**20, time_error=0.08, memory_error=0.05,
     links={
         "host": Link(1e-5, 21e9), "all_reduce": Link(1e-4, 3e9),
@@ -57,21 +59,30 @@ def test_a_cost_model_counts_what_was_measured():
     assert after.hardware.optimizer_s(3 * 10**8) == pytest.approx(3)
     plan = plan_on_device([600], ChunkOptions(size=256), num_layers=24)
     counted = {name: sum(m.memory().curve(plan, 0).peak.values()) for name, m in {
-        "before": model, "after": after, "without heap": replace(after, heap_blocks=0.0),
+        "before": model, "after": after, "without blocks": replace(after, heap=Heap(share=0.25)),
+        "without share": replace(after, heap=Heap(blocks=2.5)),
         "without overhead": replace(after, overhead_bytes=None),
         "graphs alone": replace(model, activation_factor=1.1),
     }.items()}  # fmt: skip
     assert counted["after"] - counted["without overhead"] == 3 * 2**20
     # a block of the heap: the gradient of a matrix of 896 by 4,864, in float32
-    assert counted["after"] - counted["without heap"] == round(2.5 * 896 * 4864 * 4)
+    assert counted["after"] - counted["without blocks"] == round(2.5 * 896 * 4864 * 4)
+    cell = stage_bytes(model.shape, (24,), 0, model.training)
+    assert counted["after"] - counted["without share"] == round(0.25 * 256 * cell.graph())
     assert counted["before"] < counted["graphs alone"] < counted["after"]
 
 
 def test_the_heap_keeps_blocks_of_up_to_32_mib():
     plan = plan_on_device([600], ChunkOptions(size=256), num_layers=28)
     model = CostModel(model_shape("Qwen2.5-7B"), hardware("A100-80"))
-    one, none = (replace(model, heap_blocks=n).memory().curve(plan, 0) for n in (1.0, 0.0))
+    one, none = (replace(model, heap=Heap(n)).memory().curve(plan, 0) for n in (1.0, 0.0))
     assert sum(one.peak.values()) - sum(none.peak.values()) == 2**25
+
+
+def test_the_holes_of_a_graph_need_a_second_one():
+    plan = plan_on_device([256], ChunkOptions(size=256), num_layers=24)
+    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"))
+    assert Heap(share=0.5).held_bytes(model.shape, model.training, plan, 0) == 0
 
 
 @pytest.mark.parametrize(

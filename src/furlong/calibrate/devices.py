@@ -22,6 +22,8 @@ _RECORD_BYTES = (2**18, 2**20, 2**22)
 _TOTAL_BYTES = 2**26
 _NUM_REPEATS = 5
 _MATRIX = 1024
+_MOST_PARAMETERS = 2**25
+"""About as many are enough to tell the optimizer's rate, whose state takes twice their memory."""
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -33,7 +35,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 def optimizer_rate(model: Any, device: torch.device) -> float:
     """Parameters per second of AdamW's step."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters: list[Any] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad and sum(p.numel() for p in parameters) < _MOST_PARAMETERS:
+            parameters.append(parameter)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=0.0)

@@ -155,15 +155,10 @@ def _fields(found: Mapping[str, float]) -> dict[str, Any]:
     return fields
 
 
-def fit_memory(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(activation_factor, heap_blocks) of (measured bytes beside all that is exact, counted bytes
-    of graphs, bytes of a largest block) per plan, by least relative error.
-
-    Graphs are at least what is counted, for they are counted exactly.
-    """
-    ys = [max(0.0, measured - graphs) for measured, graphs, _ in rows]
-    wholes = [measured for measured, _, _ in rows]
-    # relative to all that was measured, so that a plan without much beside its graphs weighs little
-    columns = np.array([[g / w, b / w] for w, (_, g, b) in zip(wholes, rows, strict=True)])
-    more, blocks = nonnegative(columns, np.array(ys) / np.array(wholes))
-    return 1 + more, blocks
+def fit_memory(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Coefficients of bytes that are counted in some other way than exactly, one row per plan:
+    measured bytes, those of them that are not counted exactly, and what makes up these (a column
+    for each coefficient). None is negative; errors are relative to all that was measured."""
+    table = np.array(rows)
+    lacking = np.maximum(table[:, 1], 0.0) / table[:, 0]
+    return nonnegative(table[:, 2:] / table[:, :1], lacking)

@@ -26,7 +26,8 @@ _WORDS = {
     "activation_bytes_per_s": "kernels that pass bytes",
     "optimizer_parameters_per_s": "optimizer",
     "activation_factor": "graphs, measured over counted",
-    "heap_blocks": "freed blocks that the heap keeps",
+    "heap_blocks": "freed blocks that the heap holds",
+    "heap_share": "share of a freed graph that it holds",
     "overhead_bytes": "the process beside its tensors",
 }
 _PASSES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
+from furlong.calibrate.collectives import collective_links
 from furlong.calibrate.devices import copy_links, measured_peak, optimizer_rate
 from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, residuals
 from furlong.calibrate.measure import Bench, Measured, merged, tidy
@@ -19,17 +22,20 @@ from furlong.cost.calibration import Calibration
 from furlong.cost.calibration_file import machine_of
 from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cost.heap import Heap
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.simulate.clock import time_actions
+from furlong.planners.predict import predict
 
 Tell = Callable[[str], None]
 
 _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
-_SMALLEST_CHUNK = 256
-_NUM_LAYERS = {"own": 2, "narrow": 2}
+_SMALLEST_CHUNK = 64
+_NUM_LAYERS = 2
+_LARGE_LAYER = 10**8
+"""Parameters of a layer of which one is enough."""
 _ROUND_S = 30.0
 """About what one round of the user's widths may take."""
 _MOST_S = 75.0
@@ -83,15 +89,14 @@ def calibrate(
     runs: dict[Trial, list[Measured]] = {}
     models: dict[Subject, CostModel] = {}
     rate = 0.0
-    shape = ModelShape.from_config(config.to_dict())
+    shape = _counted(config)
     for name in get_args(Subject):
-        cut = (
-            own_config(config, _NUM_LAYERS[name])
-            if name == "own"
-            else narrow_config(shape, _NUM_LAYERS[name])
-        )
+        if name == "own":
+            cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
+        else:
+            cut = narrow_config(shape, _NUM_LAYERS)
         model, cut_shape = build(cut, getattr(torch, dtype), device)
-        models[name] = CostModel(cut_shape, spec, training)
+        models[name] = CostModel(cut_shape, spec, training, overhead_bytes=0)
         largest = largest_chunk(name, models[name], device)
         own = [trial for trial in trials(largest) if trial.subject == name]
         bench = Bench(model, compute_dtype=getattr(torch, dtype), vocab_size=cut_shape.vocab_size)
@@ -105,11 +110,27 @@ def calibrate(
         tidy()
     tell("copies")
     links = copy_links(device, disk_dir)
+    if dist.is_initialized():
+        tell(f"collectives of {dist.get_world_size()} processes")
+        links |= collective_links(device)
     measured = {trial: merged(done) for trial, done in runs.items()}
     return _fitted(
         measured, models, spec, dtype, device,
         links=links, optimizer_parameters_per_s=rate, tell=tell, started_s=started_s,
     )  # fmt: skip
+
+
+def _counted(config: Any) -> ModelShape:
+    """Raises ConfigError for a model whose work and memory are not counted exactly."""
+    shape = ModelShape.from_config(config.to_dict())
+    if not shape.exact:
+        raise ConfigError(
+            given=f"model type {shape.family}",
+            required="a family whose work and memory are counted, such as llama, qwen3 or gemma3",
+            source="the model to calibrate with",
+            change="leave the model out: figures measured with another one serve it, too",
+        )
+    return shape
 
 
 def device_of(name: str) -> torch.device:
@@ -121,8 +142,9 @@ def device_of(name: str) -> torch.device:
             source="the command line",
             change="leave --device out to measure the CPU, or check nvidia-smi and torch's build",
         )
-    is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if is_cuda else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def spec_of(device: torch.device) -> HardwareSpec:
@@ -177,10 +199,19 @@ def _fitted(
 ) -> Outcome:
     fitted = {t: m for t, m in measured.items() if not t.held_out}
     samples = [Sample(models[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
-    rates = fit_rates(samples, spec)
+    try:
+        rates = fit_rates(samples, spec)
+    except ValueError as error:
+        raise ConfigError(
+            given=f"{error}: models of {models['own'].shape.hidden_size} and"
+            f" {models['narrow'].shape.hidden_size} wide are too small for this machine",
+            required="widths whose matrices and attention take longer than their launches",
+            source="the model to calibrate with",
+            change="leave the model out, or name a wider one",
+        ) from error
     is_cpu = device.type == "cpu"
     overhead = _overhead_bytes(measured, models) if is_cpu else 0
-    factor, blocks = fit_memory(_memory_rows(fitted, models, overhead))
+    memory = _fit_memory(fitted, models, overhead, is_cpu=is_cpu)
     calibration = Calibration(
         hardware=spec.name,
         machine=machine_of(spec.name),
@@ -188,10 +219,9 @@ def _fitted(
         measured_on=_measured_on(models["own"].shape, dtype, device),
         peak_flops_per_s=spec.peak_flops_per_s if spec.name == THIS_CPU else None,
         optimizer_parameters_per_s=optimizer_parameters_per_s,
-        activation_factor=factor,
-        heap_blocks=blocks if is_cpu else None,
         overhead_bytes=overhead,
         links=links,
+        **memory,
         **rates,
     )
     after = {name: calibration.apply_to(model) for name, model in models.items()}
@@ -208,8 +238,8 @@ def _fitted(
 
 
 def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
-    step_s = time_actions(measured.plan, model.costs(measured.plan)).duration_s
-    return TrialResult(trial, measured, step_s, _peak_bytes(model, measured))
+    predicted = predict(model, measured.plan)
+    return TrialResult(trial, measured, predicted.step_s, predicted.device_bytes)
 
 
 def _overhead_bytes(measured: dict[Trial, Measured], models: dict[Subject, CostModel]) -> int:
@@ -226,19 +256,28 @@ def _resting_bytes(model: CostModel) -> int:
     return model.shape.num_parameters * (training.master_bytes or training.compute_bytes)
 
 
-def _memory_rows(
-    measured: dict[Trial, Measured], models: dict[Subject, CostModel], overhead: int
-) -> list[tuple[float, float, float]]:
-    """What `fit_memory` takes, with all that is counted but graphs taken away."""
+def _fit_memory(
+    measured: dict[Trial, Measured],
+    models: dict[Subject, CostModel],
+    overhead: int,
+    *,
+    is_cpu: bool,
+) -> dict[str, Any]:
+    """Fields of Calibration: on a CPU what the heap holds, for graphs are counted exactly; on a GPU
+    graphs, of which an allocator in blocks holds more than was asked for."""
     rows = []
     for trial, m in measured.items():
         model = models[trial.subject]
         counted = _peak_bytes(model, m)
-        graphs = _peak_bytes(replace(model, activation_factor=2.0), m) - counted
-        block = _peak_bytes(replace(model, heap_blocks=1.0), m) - counted
-        rest = m.peak_bytes - overhead - (counted - graphs)
-        rows.append((float(rest), float(graphs), float(block)))
-    return rows
+        others: list[CostModel] = [
+            replace(model, heap=Heap(blocks=1.0)), replace(model, heap=Heap(share=1.0)),
+        ] if is_cpu else [replace(model, activation_factor=2.0)]  # fmt: skip
+        columns = [_peak_bytes(other, m) - counted for other in others]
+        rows.append([m.peak_bytes, m.peak_bytes - overhead - counted, *columns])
+    found = fit_memory(rows)
+    if is_cpu:
+        return {"heap_blocks": found[0], "heap_share": found[1]}
+    return {"activation_factor": 1 + found[0]}
 
 
 def _peak_bytes(model: CostModel, measured: Measured) -> int:

@@ -41,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     # torch and transformers are loaded when the command line has been found sound.
     from rich.console import Console
 
+    from furlong.calibrate.collectives import processes
     from furlong.calibrate.report import tables
     from furlong.calibrate.run import calibrate, device_of, spec_of
 
@@ -48,10 +49,13 @@ def run(arguments: Sequence[str]) -> int:
     out = chosen.out or calibration_file(spec_of(device).name, dtype)
     check_place(out, "the user's cache folder")
     console = Console()
-    outcome = calibrate(
-        _model_config(chosen.subject, config), dtype=dtype, device=device, disk_dir=disk_dir,
-        tell=lambda words: console.print(words, style="dim"),
-    )  # fmt: skip
+    with processes(device) as is_first:
+        outcome = calibrate(
+            _model_config(chosen.subject, config), dtype=dtype, device=device, disk_dir=disk_dir,
+            tell=lambda words: console.print(words, style="dim") if is_first else None,
+        )  # fmt: skip
+    if not is_first:
+        return 0
     for table in tables(outcome):
         console.print(table)
     outcome.calibration.save(out)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from furlong.cost.hardware import Efficiency, HardwareSpec
+from furlong.cost.heap import Heap
 from furlong.cost.links import Collective, Link, Links
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
@@ -26,7 +27,8 @@ _RATES = (
     "activation_bytes_per_s", "optimizer_parameters_per_s",
 )  # fmt: skip
 _NUMBERS = (
-    *_RATES, "activation_factor", "heap_blocks", "overhead_bytes", "time_error", "memory_error",
+    *_RATES, "activation_factor", "heap_blocks", "heap_share", "overhead_bytes", "time_error",
+    "memory_error",
 )  # fmt: skip
 
 
@@ -54,7 +56,8 @@ class Calibration:
     activation_factor: float | None = None
     """Measured over counted bytes of a chunk's graph."""
     heap_blocks: float | None = None
-    """Blocks of the largest size that the C library's heap keeps (`PlanMemory.heap_blocks`)."""
+    """See `heap.Heap`; so is the next."""
+    heap_share: float | None = None
     overhead_bytes: int | None = None
     """In use beside everything that is counted."""
     time_error: float | None = None
@@ -84,9 +87,10 @@ class Calibration:
 
     def apply_to(self, model: CostModel) -> CostModel:
         """A cost model with all that was measured in the place of what was assumed."""
-        names = ("activation_factor", "heap_blocks", "overhead_bytes")
+        names = ("activation_factor", "overhead_bytes")
         changed = {n: value for n in names if (value := getattr(self, n)) is not None}
-        return replace(model, hardware=self.apply(model.hardware), **changed)
+        heap = Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
+        return replace(model, hardware=self.apply(model.hardware), heap=heap, **changed)
 
     def save(self, file: str | Path) -> None:
         values = {name: value for name, value in asdict(self).items() if value not in (None, {})}

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from furlong.cost.activations import Activations
+from furlong.cost.heap import NO_HEAP, Heap
 from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.memory_walk import (
     MemoryRules,
@@ -22,10 +23,7 @@ from furlong.cost.memory_walk import (
 from furlong.cost.shape import ModelShape
 from furlong.cost.traffic import PlanTraffic
 from furlong.cost.training import Training
-from furlong.plan.values import SHARDED, Backward, ChunkPlan, Forward
-
-_LARGEST_HEAP_BLOCK = 2**25
-"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
+from furlong.plan.values import SHARDED, ChunkPlan
 
 _TILE_LOGITS = {False: 2**27, True: 2**22}
 _LEAST_TILE_TOKENS = {False: 64, True: 128}
@@ -46,10 +44,8 @@ class PlanMemory:
     """Multiplies the graphs: measured over counted bytes."""
     overhead_bytes: int = 0
     """Counted as buffers all through the step: a framework's own."""
-    heap_blocks: float = 0.0
-    """Freed blocks of the largest size that the heap of a process on a CPU still holds, as buffers:
-    the C library takes blocks of up to 32 MiB from it once such a one has been freed, and gives
-    little back."""
+    heap: Heap = NO_HEAP
+    """What it holds is counted as buffers, too."""
     whole_logits: bool = False
     """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
 
@@ -98,33 +94,17 @@ class PlanMemory:
         alike = plan.sp_size == 1 or all(
             piece.placement == SHARDED for chunk in plan.chunks for piece in chunk.slices
         )
+        held = self.heap.held_bytes(self.shape, self.training, plan, rank)
         rules = MemoryRules(
             shape=self.shape,
             training=self.training,
             activations=self.activations,
             activation_factor=self.activation_factor,
-            overhead_bytes=self.overhead_bytes + self._heap_bytes(plan, rank),
+            overhead_bytes=self.overhead_bytes + held,
             tile_tokens=self.tile_tokens,
             device_type=self.device_type,
         )
         return [walk(rules, plan, rank, process) for process in range(1 if alike else plan.sp_size)]
-
-    def _heap_bytes(self, plan: ChunkPlan, rank: int) -> int:
-        """What the heap keeps of blocks that come and go with the cells."""
-        if not self.heap_blocks:
-            return 0
-        shape, training = self.shape, self.training
-        tokens = max(
-            (plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)),
-            default=0,
-        )
-        widest = max(mlp.width for mlp in shape.mlps)
-        largest = tokens * max(widest, shape.q_size) * training.compute_bytes
-        if any(isinstance(a, Backward) for a in plan.actions[rank]):
-            matrix = shape.hidden_size * max(widest, shape.q_size)
-            if training.lora is None:
-                largest = max(largest, matrix * training.gradient_bytes)
-        return round(self.heap_blocks * min(largest, _LARGEST_HEAP_BLOCK))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from furlong.cost.activations import eager
 from furlong.cost.chunks import chunk_table
 from furlong.cost.flops import StageFlops, stage_flops
 from furlong.cost.hardware import THIS_CPU, HardwareSpec
+from furlong.cost.heap import NO_HEAP, Heap
 from furlong.cost.links import Collective, Link
 from furlong.cost.memory import PlanMemory
 from furlong.cost.rates import Part, StageRates
@@ -58,10 +59,10 @@ class CostModel:
     """Of the tokens, those with a label: the head sees no others."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
-    heap_blocks: float = 0.0
-    """See `PlanMemory`; from a calibration."""
+    heap: Heap = NO_HEAP
+    """From a calibration."""
     overhead_bytes: int | None = None
-    """Of the process, beside all that is counted, from a calibration; None: not counted."""
+    """Of the process and its kernels, from a calibration; None: of kernels alone, assumed."""
 
     @property
     def device_type(self) -> str:
@@ -75,15 +76,15 @@ class CostModel:
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
-        is_cpu = self.device_type == "cpu"
+        kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
+        assumed = _CPU_KERNEL_BYTES if kernels else 0
         return PlanMemory(
             self.shape,
             self.training,
             budget,
             activation_factor=self.activation_factor,
-            heap_blocks=self.heap_blocks,
-            overhead_bytes=(self.overhead_bytes or 0)
-            + (_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0),
+            heap=self.heap,
+            overhead_bytes=assumed if self.overhead_bytes is None else self.overhead_bytes,
             device_type=self.device_type,
         )
 

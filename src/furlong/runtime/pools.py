@@ -69,6 +69,11 @@ class Pools:
         """Most bytes that a tier's pool has held since `reset_peaks`; 0 if it was never opened."""
         return self.of(tier).peak_bytes if tier in self.__dict__ else 0
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the calling thread has waited for the tiers."""
+        return sum(pool.waited_s for pool in self._opened())
+
     def clear(self) -> None:
         """Forget everything, after an error."""
         for pool in self._opened():

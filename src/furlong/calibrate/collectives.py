@@ -1,0 +1,123 @@
+"""Latency and bandwidth of each collective, measured by all processes of a torchrun together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+
+from furlong.cost.fitting import relative_line
+from furlong.cost.links import Collective, Link
+
+_BYTES = (2**14, 2**18, 2**21, 2**23)
+"""At the wide end of a collective."""
+_NUM_REPEATS = 5
+
+
+def world_size() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def processes(device: torch.device) -> Iterator[bool]:
+    """Within it the processes of a torchrun are joined; yields whether this is the first one."""
+    if world_size() == 1:
+        yield True
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def collective_links(device: torch.device) -> dict[str, Link]:
+    """A link by the name of each collective, over all processes; ` between nodes` behind it where
+    they are on several. A bandwidth is a bus bandwidth, as `cost.links` counts it.
+
+    Every process of the group calls it. A collective that the backend does not have is left out.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+    suffix = " between nodes" if local < dist.get_world_size() else ""
+    links = {}
+    for name in get_args(Collective):
+        try:
+            seconds = [_seconds(name, num_bytes, device) for num_bytes in _BYTES]
+        except RuntimeError as error:
+            if "support" not in str(error):
+                raise
+            continue
+        moved = [_moved_bytes(name, num_bytes) for num_bytes in _BYTES]
+        each, latency = relative_line(moved, seconds)
+        if each > 0:
+            links[f"{name}{suffix}"] = Link(latency_s=latency, bytes_per_s=1 / each)
+    return links
+
+
+def _moved_bytes(name: Collective, num_bytes: int) -> float:
+    """Of the bytes at the wide end, those that one device sends."""
+    if name == "p2p":
+        return num_bytes
+    size = dist.get_world_size()
+    return num_bytes * (size - 1) / size * (2 if name == "all_reduce" else 1)
+
+
+def _seconds(name: Collective, num_bytes: int, device: torch.device) -> float:
+    """The shortest of a few calls; of the processes the slowest."""
+    call = _call(name, num_bytes, device)
+    call()
+    shortest = float("inf")
+    for _ in range(_NUM_REPEATS):
+        dist.barrier()
+        started_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        shortest = min(shortest, time.perf_counter() - started_s)
+    slowest = torch.tensor(shortest, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """A collective over buffers of their own; `num_bytes` at its wide end."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    part = torch.zeros(max(1, num_bytes // 4 // size), device=device)
+    wide = torch.zeros(part.numel() * size, device=device)
+    other = torch.zeros_like(wide)
+    match name:
+        case "all_reduce":
+            return lambda: dist.all_reduce(wide)
+        case "all_gather":
+            gather = _renamed("all_gather_single", "all_gather_into_tensor")
+            return lambda: gather(wide, part)
+        case "reduce_scatter":
+            scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+            return lambda: scatter(part, wide)
+        case "all_to_all":
+            return lambda: dist.all_to_all_single(other, wide)
+        case "p2p":
+            return lambda: _to_the_next(wide, other, rank, size)
+
+
+def _renamed(name: str, before: str) -> Callable[..., object]:
+    """A function of torch.distributed that had another name up to torch 2.12."""
+    function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    return function
+
+
+def _to_the_next(wide: torch.Tensor, other: torch.Tensor, rank: int, size: int) -> None:
+    """Every process sends to the next one and receives from the one before."""
+    operations = [
+        dist.P2POp(dist.isend, wide, (rank + 1) % size),
+        dist.P2POp(dist.irecv, other, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()

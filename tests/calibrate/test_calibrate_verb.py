@@ -1,0 +1,126 @@
+"""`furlong calibrate`, from the command line to the file; what the user can mend is told."""
+
+import json
+import os
+
+import pytest
+
+from furlong.cli.main import main
+from furlong.cost.calibration import load_calibration
+from furlong.cost.calibration_file import calibration_file, check_place, machine_of
+from furlong.cost.hardware import THIS_CPU
+from furlong.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with the config of a model of a few widths."""
+    values = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 1024, "vocab_size": 50_000, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    from furlong.calibrate import devices, run
+
+    monkeypatch.setattr(run, "_LARGEST_CHUNK", {"cpu": 512})
+    monkeypatch.setattr(run, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(devices, "_TOTAL_BYTES", 2**23)
+
+
+def parts(printed):
+    return [line.split(":")[0] for line in printed.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_calibration_is_written_and_found_again(model, quick, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = calibration_file(THIS_CPU, "float32")
+    plan = ["plan", "--lengths", "github", "--sequences", "4", "--max-seq-len", "2000", "--dtype",
+            "float32", "--model", str(model), "--hardware", "cpu"]  # fmt: skip
+    assert main(plan) == 0
+    assert "assumed; furlong calibrate measures them" in capsys.readouterr().out
+    assert main(["calibrate", str(model), "--disk-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "plans that the fit has not seen" in printed
+    assert f"calibration written to {file}" in printed.replace("\n", "")
+    found = load_calibration(file)
+    assert (found.hardware, found.machine, found.dtype) == (
+        THIS_CPU, machine_of(THIS_CPU), "float32",
+    )  # fmt: skip
+    assert found.measured_on.startswith("llama 256 wide in float32")
+    assert found.peak_flops_per_s > 1e9 and found.links["disk"].bytes_per_s > 1e6
+    assert 2**27 < found.overhead_bytes < 2**31 and found.optimizer_parameters_per_s > 1e5
+    # a machine under load stretches what is measured, but not without any bound
+    assert 0 < found.time_error < 2 and 0 <= found.memory_error < 0.5
+    assert main(plan) == 0
+    assert f"measured by furlong calibrate ({file})" in capsys.readouterr().out
+    assert main([*plan, "--no-calibration"]) == 0
+    assert "assumed; furlong calibrate measures them" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    model, tmp_path, capsys
+):
+    (tmp_path / "file").write_text("")
+    assert main(["calibrate", str(model), "--out", str(tmp_path / "file" / "out.json")]) == 2
+    printed = capsys.readouterr().err
+    assert parts(printed) == ["given", "required", "from", "change"]
+    assert "--out" in printed
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_folder_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        check_place(tmp_path / "furlong" / "calibration.json", "the user's cache folder")
+
+
+def test_a_place_is_left_as_it_was(tmp_path):
+    check_place(tmp_path / "new" / "a.json", "--out")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "b.json").write_text("old")
+    check_place(tmp_path / "b.json", "--out")
+    assert (tmp_path / "b.json").read_text() == "old"
+
+
+def test_cuda_where_there_is_none(model, tmp_path, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = str(tmp_path / "out.json")
+    assert main(["calibrate", str(model), "--device", "cuda", "--out", out]) == 2
+    printed = capsys.readouterr().err
+    assert parts(printed) == ["given", "required", "from", "change"]
+    assert "no GPU that torch can use" in printed and not os.path.exists(out)
+
+
+def test_a_model_that_cannot_be_counted(model, tmp_path, capsys):
+    values = json.loads((model / "config.json").read_text()) | {"model_type": "persimmon"}
+    (model / "config.json").write_text(json.dumps(values))
+    assert main(["calibrate", str(model), "--out", str(tmp_path / "out.json")]) == 2
+    printed = capsys.readouterr().err
+    assert parts(printed) == ["given", "required", "from", "change"]
+    assert "model type persimmon" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--out", "calibration.txt"], "a name that ends in .json"),
+        (["--dtype", "int8"], "see furlong calibrate --help"),
+        (["--fast"], "see furlong calibrate --help"),
+        (["no/such/folder/config.json"], "no such folder"),
+    ],
+)
+def test_flags_that_are_wrong(arguments, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", *arguments]) == 2
+    assert told in capsys.readouterr().err

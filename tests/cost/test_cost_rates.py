@@ -1,0 +1,98 @@
+"""Terms that a calibration measures, each against its formula by hand; free until measured."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from furlong.cost.activations import eager
+from furlong.cost.chunks import chunk_table
+from furlong.cost.flops import attended_keys
+from furlong.cost.hardware import Efficiency, hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+
+SHAPE = ModelShape.from_config({
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 160, "vocab_size": 500,
+})  # fmt: skip
+FREE = Efficiency(inf, 0.0)
+NOTHING = replace(
+    hardware("A100-80"), linear=FREE, attention_forward=FREE, attention_backward=FREE,
+    layer_launch_s=0.0, hides_launches=False,
+)  # fmt: skip
+CHUNKS = (
+    Chunk((Slice(0, 0, 40),)),
+    Chunk((Slice(0, 40, 70), Slice(1, 0, 10), Slice(2, 0, 20))),
+)
+PLAN = ChunkPlan(
+    (70, 10, 20), CHUNKS, (3,),
+    ((
+        Forward(0, 0, "kv"), Forward(1, 0, "all"), Backward(1, 0), Recompute(0, 0), Backward(0, 0),
+    ),),
+)  # fmt: skip
+TO_KV, GRAPH, BACK, AGAIN, LAST = range(5)
+
+
+def seconds(**rates):
+    model = CostModel(SHAPE, replace(NOTHING, **rates), Training.in_dtype("float32"))
+    costs = model.costs(PLAN)
+    return [costs.compute_s(action, 0) for action in PLAN.actions[0]]
+
+
+def test_nothing_is_charged_for_what_was_not_measured():
+    assert seconds() == [0.0] * 5
+
+
+def test_every_pass_over_a_stage_is_launched_once():
+    assert seconds(pass_launch_s=2.0) == [2.0] * 5
+
+
+def test_layers_are_launched_once_forward_and_twice_backward():
+    assert seconds(layer_launch_s=1.0) == [3.0, 3.0, 6.0, 3.0, 6.0]
+
+
+def test_slices_are_launched_in_every_layer_that_attends():
+    # the first forward stops before the attention of its last layer
+    assert seconds(slice_launch_s=1.0) == [2.0, 9.0, 18.0, 3.0, 6.0]
+
+
+def test_launches_add_to_work_or_hide_it():
+    rates = {"linear": Efficiency(1.0, 0.0), "peak_flops_per_s": 1e6, "layer_launch_s": 10.0}
+    work, launches = seconds(**rates | {"layer_launch_s": 0.0}), seconds(layer_launch_s=10.0)
+    assert seconds(**rates) == pytest.approx([a + b for a, b in zip(work, launches, strict=True)])
+    hidden = seconds(**rates, hides_launches=True)
+    assert hidden[TO_KV] == max(work[TO_KV], launches[TO_KV])
+    assert hidden[AGAIN] == max(work[AGAIN], launches[AGAIN])
+
+
+def test_kernels_pass_what_graphs_save_and_logits():
+    found = seconds(activation_bytes_per_s=1.0)
+    saved = eager(SHAPE, 4)
+    layer = saved.layer_bytes(SHAPE, 0, 4)
+    logits = saved.logit_bytes * SHAPE.vocab_size
+    assert found[GRAPH] == pytest.approx(60 * 3 * layer)
+    assert found[AGAIN] == pytest.approx(40 * 3 * layer)
+    assert found[BACK] == pytest.approx(60 * (6 * layer + logits))
+    assert found[LAST] == pytest.approx(40 * (6 * layer + logits))
+    assert 40 * 2 * layer < found[TO_KV] < 40 * 3 * layer
+
+
+def test_tiles_that_the_diagonal_cuts_are_computed_whole():
+    plain, tiled = (chunk_table(CHUNKS, (None,), 1, tile) for tile in (0, 16))
+    own = [
+        attended_keys(0, 40),
+        attended_keys(40, 70) + attended_keys(0, 10) + attended_keys(0, 20),
+    ]
+    assert plain.local_keys[None][0].tolist() == own
+    in_vain = [40 * 16 / 2, 30 * 16 / 2 + 10 * 10 / 2 + 20 * 16 / 2]
+    assert (tiled.local_keys[None] - plain.local_keys[None])[0].tolist() == in_vain
+    assert tiled.prefix_keys[None].tolist() == plain.prefix_keys[None].tolist() == [[0, 30 * 40]]
+    assert plain.num_slices.tolist() == [[1, 3]]
+
+
+def test_the_optimizers_step():
+    assert NOTHING.optimizer_s(10**9) == 0.0
+    assert replace(NOTHING, optimizer_parameters_per_s=2e8).optimizer_s(10**9) == 5.0
