@@ -34,6 +34,7 @@ from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
 from furlong.train.device import nearest_hardware
 
+DIALS = (*SEARCHED_DIALS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
 
 
@@ -50,7 +51,8 @@ def decide_options(
     Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
-    is_given = budget == "auto" and all(name in given for name in SEARCHED_DIALS)
+    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    is_given = budget == "auto" and all(name in given for name in dials)
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     if is_given and not is_lowered:
