@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import resource
 import sys
 from pathlib import Path
@@ -78,7 +77,6 @@ def file_bytes() -> int:
 
 def give_back_memory(device: torch.device) -> None:
     """Return what is free in this process to the device, or on a CPU to the system."""
-    gc.collect()  # a graph that an error has left may lie in a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

@@ -36,6 +36,7 @@ from furlong.planners.auto_search import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
 
+DIALS = (*SEARCHED_DIALS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
 
 
@@ -52,10 +53,8 @@ def decide_options(
     Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit.
     """
     given, budget = given_dials(config.chunks), config.memory.device
-    is_given = all(name in given for name in SEARCHED_DIALS) and (
-        given["order"] == "chunk-first" or "stage_layers" in given
-    )
-    nothing_left = is_given and budget == "auto"
+    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    nothing_left = budget == "auto" and all(name in given for name in dials)
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:

@@ -6,6 +6,7 @@ with a plan of the smaller chunks. The gradients are the same: exactness holds f
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -69,6 +70,7 @@ class Fitting:
             # The error and the frames that it held are gone: now their memory can be freed.
             undo()
             before.write(device)
+            gc.collect()  # what the error has left may lie in a cycle
             give_back_memory(device)
             tried.append(self.options.size)
             if tried.count(self.options.size) > 1:

@@ -23,13 +23,12 @@ from furlong.models.check import check_model
 from furlong.models.folder import check_folder
 from furlong.planners.auto import Decision, dials_of
 from furlong.planners.candidates import value_in_words
-from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.checkpoint import one_process
 from furlong.train.checkpoint_folder import write_json
-from furlong.train.decide import cost_model, decide_options
+from furlong.train.decide import DIALS, cost_model, decide_options
 from furlong.train.disk import check_room, folder_errors_reported
 from furlong.train.loop import LoopFigures
 from furlong.train.report import TrainReport, list_export
@@ -47,8 +46,6 @@ from furlong.train.state import check_data
 from furlong.train.stop import StopRequest
 from furlong.train.storage import check_free, storage_of
 from furlong.units import format_bytes, format_count
-
-_DIALS = ("size", "num_retained", "keep", "tier", "order", "stage_layers")
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
@@ -72,16 +69,11 @@ def train_opened(stack: ExitStack, config: RunConfig, run: RunFolder) -> TrainRe
 
 def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport | None:
     folder = run.path
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # What fails without weights and data fails first.
     storage = storage_of(config, device)
-    check_model(
-        config.model.name,
-        init=config.model.init,
-        rope=_rope(config),
-        max_seq_len=config.data.max_seq_len,
-    )
+    limit = config.data.max_seq_len
+    check_model(config.model.name, init=config.model.init, rope=_rope(config), max_seq_len=limit)
     architecture = read_architecture(config)
     if run.checkpoint is not None and run.state is not None:
         check_architecture(run.checkpoint, run.state, architecture, config.model.name)
@@ -91,23 +83,23 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
         check_data(run.checkpoint, run.state, data["train"].fingerprint)
     draws_per_epoch = sum(data["train"].mixture.draws)
     print(f"data.train: {describe_batches(draws_per_epoch, config.train.sequences_per_step)}")
-    decision = None
-    options = run.options
-    if options is None:
+    decision = Decision(run.options, "") if run.options else None
+    if decision is None:
         decision = decide_options(config, data["train"], device, storage, rope=_rope(config))
-        options = decision.options
-        if decision.searched is not None:
-            check_free(storage, decision.searched.best.needs.disk_bytes)
+        check_free(storage, decision)
     model_cost = cost_model(config, device, rope=_rope(config))
     torch.manual_seed(config.train.seed)
     model = build_run_model(config).to(device)
     for split in data.values():
         split.check_vocabulary(model.get_input_embeddings().num_embeddings)
     engine = Engine(
-        model, max_seq_len=config.data.max_seq_len, compute_dtype=dtype, storage=storage
+        model,
+        max_seq_len=limit,
+        storage=storage,
+        compute_dtype=getattr(torch, config.model.dtype),
     )
     num_steps = _count_steps(config.train, data["train"])
-    _announce(config, model, options, decision, device, storage, num_steps)
+    _announce(config, model, decision, device, storage, num_steps)
     settings = config.train
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     every = settings.save_every_steps
@@ -122,7 +114,7 @@ def _train(config: RunConfig, run: RunFolder, stack: ExitStack) -> TrainReport |
             run,
             engine,
             model,
-            options,
+            decision.options,
             _run_data(config, data),
             stop,
             num_steps=num_steps,
@@ -235,8 +227,7 @@ def _count_steps(settings: TrainConfig, train: DataSet) -> int:
 def _announce(
     config: RunConfig,
     model: Any,
-    options: ChunkOptions,
-    decision: Decision | None,
+    decision: Decision,
     device: torch.device,
     storage: Storage,
     num_steps: int,
@@ -247,17 +238,18 @@ def _announce(
         f"model: {config.model.name}, {format_count(total)} parameters,"
         f" {format_count(trained)} trained, {config.model.dtype} on {device}; {num_steps} steps"
     )
+    options = decision.options
     values = {"tier": "device", "order": options.order} | dials_of(options)
     dials = [
         f"{name} {value_in_words(values[name])}"
         + (" (auto)" if getattr(config.chunks, name) == "auto" else "")
-        for name in _DIALS
+        for name in DIALS
         if name in values
     ]
     print(f"chunks: {', '.join(dials)}")
     if "disk" in asdict(options.tiers).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
-    if decision is not None and decision.words:
+    if decision.words:
         print(f"auto: {decision.words}")
     if decision is not None and decision.figures:
         print(f"figures: {decision.figures}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
+from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import memory_bytes, peak_memory_bytes
 from furlong.train.fitting import Fitting
 from furlong.train.mfu import MfuMeter
@@ -82,23 +82,10 @@ def train_step(
     anew. Raises DivergenceError, with the weights as they were, when loss or gradient are not
     finite, and ConfigError when the smallest chunks do not fit.
     """
-    device = parameters[0].device
     started_s = time.perf_counter()
     optimizer.zero_grad()
-    used.restart()
-    before_bytes = memory_bytes(device)
-
-    def undo() -> None:
-        optimizer.zero_grad()
-        used.restart()
-
-    result = fitting.compute(
-        partial(
-            engine.forward_backward, batch.tensors(device), num_valid_tokens=batch.num_valid_tokens,
-            watch=used.check,
-        ),
-        name=f"step {step}", num_tokens=batch.num_tokens, device=device, undo=undo,
-    )  # fmt: skip
+    before_bytes = memory_bytes(used.device)
+    result = _gradients(engine, batch, fitting, step, optimizer, used)
     norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf))
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
         optimizer.zero_grad()
@@ -108,8 +95,8 @@ def train_step(
     scheduler.step()
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
-    peak_bytes = peak_memory_bytes(device)
-    seq_lens = [sequence.seq_len for sequence in batch.sequences]
+    peak_bytes = peak_memory_bytes(used.device)
+    seq_lens = [s.seq_len for s in batch.sequences]
     figures = StepFigures(
         loss=result.loss,
         grad_norm=norm,
@@ -134,6 +121,27 @@ def train_step(
         disk_bytes=result.disk_bytes or None,
     )
     return figures, result
+
+
+def _gradients(
+    engine: Engine,
+    batch: Batch,
+    fitting: Fitting,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    used: UsedMemory,
+) -> StepResult:
+    """Gradients of the mean loss of the global batch, in chunks that fit."""
+    sequences = batch.tensors(used.device)
+
+    def call(options: ChunkOptions) -> StepResult:
+        used.restart()
+        return engine.forward_backward(sequences, options, batch.num_valid_tokens, watch=used.check)
+
+    return fitting.compute(
+        call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
+        undo=optimizer.zero_grad,
+    )  # fmt: skip
 
 
 def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> DivergenceError:

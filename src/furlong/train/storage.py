@@ -13,6 +13,7 @@ from furlong.config.tiers import names_tier
 from furlong.cost.hardware import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
+from furlong.planners.auto import Decision
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.runtime.pools import Storage
 from furlong.units import format_bytes
@@ -33,8 +34,11 @@ def storage_of(config: RunConfig, device: torch.device) -> Storage:
     return Storage(host_bytes, disk_bytes, folder)
 
 
-def check_free(storage: Storage, disk_bytes: int) -> None:
-    """Raises ConfigError if the disk has less room than the plan is predicted to use there."""
+def check_free(storage: Storage, decision: Decision) -> None:
+    """Raises ConfigError if the disk has less room than what was decided is predicted to need."""
+    if decision.searched is None or not decision.searched.tried:
+        return
+    disk_bytes = decision.searched.best.needs.disk_bytes
     if not disk_bytes:
         return
     folder = _existing(Path(storage.disk_dir or "."))

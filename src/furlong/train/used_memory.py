@@ -40,24 +40,24 @@ class UsedMemory:
     ) -> None:  # fmt: skip
         """`budget_bytes`: what `check` holds a CPU to; None: nothing."""
         held = list(parameters)
-        self._device = held[0].device
-        self.budget_bytes = budget_bytes if self._device.type != "cuda" else None
+        self.device = held[0].device
+        self.budget_bytes = budget_bytes if self.device.type != "cuda" else None
         self._base_bytes = 0
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             state_bytes = sum(p.nbytes for p in held) + _state_bytes(optimizer)
-            give_back_memory(self._device)
-            self._base_bytes = memory_bytes(self._device) - file_bytes() - state_bytes
+            give_back_memory(self.device)
+            self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
 
     def restart(self) -> None:
         """Let the peak start again from what is in use now."""
         if self.budget_bytes is not None:
-            give_back_memory(self._device)  # else each step counts what the last one has freed
-        reset_peak_memory(self._device)
+            give_back_memory(self.device)  # else each step counts what the last one has freed
+        reset_peak_memory(self.device)
 
     def peak_bytes(self) -> int:
         """The most since `restart`."""
-        file = 0 if self._device.type == "cuda" else file_bytes()
-        return max(0, peak_memory_bytes(self._device) - file - self._base_bytes)
+        file = 0 if self.device.type == "cuda" else file_bytes()
+        return max(0, peak_memory_bytes(self.device) - file - self._base_bytes)
 
     def check(self) -> None:
         """Raises OverBudgetError if the peak is above the budget."""
