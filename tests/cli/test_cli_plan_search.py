@@ -45,8 +45,8 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     printed = capsys.readouterr().out
     heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
     assert heads == [
-        "batch", "model", "devices", "plan", "chunks", "kept", "recompute", "order", "tier",
-        "layout", "step", "bubble", "time", "memory", "longest", "next best", "search",
+        "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
+        "tier", "layout", "step", "bubble", "time", "memory", "longest", "next best", "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
