@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.cost.calibration_file import Calibrated, calibrated
+from furlong.cost.calibration_file import calibrated
 from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import (
     HardwareSpec,
@@ -58,12 +58,13 @@ def decide_options(
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        figures = _figures(config, device, rope=rope)
+        model = _model(config, device, rope=rope)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(config.data.max_seq_len, given), words)
+    figures = calibrated(model, config.model.dtype)
     if nothing_left and not is_lowered:
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
@@ -94,17 +95,17 @@ def cost_model(
 ) -> CostModel | None:
     """What predicts the plans of a run; None where the model's work cannot be counted."""
     try:
-        return _figures(config, device, rope=rope).model
+        model = _model(config, device, rope=rope)
     except ConfigError:
         return None
+    return calibrated(model, config.model.dtype).model
 
 
-def _figures(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> Calibrated:
+def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
-    model = CostModel(shape, _device(device)[0], training_of(config.model))
-    return calibrated(model, config.model.dtype)
+    return CostModel(shape, _device(device)[0], training_of(config.model))
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
