@@ -82,7 +82,7 @@ def test_a_run_leaves_a_model_and_its_figures(
     assert all(r["forward_s"] > 0 and r["backward_s"] > 0 for r in steps)
     printed = capsys.readouterr().out
     assert "chunks: size 32, num_retained 1, keep all (auto)" in printed
-    assert "auto: size 32, num_retained 1, keep all: the fastest that fits" in printed
+    assert "auto: size 32, num_retained 1, keep all: the fastest that fits" in printed, printed
     assert printed.count("\nstep ") == 9
 
     model = AutoModelForCausalLM.from_pretrained(report["export_folder"])

@@ -58,13 +58,13 @@ def decide_options(
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        counted = _counted(config, device, rope=rope)
+        model = _model(config, device, rope=rope)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(config.data.max_seq_len, given), words)
-    figures = calibrated(counted, config.model.dtype)
+    figures = calibrated(model, config.model.dtype)
     if nothing_left and not is_lowered:
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
@@ -95,14 +95,13 @@ def cost_model(
 ) -> CostModel | None:
     """What predicts the plans of a run; None where the model's work cannot be counted."""
     try:
-        counted = _counted(config, device, rope=rope)
+        model = _model(config, device, rope=rope)
     except ConfigError:
         return None
-    return calibrated(counted, config.model.dtype).model
+    return calibrated(model, config.model.dtype).model
 
 
-def _counted(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
-    """The cost model of a run as assumed. Raises ConfigError for a model that it cannot count."""
+def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
