@@ -134,7 +134,10 @@ def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec
         linear=Efficiency(0.7, 32),
         attention_forward=Efficiency(0.5, 32),
         attention_backward=Efficiency(0.5, 32),
-        layer_launch_s=2e-4,
+        layer_launch_s=5e-4,
+        pass_launch_s=8e-4,
+        slice_launch_s=6e-4,
+        activation_bytes_per_s=2e9,
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
         links=Links(
@@ -150,7 +153,9 @@ def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec
             else "assumed: 50 GFLOP/s per core",
             "memory_bytes": "the system",
             "reserved_bytes": "assumed: an eighth for everything else that runs",
-            "linear, attention_forward, attention_backward, layer_launch_s": "assumed; calibrate",
+            "linear, attention_forward, attention_backward": "assumed; calibrate",
+            "launches, activation_bytes_per_s": "assumed: about what furlong calibrate measured in"
+            " float32 on one core of an AMD EPYC",
             "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
         },
     )

@@ -8,6 +8,7 @@ size; all orders, stage heights and keeps are sums of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 
@@ -31,6 +32,12 @@ class TimeEstimate:
 
     def __init__(self, model: CostModel, seq_lens: Sequence[int], groups: Groups) -> None:
         self._model, self._num_layers = model, model.shape.num_layers
+        # counted by passes, for a pass over a high stage takes it once
+        self._pass_s = 0.0 if model.hardware.hides_launches else model.hardware.pass_launch_s
+        bare_hardware = replace(
+            model.hardware, pass_launch_s=model.hardware.pass_launch_s - self._pass_s
+        )
+        self._layers_alone = replace(model, hardware=bare_hardware)
         chunks = tuple(chunk for group in groups for chunk in group)
         self._tokens = float(sum(chunk.num_tokens for chunk in chunks))
         self._prefix_tokens = float(sum(chunk.slices[0].start for chunk in chunks))
@@ -76,7 +83,7 @@ class TimeEstimate:
         plan = ChunkPlan(
             bare.seq_lens, bare.chunks, bare.stages, (tuple(a for row in rows for a in row),)
         )
-        costs = self._model.costs(plan)
+        costs = self._layers_alone.costs(plan)
         return [np.array([costs.compute_s(action, 0) for action in row]) for row in rows]
 
     def seconds(self, options: ChunkOptions) -> float:
@@ -92,7 +99,21 @@ class TimeEstimate:
                 min(options.recompute_layers, height) * len(stages) * self._sum_again(options)
             )
         compute_s += float((layers * self._backward_s + self._head_s).sum())
+        compute_s += self._pass_s * self._num_passes(options, len(stages))
         return max(compute_s, self._copies_s(options, len(stages)))
+
+    def _num_passes(self, options: ChunkOptions, num_stages: int) -> int:
+        """Passes of all chunks over all stages: forwards, rebuilds, recomputes, backwards."""
+        num_chunks, num_read = len(self._behind), int((self._behind > 0).sum())
+        if options.keep == "all":
+            return 2 * num_stages * num_chunks
+        num_retained = int((self._behind < options.num_retained).sum())
+        num_dropped = num_chunks - num_retained
+        num_read_dropped = int((self._behind >= max(1, options.num_retained)).sum())
+        rebuilt = num_read_dropped if options.keep == "input" else 0
+        last = 2 * num_retained + num_read_dropped + rebuilt + 2 * num_dropped
+        again = num_read if options.keep in ("input", "attention") else 0
+        return last + (num_stages - 1) * (3 * num_chunks + again)
 
     def _sum_again(self, options: ChunkOptions) -> float:
         again = self._known_s if options.keep == "attention" else self._whole_s
