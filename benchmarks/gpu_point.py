@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from furlong.cost.device_names import EXACT_NAMES
 from furlong.cost.known_hardware import KNOWN
 from furlong.cost.known_models import MODELS as KNOWN_MODELS
 from furlong.cost.shape import ModelShape
@@ -208,7 +209,6 @@ def _device_spans(
 def _mfu(
     config: dict[str, Any], setting: Setting, name: str, step_s: float, *, is_lora: bool
 ) -> float | None:
-    from furlong.cost.device_names import EXACT_NAMES
     from furlong.train.mfu import MfuMeter
 
     peak = setting.peak_flops_per_s
