@@ -2,7 +2,8 @@
 
 glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
 back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
-the next graph does not find room in all of the holes.
+the next graph does not find room in all of the holes. Plans with a lower tier, which are there for
+memory, give back what is free above SLACK_BYTES (`runtime.heap`); others keep it, for time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from furlong.cost.cells import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import passes
-from furlong.plan.values import Backward, ChunkPlan, Forward, Recompute
+from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, Recompute
 
+SLACK_BYTES = 48 * 2**20
+"""Freed memory that a plan with a lower tier leaves in the heap: less costs page faults."""
 _LARGEST_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
 
@@ -37,7 +40,7 @@ class Heap:
         if self.share:
             graphs = _graphs(shape, training, plan, rank)
             held += self.share * max(graphs) if len(graphs) > 1 else 0.0
-        return round(held)
+        return round(held if plan.tiers == ON_DEVICE else min(held, SLACK_BYTES))
 
 
 NO_HEAP = Heap()

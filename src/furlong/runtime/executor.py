@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from furlong.cost.heap import SLACK_BYTES
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
@@ -16,6 +17,7 @@ from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.values import (
+    ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
@@ -30,6 +32,7 @@ from furlong.plan.values import (
 )
 from furlong.runtime.cell import Cell, KVReady, require_each_layer
 from furlong.runtime.comms import Comms
+from furlong.runtime.heap import Heap
 from furlong.runtime.inputs import BatchInputs, ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
@@ -76,9 +79,9 @@ class Executor:
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
         self._store = KVStore(pools.arena, piece_lens(plan), kv_pool)
-        graphs = plan.tiers.graphs
-        self._graphs = None if graphs == "device" else pools.of(graphs)
+        self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
+        self._heap = Heap(model.device)
         self._ledger = Ledger()
         self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
@@ -118,6 +121,8 @@ class Executor:
     def _end(self, index: int) -> None:
         """Forget the cells and the chunk's inputs that no later action uses."""
         self._inputs.end(index)
+        if self._plan.tiers != ON_DEVICE:
+            self._heap.trim(above_bytes=SLACK_BYTES)
         for at in [at for at in self._live if self._last_action[at] <= index]:
             del self._live[at]
 

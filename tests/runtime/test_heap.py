@@ -1,0 +1,35 @@
+"""What is free in the heap goes back to the system, if it is much."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from furlong.runtime.heap import Heap
+from furlong.runtime.memory import memory_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone tells what is free")
+def test_free_memory_goes_back_above_a_bound():
+    heap = Heap(CPU)
+    heap.trim(0)
+    blocks = [torch.ones(2**14) for _ in range(1024)]  # 64 KiB each: from the heap, not mapped
+    stays = torch.ones(2**10)
+    before_bytes = memory_bytes(CPU)
+    del blocks
+    assert heap.free_bytes > 48 * 2**20
+    heap.trim(above_bytes=2**40)
+    assert memory_bytes(CPU) > before_bytes - 2**23, "below the bound nothing is given back"
+    heap.trim(above_bytes=2**20)
+    assert memory_bytes(CPU) < before_bytes - 48 * 2**20
+    assert bool((stays == 1).all())
+
+
+def test_a_device_has_no_heap_of_ours():
+    heap = Heap(torch.device("meta"))
+    heap.trim(0)
+    assert heap.free_bytes == 0
