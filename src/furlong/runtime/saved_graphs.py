@@ -48,7 +48,9 @@ class SavedGraph:
             storage = x.untyped_storage()
             small = storage.nbytes() < _MIN_BYTES or not x.is_floating_point()
             if small or storage.data_ptr() in known:
-                return x
+                # with its graph it would hold the very node that saves it: what no backward
+                # reaches (a norm behind a stage, all after an error) would never be freed
+                return x.detach()
             key = storage.data_ptr(), x._version, x.dtype
             if key not in sent:
                 with torch.no_grad():
@@ -57,8 +59,11 @@ class SavedGraph:
                 self._handles.append(sent[key][0])
             return _Away(sent[key][0], x.shape, x.stride(), int(x.storage_offset()))
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            sent.clear()  # the graph holds `pack`, which would hold all that has been sent
 
     def _unpack(self, packed: Tensor | _Away) -> Tensor:
         if isinstance(packed, Tensor):
