@@ -261,6 +261,15 @@ def test_bad_sequences_are_named(name: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host_bytes", "1GiB"), ("host_bytes", -1), ("disk_bytes", 2.5), ("disk_dir", 5)],
+)
+def test_storage_that_is_none_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = "):
+        furlong.Storage(**{name: value})
+
+
 def test_options_of_another_type_are_named() -> None:
     with pytest.raises(ConfigError, match="options of type dict"):
         furlong.forward_backward(build("llama"), batch([9]), {"size": 16})  # type: ignore[arg-type]

@@ -124,6 +124,7 @@ class _Rank:
                 raise StuckError(f"{missing} at {action}") from missing
             for cell in self.frees[self.at]:
                 del self.kv[cell]
+                self.relayed.pop(cell, None)
             self.at += 1
         return self.at > start
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gradients import batch
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
 from helpers.tiny_families import build, build_other
 from torch import nn
 
@@ -92,6 +92,22 @@ def test_the_model_is_afterwards_as_it_was_also_after_an_error():
     handle.remove()
     assert list(base.modules()) == own and [set(vars(m)) for m in own] == attributes
     assert all(stage._inject.x is stage._capture.hidden is None for stage in stages)
+
+
+@pytest.mark.parametrize("recompute_layers", [0, 1, 2])
+def test_a_forward_that_a_caller_has_set_on_a_layer_is_used_and_stays(recompute_layers):
+    base = build("llama")
+    layer = base.model.layers[1]
+    plain = layer.forward
+    layer.forward = lambda *given, **named: 0.5 * plain(*given, **named)
+    own, sequences = layer.forward, batch([29, 4])
+    loss = reference_loss(base, sequences)
+    truth = take_grads(base)
+    options = furlong.ChunkOptions(size=8, recompute_layers=recompute_layers)
+    for _ in range(2):
+        assert furlong.forward_backward(base, sequences, options).loss == pytest.approx(loss)
+        assert worst_relative_error(take_grads(base), truth) <= 1e-12
+        assert layer.forward is own
 
 
 def test_a_pass_to_the_last_kv_leaves_nothing_swapped():

@@ -48,6 +48,8 @@ LEGAL = [
     plan_of(THREE, "F0.0 input, F1.0 input, F2.0 input"),
     # recomputed before the last forward, while the K,V of chunk 0 still live
     plan_of(THREE, "F0.0 input, F1.0 input, R1.0, F2.0 all, K0.0, K1.0, B2.0, B1.0, R0.0, B0.0"),
+    # rebuilt twice before anything sends dK,dV
+    plan_of(THREE, KEEPS_INPUT.replace("K1.0, B2.0", "K0.0, K1.0, B2.0")),
     # SpaCO: two drawn chunks, nobody waits for the others
     plan_of(THREE, "F0.0 kv, F1.0 kv, F2.0 kv, R1.0, B1.0 a3 c2", sampled=True),
     plan_of(THREE, "F0.0 kv, F1.0 kv, F2.0 all, B2.0 a1.5 c2, R0.0, B0.0 a1.5 c2", sampled=True),
@@ -146,6 +148,8 @@ REDUCED = "a Reduce follows the last Backward of its stage on its rank, once"
         (KEEPS_KV, "B2.0", "B2.0, K0.0", THERE, "K0.0"),
         (KEEPS_KV, "B2.0, R1.0 l2, B1.0", "R1.0 l2, B1.0, B2.0", COMPLETE, "B1.0"),
         (KEEPS_KV, "R1.0 l2, B1.0, R0.0, B0.0", "R0.0, B0.0, R1.0, B1.0", COMPLETE, "B0.0"),
+        (KEEPS_INPUT, "R1.0", "K1.0, R1.0", COMPLETE, "K1.0"),
+        (KEEPS_INPUT, "R1.0, B1.0", "R1.0, B1.0, K0.0", COMPLETE, "K0.0"),
         (KEEPS_KV, "R1.0 l2, ", "", GRAPH, "B1.0"),
         (KEEPS_KV, "R1.0 l2", "R1.0 l3", GRAPH, "R1.0 l3"),
         (KEEPS_KV, "all l1", "all l3", GRAPH, "F2.0 all l3"),

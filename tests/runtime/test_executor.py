@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import threading
 from copy import deepcopy
 from queue import Queue
@@ -210,6 +211,46 @@ def test_a_worker_that_fails_ends_the_step_and_the_next_one_is_right(monkeypatch
     furlong.forward_backward(model, batch(LENS), options)
     again = take_grads(model)
     assert all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_graph_outlives_a_rebuild_of_its_own_cell(tier) -> None:
+    model = build("llama")
+    sequences = batch([24])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    plan = dataclasses.replace(
+        planned(ChunkOptions(size=8), [24]),
+        actions=(
+            (
+                Forward(0, 0, "attention"), Forward(1, 0, "attention"), Forward(2, 0, "all"),
+                Recompute(0, 0), RebuildKV(0, 0), Recompute(1, 0), RebuildKV(1, 0),
+                Backward(2, 0), Backward(1, 0), Backward(0, 0), Reduce(0),
+            ),
+        ),
+        tiers=Tiers(attention=tier),
+    )  # fmt: skip
+    furlong.Engine(model, storage=Storage(poison=True)).run(plan, sequences)
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_fork_has_pools_of_its_own(tier) -> None:
+    engine = furlong.Engine(build("llama"))
+    options = dataclasses.replace(LAYER_FIRST, tier=tier)
+    truth = engine.forward_backward(batch(LENS), options).loss
+
+    def again() -> None:
+        torch.set_num_threads(1)  # threads of torch's own did not come along either
+        assert engine.forward_backward(batch(LENS), options).loss == truth
+
+    child = multiprocessing.get_context("fork").Process(target=again)
+    child.start()
+    child.join(timeout=60)
+    child.kill()
+    assert child.exitcode == 0
+    assert engine.forward_backward(batch(LENS), options).loss == truth
 
 
 def test_only_what_draws_has_drawn() -> None:

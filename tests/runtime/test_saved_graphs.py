@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -77,5 +78,45 @@ def test_what_went_out_is_not_kept_in_memory_as_well():
     assert gone[0]() is None
     del z
     assert gone[1]() is None
+    graph.drop()
+    pool.close()
+
+
+@pytest.mark.parametrize("min_bytes", [1, 4096])
+def test_no_graph_is_left_where_a_stage_computes_more_than_its_output(min_bytes, monkeypatch):
+    """The final norm runs behind every stage, and no backward reaches it there."""
+    monkeypatch.setattr(saved_graphs, "_MIN_BYTES", min_bytes)
+    options = furlong.ChunkOptions(size=8, keep="all", order="layer-first", tier={"graphs": "host"})
+    furlong.forward_backward(build("llama"), batch([23, 4]), options)
+    gc.collect()
+    assert not [left for left in gc.get_objects() if type(left) is SavedGraph]
+
+
+def test_a_graph_without_a_backward_is_freed():
+    pool = DevicePool(Arena(torch.device("cpu")))
+    small = torch.randn(4, requires_grad=True)
+    graph = SavedGraph(pool)
+    with graph.saving([]):
+        y = small.exp()
+        z = y * y
+    left = weakref.ref(y)
+    del y, z
+    gc.collect()
+    assert left() is None
+    pool.close()
+
+
+def test_what_was_sent_is_free_as_soon_as_the_forward_is_over():
+    pool = DevicePool(Arena(torch.device("cpu")))
+    x = torch.randn(64, 64, requires_grad=True)
+    graph = SavedGraph(pool)
+    with graph.saving([]):
+        y = x * 2
+        z = y.sin()
+        left = weakref.ref(y)
+        del y
+        assert left() is not None, "its address could be another tensor's next"
+    assert left() is None
+    z.sum().backward()
     graph.drop()
     pool.close()

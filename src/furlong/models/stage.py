@@ -134,6 +134,7 @@ class Stage:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), bound(self._model.attention_modules, cell, again)
 
+        own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
         try:
             for layer in layers:
                 layer.__dict__["forward"] = partial(
@@ -141,8 +142,10 @@ class Stage:
                 )
             yield
         finally:
-            for layer in layers:
+            for layer, forward in zip(layers, own, strict=True):
                 layer.__dict__.pop("forward", None)
+                if forward is not None:
+                    layer.__dict__["forward"] = forward
 
 
 class _Skip(nn.Module):

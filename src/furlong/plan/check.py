@@ -5,7 +5,7 @@
     I7   every cell has one Forward, and one Backward (but at frozen stages, and in samples)
     I3   forwards ascend, and every cell follows its neighbour in the column
     I4   earlier K,V are there when they are read
-    I5   backwards descend, so that dK,dV are complete
+    I5   backwards descend, so that dK,dV are complete, and nothing forgets them meanwhile
     I6   every Backward has a graph, every Recompute an input
     I8   a Backward ends its cell, and no graph is left over
     I10  messages and collectives pair up
@@ -199,7 +199,8 @@ def earlier_kv_is_there(grid: Grid) -> None:
 
 
 def kv_gradients_are_complete(grid: Grid) -> None:
-    """I5. A Backward comes after that of every later chunk of its sequence that has one."""
+    """I5. A Backward comes after that of every later chunk of its sequence that has one. These send
+    their dK,dV to K,V that live on until then: a RebuildKV in between would make them anew."""
     rule = "the dK,dV of a chunk are complete before its Backward"
     for group in grid.plan.groups.values():
         for row in range(0, len(grid.backward), grid.num_chunks):
@@ -211,6 +212,18 @@ def kv_gradients_are_complete(grid: Grid) -> None:
                     raise grid.refuse(rule, why, at)
                 if at >= 0:
                     latest, latest_cell = at, row + chunk
+    begun: dict[tuple[int, int], int] = {}  # (sequence, stage) -> highest position with a Backward
+    for at, (kind, cell) in enumerate(zip(grid.kinds, grid.cells, strict=True)):
+        if kind is not Backward and (kind is not RebuildKV or 0 <= grid.backward[cell] < at):
+            continue
+        stage, chunk = divmod(cell, grid.num_chunks)
+        for seq_id, position in grid.plan.links[chunk]:
+            if kind is Backward:
+                begun.setdefault((seq_id, stage), position)
+            elif begun.get((seq_id, stage), position) > position:
+                later = grid.name(cell - chunk + grid.plan.groups[seq_id][begun[seq_id, stage]])
+                why = f"B{later} has sent dK,dV to {grid.name(cell)}, which this would lose"
+                raise grid.refuse(rule, why, at)
 
 
 def graphs_exist(grid: Grid) -> None:

@@ -47,8 +47,10 @@ class Cell:
     """Layers that have attended in this pass, in order; whoever starts a forward clears it."""
     known: dict[int, tuple[Handle, Handle]] = field(default_factory=dict)
     """By layer: out (T, N, H) and lse (T, N), which a forward has put away."""
-    _leases: list[Lease] = field(default_factory=list)
-    """What a graph, or the layer under way, uses of `known`."""
+    _graph_leases: list[Lease] = field(default_factory=list)
+    """What a graph uses of `known`, until its backward."""
+    _pass_leases: list[Lease] = field(default_factory=list)
+    """What the layer under way uses of `known`, in a pass without a graph."""
 
     def attend(
         self,
@@ -88,14 +90,13 @@ class Cell:
             self._prefetch(self.layers.start)
 
     def end_pass(self) -> None:
-        """Let go of what a pass has recalled: no later layer, and no graph, uses it."""
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
+        """Let go of what a pass without a graph has recalled: no later layer uses it."""
+        _release(self._pass_leases)
 
     def forget(self) -> None:
         """Drop what was remembered, after the backward."""
         self.end_pass()
+        _release(self._graph_leases)
         for handles in self.known.values():
             for handle in handles:
                 self.attention.drop(handle)
@@ -103,10 +104,11 @@ class Cell:
 
     def _recalled(self, what: Pass, layer: int) -> tuple[Tensor, Tensor]:
         """out (N, T, H) and lse (N, T) of an earlier pass, the next layer's on their way."""
-        if what.computes != "graph":
-            self.end_pass()  # the layer before has used its own
+        self.end_pass()  # the layer before has used its own
         leases = [self.attention.get(handle) for handle in self.known[layer]]
-        self._leases += leases
+        # a cell may have its graph before a RebuildKV passes through it
+        held = self._graph_leases if what.computes == "graph" else self._pass_leases
+        held += leases
         if layer - self.layers.start + 1 < what.remembered:
             self._prefetch(layer + 1)
         out, lse = (lease.tensor.transpose(0, 1) for lease in leases)
@@ -115,6 +117,12 @@ class Cell:
     def _prefetch(self, layer: int) -> None:
         for handle in self.known.get(layer, ()):
             self.attention.prefetch(handle)
+
+
+def _release(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+    leases.clear()
 
 
 def require_each_layer(name: str, attended: Sequence[int], layers: range) -> None:

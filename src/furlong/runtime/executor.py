@@ -107,7 +107,7 @@ class Executor:
                     self._free_kv(chunk, stage)
                 for cell in input_dead[index]:
                     self._hidden.drop(cell)
-                self._end(index)
+                self._end(index, action)
                 self._recorder.end(action)
                 watch()
             self._ledger.assert_empty()
@@ -118,13 +118,15 @@ class Executor:
             raise
         return float(self._head.loss_sum), self._recorder.timeline()
 
-    def _end(self, index: int) -> None:
-        """Forget the cells and the chunk's inputs that no later action uses."""
+    def _end(self, index: int, action: Action) -> None:
+        """Forget the cell and the chunk's inputs that no later action uses."""
         self._inputs.end(index)
         if self._plan.tiers != ON_DEVICE:
             self._heap.trim(above_bytes=SLACK_BYTES)
-        for at in [at for at in self._live if self._last_action[at] <= index]:
-            del self._live[at]
+        if isinstance(action, (Forward, Recompute, RebuildKV, Backward)):
+            at = action.chunk, action.stage
+            if self._last_action[at] == index:
+                del self._live[at]
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""

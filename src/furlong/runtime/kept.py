@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +22,19 @@ class Kept:
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
+    process: int = field(default_factory=os.getpid)
+    """The process that has opened the pools."""
 
     @property
     def opened(self) -> Pools:
         """The pools, which `open_pools` has made."""
         assert self.pools is not None
+        self._leave_parent()
         return self.pools
 
     def open_pools(self, device: torch.device, storage: Storage | None) -> None:
         """Make the pools of a device; anew if the device or the given storage is another one."""
+        self._leave_parent()
         if self.pools is not None:
             storage = storage or self.pools.storage
             if self.pools.arena.device == device and self.pools.storage == storage:
@@ -37,3 +42,12 @@ class Kept:
             self.pools.close()
         storage = storage or Storage()
         self.pools = Pools(Arena(device, poison=storage.poison), storage)
+
+    def _leave_parent(self) -> None:
+        """In a fork use pools of its own: threads did not come along, and the file is the
+        parent's."""
+        if self.process != os.getpid():
+            self.process = os.getpid()
+            if self.pools is not None:
+                storage, device = self.pools.storage, self.pools.arena.device
+                self.pools = Pools(Arena(device, poison=storage.poison), storage)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from furlong.errors import ConfigError
 from furlong.kv.arena import Arena
 from furlong.kv.pools.contract import Pool
 from furlong.kv.pools.device import DevicePool
@@ -27,6 +28,21 @@ class Storage:
     """Folder of the disk tier; None: the system's folder for temporary files."""
     poison: bool = False
     """Whether memory that is given back turns to NaN, so that tests see a use after that."""
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise _refusal(name, value, "bytes as a whole number of at least 0, or None")
+        if self.disk_dir is not None and not isinstance(self.disk_dir, str | Path):
+            raise _refusal("disk_dir", self.disk_dir, "a folder as a str or Path, or None")
+
+
+def _refusal(name: str, value: object, required: str) -> ConfigError:
+    return ConfigError(
+        given=f"{name} = {value!r:.60}", required=required, source="furlong.Storage",
+        change=f"pass such a {name}, or leave it out",
+    )  # fmt: skip
 
 
 class Pools:

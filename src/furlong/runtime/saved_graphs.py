@@ -48,7 +48,9 @@ class SavedGraph:
             storage = x.untyped_storage()
             small = storage.nbytes() < _MIN_BYTES or not x.is_floating_point()
             if small or storage.data_ptr() in known:
-                return x
+                # with its graph it would hold the very node that saves it: what no backward
+                # reaches (a norm behind a stage, all after an error) would never be freed
+                return x.detach()
             key = storage.data_ptr(), x._version, x.dtype
             if key not in sent:
                 with torch.no_grad():
