@@ -36,7 +36,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`850 ms`, `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
-    if seconds < 1:
+    if seconds < 0.9995:  # 1 s, in three digits of milliseconds
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"

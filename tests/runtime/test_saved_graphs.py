@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
@@ -58,5 +60,22 @@ def test_what_is_changed_in_place_afterwards_comes_back_as_it_was_saved():
     (gradient,) = torch.autograd.grad(z.sum() + w.sum(), x)
     inside = x.detach() * 2
     assert torch.allclose(gradient, 2 * inside.cos() + 6 * (3 * inside).cos())
+    graph.drop()
+    pool.close()
+
+
+def test_what_went_out_is_not_kept_in_memory_as_well():
+    """Nor is a graph without its backward, as a step that failed leaves it."""
+    pool = DevicePool(Arena(torch.device("cpu")))
+    weight = torch.randn(64, 64, requires_grad=True)
+    graph = SavedGraph(pool)
+    with graph.saving([weight]):
+        y = weight.exp()
+        z = y.sin()  # saves y
+    gone = [weakref.ref(y), weakref.ref(z)]
+    del y
+    assert gone[0]() is None
+    del z
+    assert gone[1]() is None
     graph.drop()
     pool.close()

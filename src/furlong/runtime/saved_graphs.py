@@ -57,8 +57,11 @@ class SavedGraph:
                 self._handles.append(sent[key][0])
             return _Away(sent[key][0], x.shape, x.stride(), int(x.storage_offset()))
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            sent.clear()  # the graph keeps `pack`, and with it all that the table holds
 
     def _unpack(self, packed: Tensor | _Away) -> Tensor:
         if isinstance(packed, Tensor):
