@@ -27,7 +27,6 @@ _WORDS = {
     "optimizer_parameters_per_s": "optimizer",
     "activation_factor": "graphs, measured over counted",
     "heap_blocks": "freed blocks that the heap keeps",
-    "overhead_bytes": "the process beside its tensors",
 }
 _PASSES = {
     "to last kv": "forward to the last K,V",

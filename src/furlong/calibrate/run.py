@@ -175,12 +175,13 @@ def _fitted(
     tell: Tell,
     started_s: float,
 ) -> Outcome:
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        measured = _without_process(measured, models)
     fitted = {t: m for t, m in measured.items() if not t.held_out}
     samples = [Sample(models[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
     rates = fit_rates(samples, spec)
-    is_cpu = device.type == "cpu"
-    overhead = _overhead_bytes(measured, models) if is_cpu else 0
-    factor, blocks = fit_memory(_memory_rows(fitted, models, overhead))
+    factor, blocks = fit_memory(_memory_rows(fitted, models))
     calibration = Calibration(
         hardware=spec.name,
         machine=machine_of(spec.name),
@@ -190,7 +191,6 @@ def _fitted(
         optimizer_parameters_per_s=optimizer_parameters_per_s,
         activation_factor=factor,
         heap_blocks=blocks if is_cpu else None,
-        overhead_bytes=overhead,
         links=links,
         **rates,
     )
@@ -212,12 +212,19 @@ def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
     return TrialResult(trial, measured, step_s, _peak_bytes(model, measured))
 
 
-def _overhead_bytes(measured: dict[Trial, Measured], models: dict[Subject, CostModel]) -> int:
-    """In use before a plan beside the weights: the interpreter and its libraries."""
+def _without_process(
+    measured: dict[Trial, Measured], models: dict[Subject, CostModel]
+) -> dict[Trial, Measured]:
+    """Peaks as `memory.device` bounds them: without the interpreter and its libraries, which is
+    what is in use before a plan beside the weights."""
     found = [
         m.before_bytes - _resting_bytes(models[trial.subject]) for trial, m in measured.items()
     ]
-    return max(0, sorted(found)[len(found) // 2])
+    process_bytes = max(0, sorted(found)[len(found) // 2])
+    return {
+        trial: replace(m, peak_bytes=max(1, m.peak_bytes - process_bytes))
+        for trial, m in measured.items()
+    }
 
 
 def _resting_bytes(model: CostModel) -> int:
@@ -227,7 +234,7 @@ def _resting_bytes(model: CostModel) -> int:
 
 
 def _memory_rows(
-    measured: dict[Trial, Measured], models: dict[Subject, CostModel], overhead: int
+    measured: dict[Trial, Measured], models: dict[Subject, CostModel]
 ) -> list[tuple[float, float, float]]:
     """What `fit_memory` takes, with all that is counted but graphs taken away."""
     rows = []
@@ -236,7 +243,7 @@ def _memory_rows(
         counted = _peak_bytes(model, m)
         graphs = _peak_bytes(replace(model, activation_factor=2.0), m) - counted
         block = _peak_bytes(replace(model, heap_blocks=1.0), m) - counted
-        rest = m.peak_bytes - overhead - (counted - graphs)
+        rest = m.peak_bytes - (counted - graphs)
         rows.append((float(rest), float(graphs), float(block)))
     return rows
 

@@ -26,7 +26,7 @@ _RATES = (
     "activation_bytes_per_s", "optimizer_parameters_per_s",
 )  # fmt: skip
 _NUMBERS = (
-    *_RATES, "activation_factor", "heap_blocks", "overhead_bytes", "time_error", "memory_error",
+    *_RATES, "activation_factor", "heap_blocks", "time_error", "memory_error",
 )  # fmt: skip
 
 
@@ -55,8 +55,6 @@ class Calibration:
     """Measured over counted bytes of a chunk's graph."""
     heap_blocks: float | None = None
     """Blocks of the largest size that the C library's heap keeps (`PlanMemory.heap_blocks`)."""
-    overhead_bytes: int | None = None
-    """In use beside everything that is counted."""
     time_error: float | None = None
     """Largest relative error of the predicted steps that the fit has not seen."""
     memory_error: float | None = None
@@ -84,7 +82,7 @@ class Calibration:
 
     def apply_to(self, model: CostModel) -> CostModel:
         """A cost model with all that was measured in the place of what was assumed."""
-        names = ("activation_factor", "heap_blocks", "overhead_bytes")
+        names = ("activation_factor", "heap_blocks")
         changed = {n: value for n in names if (value := getattr(self, n)) is not None}
         return replace(model, hardware=self.apply(model.hardware), **changed)
 

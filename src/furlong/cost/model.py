@@ -60,8 +60,6 @@ class CostModel:
     """Measured over counted bytes of a graph, from a calibration."""
     heap_blocks: float = 0.0
     """See `PlanMemory`; from a calibration."""
-    overhead_bytes: int | None = None
-    """Of the process, beside all that is counted, from a calibration; None: not counted."""
 
     @property
     def device_type(self) -> str:
@@ -82,8 +80,7 @@ class CostModel:
             budget,
             activation_factor=self.activation_factor,
             heap_blocks=self.heap_blocks,
-            overhead_bytes=(self.overhead_bytes or 0)
-            + (_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0),
+            overhead_bytes=_CPU_KERNEL_BYTES if is_cpu and self.training.compute_bytes == 2 else 0,
             device_type=self.device_type,
         )
 

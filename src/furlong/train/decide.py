@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.cost.calibration_file import Calibrated, calibrated
+from furlong.cost.calibration_file import calibrated
 from furlong.cost.device_names import nearest_hardware
 from furlong.cost.hardware import (
     HardwareSpec,
@@ -59,17 +59,16 @@ def decide_options(
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        figures = _figures(config, device, rope=rope)
+        assumed = _assumed(config, device, rope=rope)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
         words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
         return Decision(fixed_options(config.data.max_seq_len, given), words)
+    figures = calibrated(assumed, config.model.dtype)
     if nothing_left and not is_lowered:
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
-    if figures.calibration is not None:
-        free_words = f"{free_words}, beside this process"
     if nothing_left:  # but the lower tiers must hold it
         free_bytes = _NO_BOUND_BYTES
     seed = config.train.seed
@@ -79,7 +78,7 @@ def decide_options(
         seed=seed,
         longest=train.longest,
         model=figures.model,
-        budget_bytes=free_bytes + figures.process_bytes if budget == "auto" else budget,
+        budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=storage.host_bytes,
         disk_bytes=storage.disk_bytes,
@@ -95,17 +94,17 @@ def cost_model(
 ) -> CostModel | None:
     """What predicts the plans of a run; None where the model's work cannot be counted."""
     try:
-        return _figures(config, device, rope=rope).model
+        return calibrated(_assumed(config, device, rope=rope), config.model.dtype).model
     except ConfigError:
         return None
 
 
-def _figures(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> Calibrated:
+def _assumed(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
+    """What predicts without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
-    model = CostModel(shape, _device(device)[0], training_of(config.model))
-    return calibrated(model, config.model.dtype)
+    return CostModel(shape, _device(device)[0], training_of(config.model))
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
