@@ -18,7 +18,7 @@ from furlong.runtime.memory import give_back_memory
 from furlong.runtime.rng import RNGState
 
 if TYPE_CHECKING:
-    from furlong.api import StepResult
+    from furlong.runtime.result import StepResult
 
 SMALLEST_TOKENS = 64
 """Smaller chunks save hardly any memory: what a step needs then does not depend on them."""
