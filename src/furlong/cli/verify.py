@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from furlong.config.sources import parse_run
 
 _DESCRIPTION = (
-    "Prove gradients, isolation, accumulation and resume on a run's configuration, in small; without"
-    " one on a model of furlong's own."
+    "Prove gradients, isolation, accumulation and resume on a run's configuration, in small;"
+    " without one on a model of furlong's own."
 )
 
 
