@@ -108,13 +108,13 @@ def main() -> int:
         missed += is_miss
         table.add_row(
             str(step), format_seconds(measured["step_s"]), format_seconds(row["step_s_predicted"]),
-            f"{row['time_error']:+.1%}", format_bytes(measured["peak_bytes"]),
+            f"{row['time_error']:+.1%}", format_bytes(row["bytes_measured"]),
             format_bytes(row["bytes_predicted"]), f"{row['memory_error']:+.1%}",
-            f"{row['error_beside_process']:+.1%}", style="bold red" if is_miss else None,
+            f"{row['error_beside_weights']:+.1%}", style="bold red" if is_miss else None,
         )  # fmt: skip
         console.print(f"{step}: {row['time_error']:+.1%}, {row['memory_error']:+.1%}", style="dim")
     console.print(table)
-    console.print("beside: the error of the peak without the process's own memory and the weights")
+    console.print("peaks without interpreter and libraries; beside: without the weights too")
     console.print(f"{missed} of {len(STEPS)} missed; " + ", ".join(machine().values()))
     if arguments.json:
         write_json(
@@ -132,14 +132,16 @@ def _compared(step: Step, measured: dict[str, Any], calibration: Calibration) ->
     options = ChunkOptions(**step.options)
     plan = plan_on_device(step.seq_lens, options, num_layers=shape.num_layers)
     predicted = predict(model, plan)
-    resting = (calibration.overhead_bytes or 0) + 4 * shape.num_parameters
+    resting = 4 * shape.num_parameters
     beside = measured["peak_bytes"] - measured["before_bytes"]
+    own = beside + resting  # as memory.device counts: without the interpreter and its libraries
     return {
         "step_s_predicted": predicted.step_s,
         "bytes_predicted": predicted.device_bytes,
         "time_error": predicted.step_s / measured["step_s"] - 1,
-        "memory_error": predicted.device_bytes / measured["peak_bytes"] - 1,
-        "error_beside_process": (predicted.device_bytes - resting) / beside - 1,
+        "bytes_measured": own,
+        "memory_error": predicted.device_bytes / own - 1,
+        "error_beside_weights": (predicted.device_bytes - resting) / beside - 1,
     }
 
 

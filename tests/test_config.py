@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from furlong.cli.main import main
 from furlong.config.foreign import ANSWERS
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run, parse_run
@@ -459,3 +461,10 @@ def test_settings_of_the_library_are_no_keys(run_file: Path) -> None:
         run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{key}: [--train.steps=5]\n")
         with pytest.raises(ConfigError, match=f"{key}, an unknown key"):
             parse_run([str(run_file)])
+
+
+def test_the_help_of_a_verb_says_what_it_does(capsys):
+    for verb, words in (("train", "Train a model."), ("verify", "Prove gradients")):
+        with contextlib.suppress(SystemExit):
+            main([verb, "--help"])
+        assert words in capsys.readouterr().out

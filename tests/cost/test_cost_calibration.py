@@ -22,7 +22,7 @@ MEASURED = Calibration(
     linear=Efficiency(0.66, 190.0), attention_backward=Efficiency(0.4, 300.0),
     pass_launch_s=2e-3, slice_launch_s=1e-4, activation_bytes_per_s=8e9,
     optimizer_parameters_per_s=1e8, activation_factor=1.1, heap_blocks=2.5, heap_share=0.25,
-    overhead_bytes=3 * 2**20, time_error=0.08, memory_error=0.05,
+    time_error=0.08, memory_error=0.05,
     links={
         "host": Link(1e-5, 21e9), "all_reduce": Link(1e-4, 3e9),
         "all_to_all between nodes": Link(2e-4, 1e9),
@@ -61,10 +61,8 @@ def test_a_cost_model_counts_what_was_measured():
     counted = {name: sum(m.memory().curve(plan, 0).peak.values()) for name, m in {
         "before": model, "after": after, "without blocks": replace(after, heap=Heap(share=0.25)),
         "without share": replace(after, heap=Heap(blocks=2.5)),
-        "without overhead": replace(after, overhead_bytes=None),
         "graphs alone": replace(model, activation_factor=1.1),
     }.items()}  # fmt: skip
-    assert counted["after"] - counted["without overhead"] == 3 * 2**20
     # a block of the heap: the gradient of a matrix of 896 by 4,864, in float32
     assert counted["after"] - counted["without blocks"] == round(2.5 * 896 * 4864 * 4)
     cell = stage_bytes(model.shape, (24,), 0, model.training)
@@ -93,7 +91,7 @@ def test_the_holes_of_a_graph_need_a_second_one():
         ({"linear": {"best": 0.5}}, "half_tokens"),
         ({"speed": 3}, "unknown: speed"),
         ({"links": {"bus": {"latency_s": 0, "bytes_per_s": 1}}}, "unknown: bus"),
-        ({"overhead_bytes": "much"}, "overhead_bytes = 'much'"),
+        ({"heap_blocks": "much"}, "heap_blocks = 'much'"),
     ],
 )
 def test_edited_files_are_refused(tmp_path, change, complaint):

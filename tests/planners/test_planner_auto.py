@@ -339,3 +339,16 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
     # where nothing fits a finer search follows, and the walk of what lacks least
     assert sum(walked) < (60_000 if decision.searched else 120_000), (sum(walked), len(estimated))
     assert len(estimated) < 2_500
+
+
+def test_the_message_proposes_what_leads_to_a_plan_that_fits():
+    """No smaller chunks than the smallest, and every budget that is too small."""
+    dials = {"size": 64, "order": "layer-first", "keep": "kv", "tier": {"inputs": "disk"}}
+    tight = {"lengths": SHORT, "must_fit": True, "dials": dials}
+    with pytest.raises(ConfigError) as caught:
+        choose(budget_bytes=1 * GIB, disk_bytes=2**20, **tight)
+    change = caught.value.change
+    assert "smaller chunks" not in change
+    device, disk = change.rpartition("memory.device: ")[2].split(", with memory.disk: ")
+    enough = [int(words.removesuffix("MiB")) * 2**20 for words in (device, disk)]
+    assert choose(budget_bytes=enough[0], disk_bytes=enough[1], **tight).searched is not None

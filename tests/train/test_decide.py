@@ -96,7 +96,7 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
     place = calibration_file(THIS_CPU, "float32")
     slow = Calibration(
         hardware=THIS_CPU, machine=machine_of(THIS_CPU), dtype="float32", measured_on="a test",
-        peak_flops_per_s=1e6, overhead_bytes=2**20, time_error=0.07, memory_error=0.03,
+        peak_flops_per_s=1e6, time_error=0.07, memory_error=0.03,
     )  # fmt: skip
     out = tmp_path / "run"
     flags = (*ENDLESS, "--train.steps=1", "--train.epochs=null", "--model.dtype=float32")
@@ -120,4 +120,17 @@ def test_both_predict_with_what_was_calibrated(tiny_run, tmp_path, capsys, monke
     assert "less 10% for what no prediction sees" in auto
     place.write_text("{")
     assert main(arguments) == 2
+    assert f"from:     the calibration file {place}" in capsys.readouterr().err
+
+
+def test_a_damaged_calibration_is_named_where_plans_are_searched(
+    tiny_run, tmp_path, capsys, monkeypatch
+):
+    """And no budget is forgotten for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = calibration_file(THIS_CPU, "float32")
+    place.parent.mkdir(parents=True)
+    place.write_text("{}")
+    flags = (*ENDLESS, "--model.dtype=float32", "--chunks.size=auto", "--memory.device=1GiB")
+    assert main(tiny_run.arguments(tmp_path / "out", *flags)) == 2
     assert f"from:     the calibration file {place}" in capsys.readouterr().err

@@ -144,10 +144,11 @@ def test_a_checkpoint_folder_that_becomes_a_file(
 
 def test_a_broken_last_line_of_the_metrics(tiny_run: TinyRun, run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + '\n{"step": 3, "lo')
+    (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"step": 3, "lo')
     assert main(tiny_run.arguments(run, *ONCE, "--resume")) == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2, 3]
+    # the first step has two: its figures, and what of them was predicted
+    assert [record["step"] for record in records] == [1, 1, 2, 3]
 
 
 def test_a_run_folder_behind_a_link(

@@ -98,7 +98,7 @@ def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Pat
     ("flags", "told"),
     [
         (("--memory.disk_dir=/dev/shm",), ("/dev/shm, which is on a tmpfs", "memory.disk_dir")),
-        (("--memory.disk_dir=/sys",), ("/sys, where the file of the disk tier", "can be written")),
+        (("--memory.disk_dir=/sys",), ("/sys for the disk tier: ", "can be written")),
         (("--memory.disk_dir=/no/such",), ("No such file or directory", "a folder that exists")),
         (("--memory.disk=0",), ("memory.disk = 0", "add memory.disk, such as")),
         (

@@ -28,7 +28,6 @@ _WORDS = {
     "activation_factor": "graphs, measured over counted",
     "heap_blocks": "freed blocks that the heap holds",
     "heap_share": "share of a freed graph that it holds",
-    "overhead_bytes": "the process beside its tensors",
 }
 _PASSES = {
     "to last kv": "forward to the last K,V",

@@ -96,7 +96,7 @@ def calibrate(
         else:
             cut = narrow_config(shape, _NUM_LAYERS)
         model, cut_shape = build(cut, getattr(torch, dtype), device)
-        models[name] = CostModel(cut_shape, spec, training, overhead_bytes=0)
+        models[name] = CostModel(cut_shape, spec, training)
         largest = largest_chunk(name, models[name], device)
         own = [trial for trial in trials(largest) if trial.subject == name]
         bench = Bench(model, compute_dtype=getattr(torch, dtype), vocab_size=cut_shape.vocab_size)
@@ -197,6 +197,9 @@ def _fitted(
     tell: Tell,
     started_s: float,
 ) -> Outcome:
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        measured = _without_process(measured, models)
     fitted = {t: m for t, m in measured.items() if not t.held_out}
     samples = [Sample(models[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
     try:
@@ -209,9 +212,7 @@ def _fitted(
             source="the model to calibrate with",
             change="leave the model out, or name a wider one",
         ) from error
-    is_cpu = device.type == "cpu"
-    overhead = _overhead_bytes(measured, models) if is_cpu else 0
-    memory = _fit_memory(fitted, models, overhead, is_cpu=is_cpu)
+    memory = _fit_memory(fitted, models, is_cpu=is_cpu)
     calibration = Calibration(
         hardware=spec.name,
         machine=machine_of(spec.name),
@@ -219,7 +220,6 @@ def _fitted(
         measured_on=_measured_on(models["own"].shape, dtype, device),
         peak_flops_per_s=spec.peak_flops_per_s if spec.name == THIS_CPU else None,
         optimizer_parameters_per_s=optimizer_parameters_per_s,
-        overhead_bytes=overhead,
         links=links,
         **memory,
         **rates,
@@ -242,12 +242,19 @@ def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
     return TrialResult(trial, measured, predicted.step_s, predicted.device_bytes)
 
 
-def _overhead_bytes(measured: dict[Trial, Measured], models: dict[Subject, CostModel]) -> int:
-    """In use before a plan beside the weights: the interpreter and its libraries."""
+def _without_process(
+    measured: dict[Trial, Measured], models: dict[Subject, CostModel]
+) -> dict[Trial, Measured]:
+    """Peaks as `memory.device` bounds them: without the interpreter and its libraries, which is
+    what is in use before a plan beside the weights."""
     found = [
         m.before_bytes - _resting_bytes(models[trial.subject]) for trial, m in measured.items()
     ]
-    return max(0, sorted(found)[len(found) // 2])
+    process_bytes = max(0, sorted(found)[len(found) // 2])
+    return {
+        trial: replace(m, peak_bytes=max(1, m.peak_bytes - process_bytes))
+        for trial, m in measured.items()
+    }
 
 
 def _resting_bytes(model: CostModel) -> int:
@@ -259,7 +266,6 @@ def _resting_bytes(model: CostModel) -> int:
 def _fit_memory(
     measured: dict[Trial, Measured],
     models: dict[Subject, CostModel],
-    overhead: int,
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:
@@ -273,7 +279,7 @@ def _fit_memory(
             replace(model, heap=Heap(blocks=1.0)), replace(model, heap=Heap(share=1.0)),
         ] if is_cpu else [replace(model, activation_factor=2.0)]  # fmt: skip
         columns = [_peak_bytes(other, m) - counted for other in others]
-        rows.append([m.peak_bytes, m.peak_bytes - overhead - counted, *columns])
+        rows.append([m.peak_bytes, m.peak_bytes - counted, *columns])
     found = fit_memory(rows)
     if is_cpu:
         return {"heap_blocks": found[0], "heap_share": found[1]}

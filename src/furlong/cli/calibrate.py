@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     device = device_of(chosen.device)
     out = chosen.out or calibration_file(spec_of(device).name, dtype)
     check_place(out, "the user's cache folder")
+    _check_disk_dir(disk_dir, "--disk-dir" if chosen.disk_dir else "memory.disk_dir")
     console = Console()
     with processes(device) as is_first:
         outcome = calibrate(
@@ -84,7 +84,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--disk-dir", metavar="FOLDER", type=Path,
-        help="whose drive is measured for the tier disk (default: the run's memory.disk_dir)",
+        help="whose drive is measured for the tier disk (default: the run's memory.disk_dir,"
+        " or the current folder)",
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="FILE", type=Path,
@@ -112,9 +113,24 @@ def _run_config(subject: str | None) -> RunConfig | None:
 
 
 def _disk_dir(chosen: argparse.Namespace, config: RunConfig | None) -> Path:
-    """Of the flag, the run, or the system's folder for temporary files."""
+    """Of the flag, the run, or the current folder: that for temporary files is often in RAM."""
     named = chosen.disk_dir or (config.memory.disk_dir if config else None)
-    return Path(named or tempfile.gettempdir()).expanduser()
+    return Path(named or ".").expanduser()
+
+
+def _check_disk_dir(folder: Path, source: str) -> None:
+    """Raises ConfigError, before anything is measured, where the disk tier could have no file."""
+    from furlong.kv.pools.disk import NamelessFile
+
+    try:
+        NamelessFile(folder).close()
+    except ConfigError as error:
+        raise ConfigError(
+            given=error.given,
+            required="a folder on a disk, which can be written to",
+            source=source if folder != Path(".") else "the current folder",
+            change="name a folder on the drive that runs will use: --disk-dir FOLDER",
+        ) from error
 
 
 def _model_config(subject: str | None, config: RunConfig | None) -> Any:

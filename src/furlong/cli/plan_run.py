@@ -29,8 +29,7 @@ def with_run_budget(subject: Subject) -> Subject:
     of_run = subject.config is not None and problem.num_devices == 1
     if not of_run or problem.budget_bytes is not None or not _on_this_cpu(subject):
         return subject
-    budget = free_ram_budget_bytes() + _figures(subject).process_bytes
-    return replace(subject, problem=replace(problem, budget_bytes=budget))
+    return replace(subject, problem=replace(problem, budget_bytes=free_ram_budget_bytes()))
 
 
 def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None:

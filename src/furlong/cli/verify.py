@@ -6,9 +6,14 @@ from collections.abc import Sequence
 
 from furlong.config.sources import parse_run
 
+_DESCRIPTION = (
+    "Prove gradients, isolation, accumulation and resume on a run's configuration, in small;"
+    " without one on a model of furlong's own."
+)
+
 
 def run(arguments: Sequence[str]) -> int:
-    config = parse_run(arguments, prog="furlong verify") if arguments else None
+    config = parse_run(arguments, "furlong verify", description=_DESCRIPTION) if arguments else None
     # torch and transformers are loaded when the command line has been found sound.
     from furlong.verify.run import verify
 

@@ -42,13 +42,14 @@ def parse_run(
     arguments: Sequence[str],
     prog: str = "furlong train",
     switches: Mapping[str, str] | None = None,
+    description: str = "Train a model.",
 ) -> RunConfig:
     """The run that a command line asks for: `[RUN.yaml] [--section.key=value ...]`.
 
     `switches`: flags without a value that the verb reads itself, with their help. Raises
     ConfigError; `--help` prints and raises SystemExit(0).
     """
-    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a model.")
+    parser = _Parser(prog=prog, allow_abbrev=False, description=description)
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
     for name, text in (switches or {}).items():
         parser.add_argument(name, action="store_true", help=text)

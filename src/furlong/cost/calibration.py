@@ -27,8 +27,7 @@ _RATES = (
     "activation_bytes_per_s", "optimizer_parameters_per_s",
 )  # fmt: skip
 _NUMBERS = (
-    *_RATES, "activation_factor", "heap_blocks", "heap_share", "overhead_bytes", "time_error",
-    "memory_error",
+    *_RATES, "activation_factor", "heap_blocks", "heap_share", "time_error", "memory_error",
 )  # fmt: skip
 
 
@@ -58,8 +57,6 @@ class Calibration:
     heap_blocks: float | None = None
     """See `heap.Heap`; so is the next."""
     heap_share: float | None = None
-    overhead_bytes: int | None = None
-    """In use beside everything that is counted."""
     time_error: float | None = None
     """Largest relative error of the predicted steps that the fit has not seen."""
     memory_error: float | None = None
@@ -87,7 +84,7 @@ class Calibration:
 
     def apply_to(self, model: CostModel) -> CostModel:
         """A cost model with all that was measured in the place of what was assumed."""
-        names = ("activation_factor", "overhead_bytes")
+        names = ("activation_factor",)
         changed = {n: value for n in names if (value := getattr(self, n)) is not None}
         heap = Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
         return replace(model, hardware=self.apply(model.hardware), heap=heap, **changed)

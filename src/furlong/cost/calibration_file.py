@@ -63,11 +63,6 @@ class Calibrated(NamedTuple):
         error = None if self.calibration is None else self.calibration.memory_error
         return otherwise if error is None else max(_LEAST_MARGIN, error)
 
-    @property
-    def process_bytes(self) -> int:
-        """Counted by the model, and in use before a budget is taken of what is free."""
-        return self.model.overhead_bytes or 0
-
 
 def calibrated(model: CostModel, dtype: str) -> Calibrated:
     """The model with what was measured of its hardware in this dtype; as it is without a file.

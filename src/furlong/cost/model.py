@@ -61,8 +61,6 @@ class CostModel:
     """Measured over counted bytes of a graph, from a calibration."""
     heap: Heap = NO_HEAP
     """From a calibration."""
-    overhead_bytes: int | None = None
-    """Of the process and its kernels, from a calibration; None: of kernels alone, assumed."""
 
     @property
     def device_type(self) -> str:
@@ -77,14 +75,13 @@ class CostModel:
         """Bytes of every action of any plan; the default budget is the device's."""
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
-        assumed = _CPU_KERNEL_BYTES if kernels else 0
         return PlanMemory(
             self.shape,
             self.training,
             budget,
             activation_factor=self.activation_factor,
             heap=self.heap,
-            overhead_bytes=assumed if self.overhead_bytes is None else self.overhead_bytes,
+            overhead_bytes=_CPU_KERNEL_BYTES if kernels else 0,
             device_type=self.device_type,
         )
 

@@ -21,7 +21,7 @@ from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.values import ChunkPlan
-from furlong.planners.auto_candidates import Space
+from furlong.planners.auto_candidates import SMALLEST_CHUNK, Space
 from furlong.planners.auto_search import MARGIN, SLACK, Budgets, Searched, search_device
 from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.candidates import value_in_words
@@ -154,11 +154,18 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
         error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes)
         enough = ceil(needs.device_bytes / (1 - budgets.margin))
         own = format_bytes(budgets.device_bytes)
+        also = "".join(
+            f", with {_amount(tier, used)}"
+            for tier, used, limit in zip(("host", "disk"), needs[1:], limits, strict=True)
+            if limit is not None and used > limit
+        )
+        # no run has smaller ones: that advice would lead nowhere
+        part = "state" if alone and nearest.options.size <= SMALLEST_CHUNK else error.part
         return ConfigError(
             given=f"{words}, whose {error.given}",
             required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
             source=f"the search over {count:,} plans of one device",
-            change=f"{advice(error.part, alone=alone)}; {_enough('device', enough)}",
+            change=f"{advice(part, alone=alone)}; {_enough('device', enough)}{also}",
         )
     tier = "host" if needs.host_bytes > (limits[0] or 0) and limits[0] is not None else "disk"
     used, limit = (needs[1], limits[0]) if tier == "host" else (needs[2], limits[1])
@@ -173,7 +180,11 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
 
 def _enough(tier: str, num_bytes: int) -> str:
     """The smallest budget with which a plan fits, rounded up to a MiB."""
-    return f"the smallest that would do is memory.{tier}: {-(-num_bytes // 2**20)}MiB"
+    return f"the smallest that would do is {_amount(tier, num_bytes)}"
+
+
+def _amount(tier: str, num_bytes: int) -> str:
+    return f"memory.{tier}: {-(-num_bytes // 2**20)}MiB"
 
 
 def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:

@@ -75,6 +75,7 @@ class Executor:
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         self._last_action = last_actions(self._actions)
+        self._ends = {index: at for at, index in self._last_action.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
@@ -107,7 +108,7 @@ class Executor:
                     self._free_kv(chunk, stage)
                 for cell in input_dead[index]:
                     self._hidden.drop(cell)
-                self._end(index, action)
+                self._end(index)
                 self._recorder.end(action)
                 watch()
             self._ledger.assert_empty()
@@ -118,15 +119,13 @@ class Executor:
             raise
         return float(self._head.loss_sum), self._recorder.timeline()
 
-    def _end(self, index: int, action: Action) -> None:
+    def _end(self, index: int) -> None:
         """Forget the cell and the chunk's inputs that no later action uses."""
         self._inputs.end(index)
         if self._plan.tiers != ON_DEVICE:
             self._heap.trim(above_bytes=SLACK_BYTES)
-        if isinstance(action, (Forward, Recompute, RebuildKV, Backward)):
-            at = action.chunk, action.stage
-            if self._last_action[at] == index:
-                del self._live[at]
+        if index in self._ends:
+            del self._live[self._ends[index]]
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""

@@ -68,8 +68,6 @@ def decide_options(
     if nothing_left and not is_lowered:
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
-    if figures.calibration is not None:
-        free_words = f"{free_words}, beside this process"
     if nothing_left:  # but the lower tiers must hold it
         free_bytes = _NO_BOUND_BYTES
     seed = config.train.seed
@@ -79,7 +77,7 @@ def decide_options(
         seed=seed,
         longest=train.longest,
         model=figures.model,
-        budget_bytes=free_bytes + figures.process_bytes if budget == "auto" else budget,
+        budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=storage.host_bytes,
         disk_bytes=storage.disk_bytes,
@@ -102,6 +100,7 @@ def cost_model(
 
 
 def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
+    """What predicts without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())

@@ -179,7 +179,7 @@ class NamelessFile:
         if error.errno in _NO_ROOM:
             change = "make room there, name a folder on a larger disk, or lower memory.disk"
         return ConfigError(
-            given=f"{self.folder}, where the file of the disk tier meets: {reason}{more}",
+            given=f"{self.folder} for the disk tier: {reason}{more}",
             required="a folder on a disk with room for all that the plan keeps there",
             source="memory.disk_dir",
             change=change,

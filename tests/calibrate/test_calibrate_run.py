@@ -1,0 +1,48 @@
+"""What a calibration takes from its trials: peaks in the terms of `memory.device`."""
+
+from __future__ import annotations
+
+import torch
+
+from furlong import ChunkOptions
+from furlong.calibrate.measure import Measured
+from furlong.calibrate.run import _fitted
+from furlong.calibrate.trials import trials
+from furlong.cost.hardware import this_cpu
+from furlong.cost.known_models import model_shape
+from furlong.cost.model import CostModel
+from furlong.cost.training import Training
+from furlong.planners.one_device import plan_on_device
+from furlong.simulate.clock import time_actions
+
+PROCESS_BYTES = 400 * 2**20
+
+
+def test_the_interpreter_and_its_libraries_are_no_part_of_a_prediction():
+    """They are not in `memory.device` either, with a calibration as without one."""
+    shape, spec = model_shape("Qwen2.5-0.5B"), this_cpu(measured=False)
+    model = CostModel(shape, spec, Training.in_dtype("float32"))
+    weights_bytes = 4 * shape.num_parameters
+    measured = {}
+    for trial in trials(256):
+        plan = plan_on_device(trial.seq_lens, trial.options, num_layers=shape.num_layers)
+        times = time_actions(plan, model.costs(plan))
+        seconds = [b - a for a, b in zip(times.start_s[0], times.stop_s[0], strict=True)]
+        counted = sum(model.memory().curve(plan, 0).peak.values())
+        measured[trial] = Measured(
+            plan, tuple(seconds), sum(seconds), before_bytes=weights_bytes + PROCESS_BYTES,
+            peak_bytes=counted + PROCESS_BYTES,
+        )  # fmt: skip
+    outcome = _fitted(
+        measured, {"own": model, "narrow": model}, spec, "float32", torch.device("cpu"),
+        links={}, optimizer_parameters_per_s=1e8, tell=lambda words: None, started_s=0.0,
+    )  # fmt: skip
+    assert outcome.calibration.memory_error < 0.01
+    for result in outcome.results:
+        assert abs(result.memory_error) < 0.01
+    plan = plan_on_device([600], ChunkOptions(size=256), num_layers=shape.num_layers)
+    before, after = (
+        sum(m.memory().curve(plan, 0).peak.values())
+        for m in (model, outcome.calibration.apply_to(model))
+    )
+    assert abs(after - before) < 0.01 * before
