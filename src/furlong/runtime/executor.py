@@ -47,10 +47,8 @@ from furlong.timeline import Timeline
 
 
 class Executor:
-    """One plan on one rank; the plan is checked, and `run` may be called once.
-
-    Gradients of loss / num_valid_tokens are added to the parameters' `.grad`.
-    """
+    """One plan on one rank, checked; `run` may be called once, and adds the gradients of
+    loss / num_valid_tokens to the parameters' `.grad`."""
 
     def __init__(
         self,
@@ -68,14 +66,14 @@ class Executor:
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
-        self._num_valid_tokens = num_valid_tokens
-        self._backend, self._pools, self._comms = backend, pools, comms
+        self._num_valid_tokens, self._backend = num_valid_tokens, backend
+        self._pools, self._comms = pools, comms
         self._stages = model.stages(plan.stages)
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
-        self._last_action = last_actions(self._actions)
-        self._ends = {index: at for at, index in self._last_action.items()}
+        own = self._last_action = last_actions(self._actions)
+        self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
@@ -113,7 +111,7 @@ class Executor:
                 watch()
             self._ledger.assert_empty()
             assert not self._outbox, "a message was never sent"
-            assert self._store.num_buffers == 0, "the store still holds K,V at the end of the step"
+            assert not self._store.num_buffers, "the store holds K,V at the end of the step"
         except BaseException:
             self._abandon()
             raise
