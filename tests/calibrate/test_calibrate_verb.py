@@ -57,7 +57,7 @@ def test_a_calibration_is_written_and_found_again(model, quick, tmp_path, capsys
     )  # fmt: skip
     assert found.measured_on.startswith("llama 256 wide in float32")
     assert found.peak_flops_per_s > 1e9 and found.links["disk"].bytes_per_s > 1e6
-    assert 2**27 < found.overhead_bytes < 2**31 and found.optimizer_parameters_per_s > 1e5
+    assert found.optimizer_parameters_per_s > 1e5
     # a machine under load stretches what is measured, but not without any bound
     assert 0 < found.time_error < 2 and 0 <= found.memory_error < 0.5
     assert main(plan) == 0
