@@ -49,7 +49,7 @@ from furlong.runtime.surroundings import (
 
 
 def _nothing() -> None:
-    """What is called after each action unless told otherwise."""
+    """The watch of a caller who gave none: it lets every action pass."""
 
 
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies

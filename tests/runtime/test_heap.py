@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from furlong.runtime.heap import Heap
+from furlong.runtime.heap import ProcessHeap
 from furlong.runtime.memory import memory_bytes
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone tells what is free")
 def test_free_memory_goes_back_above_a_bound():
-    heap = Heap(CPU)
+    heap = ProcessHeap(CPU)
     heap.trim(0)
     blocks = [torch.ones(2**14) for _ in range(1024)]  # 64 KiB each: from the heap, not mapped
     stays = torch.ones(2**10)
@@ -30,6 +30,6 @@ def test_free_memory_goes_back_above_a_bound():
 
 
 def test_a_device_has_no_heap_of_ours():
-    heap = Heap(torch.device("meta"))
+    heap = ProcessHeap(torch.device("meta"))
     heap.trim(0)
     assert heap.free_bytes == 0

@@ -62,7 +62,7 @@ def collective_links(device: torch.device) -> dict[str, Link]:
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:
-    """Of the bytes at the wide end, those that one device sends."""
+    """Bytes that one device sends, where the wide end of a collective holds `num_bytes`."""
     if name == "p2p":
         return num_bytes
     size = dist.get_world_size()

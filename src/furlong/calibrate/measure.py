@@ -79,8 +79,8 @@ def merged(runs: Sequence[Measured]) -> Measured:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What measures on a device: where one thread computes, that thread's own time, which other
-    processes do not stretch."""
+    """The clock for a device's actions: where one thread computes, that thread's own time, which
+    other processes do not stretch."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 

@@ -134,7 +134,7 @@ def _counted(config: Any) -> ModelShape:
 
 
 def device_of(name: str) -> torch.device:
-    """Of `auto`, `cpu` or `cuda`. Raises ConfigError for CUDA where there is none."""
+    """The device named `auto`, `cpu` or `cuda`. Raises ConfigError for CUDA where there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             given="--device cuda, and no GPU that torch can use",
@@ -148,7 +148,7 @@ def device_of(name: str) -> torch.device:
 
 
 def spec_of(device: torch.device) -> HardwareSpec:
-    """What is assumed of a device."""
+    """The assumed figures of a device."""
     if device.type != "cuda":
         return this_cpu(measured=False)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -258,7 +258,7 @@ def _without_process(
 
 
 def _resting_bytes(model: CostModel) -> int:
-    """Of the weights between steps."""
+    """Bytes of the weights between steps."""
     training = model.training
     return model.shape.num_parameters * (training.master_bytes or training.compute_bytes)
 

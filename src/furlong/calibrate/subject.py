@@ -31,7 +31,10 @@ def default_config() -> Any:
 
 
 def config_of(name: str) -> Any:
-    """Of a config.json, the folder that holds it, or a model of the hub. Raises ConfigError."""
+    """The config of a config.json, of the folder that holds it, or of a model of the hub.
+
+    Raises ConfigError for what cannot be read.
+    """
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
     return read_config(check_folder(str(folder)))

@@ -113,7 +113,8 @@ def _run_config(subject: str | None) -> RunConfig | None:
 
 
 def _disk_dir(chosen: argparse.Namespace, config: RunConfig | None) -> Path:
-    """Of the flag, the run, or the current folder: that for temporary files is often in RAM."""
+    """The folder of the flag, of the run, or the current one: that for temporary files is often
+    in RAM."""
     named = chosen.disk_dir or (config.memory.disk_dir if config else None)
     return Path(named or ".").expanduser()
 

@@ -32,7 +32,7 @@ from furlong.plan.values import (
 )
 from furlong.runtime.cell import Cell, KVReady, require_each_layer
 from furlong.runtime.comms import Comms
-from furlong.runtime.heap import Heap
+from furlong.runtime.heap import ProcessHeap
 from furlong.runtime.inputs import BatchInputs, ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, piece_lens
 from furlong.runtime.ledger import Ledger
@@ -80,7 +80,7 @@ class Executor:
         self._store = KVStore(pools.arena, piece_lens(plan), kv_pool)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
-        self._heap = Heap(model.device)
+        self._heap = ProcessHeap(model.device)
         self._ledger = Ledger()
         self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
         self._outbox: dict[tuple[str, int, int], Tensor] = {}

@@ -20,7 +20,7 @@ class _Mallinfo2(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Heap:
+class ProcessHeap:
     """The heap of a process that computes on a CPU; elsewhere, and without glibc, nothing."""
 
     def __init__(self, device: torch.device) -> None:
