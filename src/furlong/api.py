@@ -30,6 +30,8 @@ from furlong.runtime.inputs import (
     no_data,
     require_lengths,
     require_options,
+    require_plan,
+    require_seq_lens,
     shift_labels,
     whole_number,
 )
@@ -92,11 +94,12 @@ class Engine:
     ) -> ChunkPlan:
         """The plan of a batch with sequences of `seq_lens` tokens; without backward it evaluates.
 
-        Raises ConfigError for what is no `ChunkOptions`.
+        Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
         """
+        lens = require_seq_lens(seq_lens)
         with self._alone():
             self._follow_model()
-            return self._plan(seq_lens, options, backward=backward)
+            return self._plan(lens, options, backward=backward)
 
     def run(
         self,
@@ -111,6 +114,7 @@ class Engine:
         `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
         ranks, DataError for sequences of other lengths.
         """
+        require_plan(plan)
         shifted = shift_labels(sequences)
         require_lengths(plan, shifted)
         with self._alone():

@@ -116,6 +116,18 @@ def test_a_wrong_plan_is_refused_before_anything_runs(where) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("seq_lens", [3, [2.5], [0], [True], "12", {"a": 1}])
+def test_lengths_that_are_none_are_refused(seq_lens) -> None:
+    with pytest.raises(ConfigError, match="seq_lens"):
+        furlong.Engine(build("llama")).plan(seq_lens, OPTIONS)
+
+
+@pytest.mark.parametrize("plan", [None, "F0.0 all", OPTIONS])
+def test_what_is_no_plan_is_refused(plan) -> None:
+    with pytest.raises(ConfigError, match="a plan of type"):
+        furlong.Engine(build("llama")).run(plan, batch(LENS))
+
+
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:

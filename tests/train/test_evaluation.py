@@ -15,6 +15,7 @@ from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import evaluate
 from furlong.train.fitting import Fitting
+from furlong.train.used_memory import UsedMemory
 
 LENS = (300, 1, 65, 64, 130)
 
@@ -109,3 +110,18 @@ def test_it_stops_when_it_is_asked_to() -> None:
         should_stop=lambda: next(asked),
     )
     assert given is None and model.training
+
+
+def test_it_is_held_to_the_budget_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = make_model(), make_batches()
+    optimizer = torch.optim.SGD(model.parameters())
+    used = UsedMemory(model.parameters(), optimizer, budget_bytes=1 << 40)
+    fitting = Fitting(ChunkOptions(size=256), say=lambda line: None)
+    engine = Engine(model)
+    whole = evaluate(engine, model, batches, fitting, used=used)
+    needed = 1 << 50
+    monkeypatch.setattr(used, "peak_bytes", lambda: needed if fitting.options.size > 64 else 0)
+    in_parts = evaluate(engine, model, batches, fitting, used=used)
+    assert fitting.options.size == 64
+    assert whole is not None and in_parts is not None
+    assert in_parts.loss == pytest.approx(whole.loss, rel=1e-6)

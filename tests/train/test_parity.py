@@ -21,6 +21,7 @@ from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.optimizer import build_optimizer, build_schedule
+from furlong.train.used_memory import UsedMemory
 
 NUM_STEPS = 30
 WARMUP_STEPS = 3
@@ -114,8 +115,8 @@ def test_thirty_steps(
     optimizer = build_optimizer(model.parameters(), weight_decay=WEIGHT_DECAY, **SETTINGS)  # type: ignore[arg-type]
     fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
-    def evaluate_held_out() -> dict[str, Evaluation]:
-        evaluation = evaluate(engine, model, batches[:3], fitting)
+    def evaluate_held_out(used: UsedMemory) -> dict[str, Evaluation]:
+        evaluation = evaluate(engine, model, batches[:3], fitting, used=used)
         assert evaluation is not None
         return {HELD_OUT: evaluation}
 

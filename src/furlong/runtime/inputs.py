@@ -147,6 +147,32 @@ def check_ranges(
             )
 
 
+def require_seq_lens(seq_lens: object) -> list[int]:
+    """Lengths of sequences as ints. Raises ConfigError for what is none, or not a whole number."""
+    if not isinstance(seq_lens, Iterable) or isinstance(seq_lens, Mapping | str):
+        raise ConfigError(
+            given=f"seq_lens of type {type(seq_lens).__name__}",
+            required="a list with the number of tokens of each sequence",
+            source="the arguments of Engine.plan",
+            change="pass [len(ids) for ids in ...]",
+        )
+    lens = [whole_number(seq_len, "seq_lens") for seq_len in seq_lens]
+    if not lens:
+        raise no_data("no sequences", "at least one sequence")
+    return lens
+
+
+def require_plan(plan: object) -> None:
+    """Raise ConfigError for what is no ChunkPlan."""
+    if not isinstance(plan, ChunkPlan):
+        raise ConfigError(
+            given=f"a plan of type {type(plan).__name__}",
+            required="a ChunkPlan",
+            source="the arguments of Engine.run",
+            change="pass what Engine.plan returns",
+        )
+
+
 def require_lengths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> None:
     """Raise DataError unless the sequences are of the lengths that the plan was made for."""
     lens = tuple(len(sequence.input_ids) for sequence in sequences)

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
+from furlong.planners.options import ChunkOptions
 from furlong.train.fitting import Fitting
+from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
     from furlong.api import Engine
+    from furlong.runtime.result import StepResult
 
 HELD_OUT, TRAINING = "held-out", "training"
 """Names of what is evaluated: `data.eval`, and a share of the training sequences."""
@@ -55,11 +58,12 @@ def evaluate(
     batches: Iterable[Batch],
     fitting: Fitting,
     *,
+    used: UsedMemory | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The loss of all batches, without dropout and without gradients.
 
-    Chunks shrink where memory does not suffice. None as soon as `should_stop` says so. The model's
+    Chunks shrink where memory, or the budget of `used`, does not suffice. None as soon as `should_stop` says so. The model's
     modes are afterwards as before.
     """
     device = next(model.parameters()).device
@@ -76,7 +80,7 @@ def evaluate(
                 continue
             sequences = batch.tensors(device)
             result = fitting.compute(
-                partial(engine.forward_backward, sequences, backward=False),
+                partial(_losses, engine, sequences, used),
                 name="an evaluation", num_tokens=batch.num_tokens, device=device,
             )  # fmt: skip
             loss_sum += result.loss_sum
@@ -87,6 +91,19 @@ def evaluate(
         for module, training in modes:
             module.training = training
     return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, _buckets(sums, counts))
+
+
+def _losses(
+    engine: Engine,
+    sequences: list[dict[str, Tensor]],
+    used: UsedMemory | None,
+    options: ChunkOptions,
+) -> StepResult:
+    """The sequences' losses, within the budget of `used`."""
+    if used is None:
+        return engine.forward_backward(sequences, options, backward=False)
+    used.restart()
+    return engine.forward_backward(sequences, options, backward=False, watch=used.check)
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:

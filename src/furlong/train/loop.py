@@ -80,9 +80,9 @@ class LoopFigures:
 class Cadence:
     """What happens between the steps, and how often; 0 = never."""
 
-    evaluate: Callable[[], Mapping[str, Evaluation] | None] | None = None
+    evaluate: Callable[[UsedMemory], Mapping[str, Evaluation] | None] | None = None
     """By name of the data set; None when it was stopped. Runs also before the first step and after
-    the last."""
+    the last, with the budget of the steps."""
     eval_every_steps: int = 0
     save: Callable[[Progress], object] | None = None
     """Runs also after the last step, and when the loop is asked to stop."""
@@ -122,7 +122,7 @@ def run_steps(
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
     losses: list[float] = []
     saved_step = progress.step
-    after, stopped = _evaluate(progress.step, num_steps, cadence, log)
+    after, stopped = _evaluate(progress.step, num_steps, cadence, log, used)
     if progress.step == 0:
         progress = replace(progress, eval_loss_before=after)
     while progress.step < num_steps and not stopped:
@@ -148,7 +148,7 @@ def run_steps(
         if cadence.save and _is_due(progress.step, num_steps, cadence.save_every_steps):
             cadence.save(progress)
             saved_step = progress.step
-        after, stopped = _evaluate(progress.step, num_steps, cadence, log)
+        after, stopped = _evaluate(progress.step, num_steps, cadence, log, used)
     if stopped and cadence.save and saved_step < progress.step:
         cadence.save(progress)
     return LoopFigures(progress, tuple(losses), after, stopped)
@@ -179,7 +179,7 @@ def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[B
 
 
 def _evaluate(
-    step: int, num_steps: int, cadence: Cadence, log: MetricsLog
+    step: int, num_steps: int, cadence: Cadence, log: MetricsLog, used: UsedMemory
 ) -> tuple[float | None, bool]:
     """The held-out loss if an evaluation is due, and whether the loop has been asked to stop.
 
@@ -190,7 +190,7 @@ def _evaluate(
     ):
         return None, step < num_steps and cadence.should_stop()
     started_s = time.perf_counter()
-    evaluations = cadence.evaluate()
+    evaluations = cadence.evaluate(used)
     if evaluations is None:
         return None, True
     log.evaluation(step, evaluations, time.perf_counter() - started_s)

@@ -33,6 +33,7 @@ from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunF
 from furlong.train.state import RunState, base_fingerprint
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
+from furlong.train.used_memory import UsedMemory
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _evaluator(
     settings: TrainConfig,
     data: RunData,
     should_stop: Callable[[], bool],
-) -> Callable[[], dict[str, Evaluation] | None] | None:
+) -> Callable[[UsedMemory], dict[str, Evaluation] | None] | None:
     """Evaluates the held-out sequences and the share of the training ones; None without either."""
     sets = {} if data.held_out is None else {HELD_OUT: data.held_out}
     if settings.eval_train_share:
@@ -204,11 +205,13 @@ def _evaluator(
     if not sets:
         return None
 
-    def evaluate_all() -> dict[str, Evaluation] | None:
+    def evaluate_all(used: UsedMemory) -> dict[str, Evaluation] | None:
         evaluations = {}
         for name, sequences in sets.items():
             batches = in_order(sequences, settings.sequences_per_step)
-            evaluation = evaluate(engine, model, batches, fitting, should_stop=should_stop)
+            evaluation = evaluate(
+                engine, model, batches, fitting, used=used, should_stop=should_stop
+            )
             if evaluation is None:
                 return None
             evaluations[name] = evaluation

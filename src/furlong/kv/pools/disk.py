@@ -123,7 +123,7 @@ class NamelessFile:
                 given=f"{folder} for the disk tier, on {sys.platform}",
                 required="Linux",
                 source="memory.disk_dir",
-                change="use the device or the host tier",
+                change="leave the tier disk out",
             )
         _refuse_ram(folder)
         try:
@@ -200,7 +200,8 @@ def _refuse_ram(folder: Path) -> None:
             given=f"{folder}, which is on a {kind}: its files are in RAM",
             required="a folder on a disk",
             source="memory.disk_dir",
-            change="name a folder on a disk, or use the host tier",
+            change="name a folder on a disk; what may stay in RAM belongs to memory.device or, on a"
+            " GPU, to the tier host",
         )
 
 
