@@ -22,6 +22,7 @@ from furlong.planners.dacp import place_by_load
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sample import (
     Factors,
+    Rule,
     Sampling,
     expected_weight,
     fixed_factors,
@@ -146,10 +147,10 @@ def spaco_paths() -> Table:
     scale = NUM_CHUNKS / 8
     rules = {
         "no factors": Factors(1, 1),
-        "printed": fixed_factors("fixed printed", NUM_CHUNKS, 8),
+        "printed": _factors("paper"),
         "both k/t": Factors(scale, scale),
-        "k/t and (k-1)/(t-1)": fixed_factors("fixed", NUM_CHUNKS, 8),
-        "capped at 2": fixed_factors("capped", NUM_CHUNKS, 8),
+        "k/t and (k-1)/(t-1)": _factors("fixed"),
+        "capped at 2": _factors("fixed", cap=2),
     }
     expected = {
         "no factors": ("0.0625", "0.0034", "0.0002", ""),
@@ -174,14 +175,18 @@ def spaco_paths() -> Table:
         "count; 1: unbiased",
         rows,
         (
-            "k = 128, t = 8; derived as survival times factors; by Bernoulli draws with both "
-            "factors 1/q every weight is 1",
+            "k = 128, t = 8; derived as survival times factors; by independent draws with "
+            "both factors 1/p every weight is 1",
         ),
     )
 
 
+def _factors(rule: Rule, cap: float | None = None) -> Factors:
+    return fixed_factors(Sampling(chunks=8, rule=rule, cap=cap), NUM_CHUNKS)
+
+
 def sampled(num_chunks: int, num_drawn: int) -> ChunkPlan:
-    sampling = Sampling(num_drawn=num_drawn, rule="fixed")
+    sampling = Sampling(chunks=num_drawn, rule="fixed", report_loss=True)
     return plan_spaco((num_chunks * 128,), sampling, num_layers=1, chunk_size=128)
 
 

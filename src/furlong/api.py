@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.sampled import sampled
+from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import (
@@ -93,6 +96,7 @@ class Engine:
         self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True
     ) -> ChunkPlan:
         """The plan of a batch with sequences of `seq_lens` tokens; without backward it evaluates.
+        Where `options` sample, a draw in which no chunk is known to have labels.
 
         Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
         """
@@ -136,17 +140,33 @@ class Engine:
             raise no_data("no sequences", "at least one sequence")
         with self._alone():
             self._follow_model()
-            plan = self._plan([len(s.input_ids) for s in shifted], options, backward=backward)
+            lens = [len(s.input_ids) for s in shifted]
+            plan = self._plan(lens, options, backward=backward, shifted=shifted)
             return self._obey(plan, shifted, num_valid_tokens, watch=watch)
 
-    def _plan(self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool) -> ChunkPlan:
+    def _plan(
+        self,
+        seq_lens: Sequence[int],
+        options: ChunkOptions,
+        *,
+        backward: bool,
+        shifted: Sequence[ShiftedSequence] = (),
+    ) -> ChunkPlan:
+        """`shifted`: the sequences, whose labels decide with which probability a chunk is drawn."""
         require_options(options)
         is_cut = options.order == "layer-first"
-        return plan_on_device(
+        plan = plan_on_device(
             seq_lens, options,
             num_layers=self.model.num_layers, backward=backward,
             frozen_layers=self.model.num_frozen_layers if is_cut and backward else 0,
         )  # fmt: skip
+        sampling = options.sampling
+        if sampling is None or not backward:
+            return plan
+        if sampling.seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            sampling = replace(sampling, seed=seed)
+        return sampled(plan, sampling, labelled_chunks(plan, shifted) if shifted else ())
 
     def _obey(
         self,

@@ -20,7 +20,8 @@ from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_chunkflow_pipeline
-from furlong.planners.sample import Factors, sample_backwards
+from furlong.planners.sample import Factors
+from furlong.planners.sampled import sample_backwards
 from furlong.planners.seq1f1b import plan_seq1f1b
 
 ONE = plan_chunkflow([9, 2], ChunkOptions(size=3, hybrid=False), num_layers=2)

@@ -26,7 +26,8 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
-from furlong.planners.sample import Sampling, draw_chunks, sample_backwards
+from furlong.planners.sample import Sampling
+from furlong.planners.sampled import sampled
 from furlong.planners.seq1f1b import plan_seq1f1b
 from furlong.planners.skrull import plan_skrull
 from furlong.planners.spaco import plan_seco, plan_spaco
@@ -36,7 +37,7 @@ from furlong.simulate.unit_costs import UnitCosts
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"))
 KEEPS = ("input", "kv", "attention", "all")
-RULES = ("bernoulli", "fixed", "fixed printed", "capped", "adaptive")
+RULES = ("unbiased", "fixed", "paper")
 
 
 def lengths(rng, longest=40, most=6):
@@ -63,10 +64,10 @@ def tiers(rng):
 
 def sampling(rng):
     rule, seed = rng.choice(RULES), rng.randrange(10**6)
+    report_loss = rng.random() < 0.5
     if rng.random() < 0.5:
-        return Sampling(num_drawn=rng.randint(1, 5), rule=rule, seed=seed)
-    packed = rng.random() < 0.5
-    return Sampling(probability=rng.uniform(0.05, 1), rule=rule, seed=seed, packed=packed)
+        return Sampling(chunks=rng.randint(2, 5), rule=rule, seed=seed, report_loss=report_loss)
+    return Sampling(rate=rng.uniform(0.05, 1), rule=rule, seed=seed, report_loss=report_loss)
 
 
 def chunkflow(rng):
@@ -164,14 +165,15 @@ def infinipipe(rng):
     return plan_infinipipe(lengths(rng), MODEL, **sizes).plan
 
 
-def sampled(planner):
+def drawn_from(planner):
     """SpaCO's draws inside the plans of another planner."""
 
     def plan(rng):
         whole = planner(rng)
         if not any(isinstance(a, Backward) for a in whole.actions[0]):
             return whole
-        return sample_backwards(whole, draw_chunks(whole, sampling(rng)))
+        labelled = {c for c in range(len(whole.chunks)) if rng.random() < 0.3}
+        return sampled(whole, sampling(rng), labelled)
 
     return plan
 
@@ -186,19 +188,19 @@ PLANNERS = {
     "spaco": spaco,
     "fpdt": fpdt,
     "one device": one_device,
-    "sampled chunkflow": sampled(chunkflow),
-    "sampled pipeline": sampled(chunkflow_pipeline),
-    "sampled seq1f1b": sampled(seq1f1b),
-    "sampled fpdt": sampled(fpdt),
-    "sampled one device": sampled(one_device),
+    "sampled chunkflow": drawn_from(chunkflow),
+    "sampled pipeline": drawn_from(chunkflow_pipeline),
+    "sampled seq1f1b": drawn_from(seq1f1b),
+    "sampled fpdt": drawn_from(fpdt),
+    "sampled one device": drawn_from(one_device),
 }
 SEARCHING = {
     "data parallel": data_parallel,
     "ulysses": ulysses,
     "skrull": skrull,
     "infinipipe": infinipipe,
-    "sampled skrull": sampled(skrull),
-    "sampled infinipipe": sampled(infinipipe),
+    "sampled skrull": drawn_from(skrull),
+    "sampled infinipipe": drawn_from(infinipipe),
 }
 """They try many plans for one: fewer cases."""
 ALL = PLANNERS | SEARCHING

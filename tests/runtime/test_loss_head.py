@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.plan.values import Chunk, Slice
-from furlong.runtime.inputs import chunk_inputs, shift_labels
+from furlong.runtime.chunk_inputs import chunk_inputs
+from furlong.runtime.inputs import shift_labels
 from furlong.runtime.loss_head import LossHead
 
 LENS = [7, 4]
@@ -39,11 +40,11 @@ def test_the_gradient_is_that_of_the_whole_head(subject, num_tile_tokens, monkey
     weight = model.base.get_output_embeddings().weight
     truths, weight.grad = (hidden.grad.clone(), weight.grad), None
     head = LossHead(model)
-    gradient = head.gradient(hidden, inputs, 0.25)
+    gradient = head.gradient(hidden, inputs, 1.0, 4)
     torch.testing.assert_close(gradient, truths[0], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(weight.grad, truths[1], rtol=1e-12, atol=1e-14)
     assert float(head.loss_sum) == pytest.approx(float(loss), rel=1e-12)
-    head.gradient(hidden, inputs, 0.25)
+    head.gradient(hidden, inputs, 1.0, 4)
     assert float(head.loss_sum) == pytest.approx(2 * float(loss), rel=1e-12)
 
 
@@ -66,7 +67,7 @@ def test_a_head_that_leads_to_no_trained_parameter_is_refused(subject):
     model, inputs, hidden = subject
     model.base.requires_grad_(False)
     with pytest.raises(ConfigError, match="depends on no parameter that requires a gradient"):
-        LossHead(model).gradient(hidden.detach(), inputs, 1.0)
+        LossHead(model).gradient(hidden.detach(), inputs, 1.0, 1)
     model.base.get_output_embeddings().weight.requires_grad_(True)
-    LossHead(model).gradient(hidden.detach(), inputs, 1.0)
+    LossHead(model).gradient(hidden.detach(), inputs, 1.0, 1)
     assert model.base.get_output_embeddings().weight.grad.any()

@@ -9,6 +9,7 @@ NUM_HOT segments of a prefix, and while an action reads, two segments: one compu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -127,7 +128,6 @@ class _Alive:
         self._kv = [num_layers * stored.kv_token_bytes * n for n in stored.sizes]
         self._gradients = [num_layers * stored.gradient_token_bytes * n for n in stored.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
-        self._gradients_before = [0.0, *accumulate(self._gradients)]
         self._written: dict[int, set[int]] = {}
         """By segment that is there: the pieces that were written."""
         self._owners: dict[int, set[int]] = {}
@@ -167,28 +167,29 @@ class _Alive:
         level.num_reads += (len(seen) - len(filling)) * reading
 
     def send_back(self, piece: int) -> None:
-        level, seen = self._level, self.stored.seen(piece)
+        level, seen, touched = self._level, self.stored.seen(piece), self.stored.sent_to(piece)
         if self._on_device:
             # the first gradient brings those of all segments
-            for index in self._written if seen else ():
-                if index not in self._hot:
+            for index in self._written if touched else ():
+                if index not in self._hot and self.stored.takes_gradients(index):
                     self._hot.add(index)
                     level.gradients += self._gradients[index]
             return
-        rest, newest = seen[: max(0, len(seen) - NUM_HOT)], seen[-NUM_HOT:]
-        had = [index for index in seen if index in self._sent]
-        here = [index for index in self._hot if index in seen]
+        num_rest = bisect_left(touched, seen[-NUM_HOT:].start)
+        rest, newest = touched[:num_rest], touched[num_rest:]
+        had = [index for index in touched if index in self._sent]
+        here = [index for index in self._hot if index in touched]
         were_here = sum(self._gradients[index] for index in here)
         brought = sum(self._gradients[index] for index in had) - were_here
-        taken = _sum(self._gradients_before, rest)
+        taken = sum(self._gradients[index] for index in rest)
         level.gradients_read += brought
         level.gradients_written += taken
         level.num_gradient_reads += self._num_layers * (len(had) - len(here))
         level.num_gradient_writes += self._num_layers * len(rest)
         level.lower += taken - brought
-        level.gradients += _sum(self._gradients_before, newest) - were_here
+        level.gradients += sum(self._gradients[index] for index in newest) - were_here
         self._hot = self._hot.difference(rest).union(newest)
-        self._sent.update(seen)
+        self._sent.update(touched)
         # its own, which later pieces have sent
         relayed = [i for i in self.stored.touched(piece) if self._is_cold(i)]
         level.gradients_read += sum(self._gradients[index] for index in relayed)

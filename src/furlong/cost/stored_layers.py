@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,6 +44,17 @@ class StoredLayers:
         """The segments that hold tokens which a piece sees."""
         return self.tokens.segments(self.tokens.seen_from(piece, self.window))
 
+    def sent_to(self, piece: int) -> Sequence[int]:
+        """Those of them that take gradients from it."""
+        parts = self.tokens.gradients_in(self.tokens.seen_from(piece, self.window))
+        if len(parts) == 1:
+            return self.tokens.segments(parts[0])
+        return sorted({index for part in parts for index in self.tokens.segments(part)})
+
+    def takes_gradients(self, index: int) -> bool:
+        """Whether a segment holds tokens whose gradients are kept."""
+        return bool(self.tokens.gradients_in(range(*self.tokens.bounds[index : index + 2])))
+
 
 def stored_layers(
     shape: ModelShape,
@@ -54,7 +66,8 @@ def stored_layers(
     device_type: str,
 ) -> tuple[StoredLayers, ...]:
     """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
-    pieces = [s for c in plan.groups[seq_id] for s in plan.chunks[c].slices if s.seq_id == seq_id]
+    group = plan.groups[seq_id][: plan.num_computed[seq_id]]
+    pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
     share = _kv_share(pieces[0], plan.sp_size, process, shape.num_kv_heads)
     if not share:
         return ()
@@ -65,6 +78,8 @@ def stored_layers(
     found = []
     for window in dict.fromkeys(windows):
         tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type))
+        if plan.sampled:
+            tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
         sizes = [stop - start for start, stop in pairwise(tokens.bounds)]
         layers = tuple(i for i, other in enumerate(windows) if other == window)
         gradients = cell.kv_gradient_layer * share

@@ -104,7 +104,8 @@ class LayerSegments:
             rows = segment.rows(seen)
             kv = present(segment.kv if lease is None else lease.tensor)[rows]
             grad = SegmentGradient(self._arena, self._pool, segment, self._zeros)
-            add = partial(grad.add, rows) if gradients else _refuse_gradients
+            first = segment.start + rows.start
+            add = partial(self._add_streamed, grad, first) if gradients else _refuse_gradients
             yield Block(kv, seen.stop - segment.start - rows.start, add)
             # Not in a `finally`: a generator may be ended by the garbage collector, which must
             # not touch tensors. After an error `clear` ends the leases.
@@ -177,14 +178,25 @@ class LayerSegments:
 
     def _add(self, tokens: range, dk: Tensor, dv: Tensor) -> None:
         """dk, dv (K, tokens, H) to the gradients on the device."""
-        bare = [s for s in self.segments if s.is_alive and s.grad is None]
+        bare = [s for s in self.segments if s.is_alive and s.grad is None and self._takes(s)]
         for segment, part in zip(bare, self._take(bare, self._wide), strict=True):
             segment.grad = part.zero_()
-        start = 0
-        for run in joined([present(s.grad)[s.rows(tokens)] for s in self._holding(tokens)]):
-            stop = start + run.shape[0]
-            add_token_major(run, dk[:, start:stop], dv[:, start:stop])
-            start = stop
+        for part in self.tokens.gradients_in(tokens):
+            start = part.start - tokens.start
+            for run in joined([present(s.grad)[s.rows(part)] for s in self._holding(part)]):
+                stop = start + run.shape[0]
+                add_token_major(run, dk[:, start:stop], dv[:, start:stop])
+                start = stop
+
+    def _add_streamed(self, grad: SegmentGradient, first: int, dk: Tensor, dv: Tensor) -> None:
+        """dk, dv (K, tokens, H) of a segment's tokens from `first` on."""
+        for part in self.tokens.gradients_in(range(first, first + dk.shape[1])):
+            own = slice(part.start - first, part.stop - first)
+            grad.add(grad.rows(part), dk[:, own], dv[:, own])
+
+    def _takes(self, segment: Segment) -> bool:
+        """Whether any of its tokens has a gradient."""
+        return bool(self.tokens.gradients_in(range(segment.start, segment.stop)))
 
     def _zero_grad(self, segment: Segment, rows: slice) -> None:
         """A piece that is written again after it was freed begins without gradients."""

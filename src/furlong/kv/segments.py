@@ -74,6 +74,9 @@ class SegmentGradient:
         self._lease: Lease | None = None
         self._touched = False
 
+    def rows(self, tokens: range) -> slice:
+        return self._segment.rows(tokens)
+
     def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """dk, dv (K, rows, H)."""
         segment = self._segment

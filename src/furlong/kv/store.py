@@ -56,13 +56,15 @@ class KVStore:
         pieces: Mapping[int, Sequence[int]],
         pool: Pool | None = None,
         *,
+        trained: Mapping[int, Sequence[int]] | None = None,
         num_hot: int = NUM_HOT,
     ) -> None:
-        """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `num_hot`:
-        segments of a prefix, the newest, whose gradients stay in the arena beside a pool."""
+        """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `trained`:
+        those of its pieces whose gradients are kept, ascending (None: all); `num_hot`: segments of
+        a prefix, the newest, whose gradients stay in the arena beside a pool."""
         assert num_hot > 0, "a segment that two pieces share would be read for each"
         self.arena = arena
-        self._pieces = pieces
+        self._pieces, self._trained = pieces, trained
         self._pool = pool
         self._num_hot = num_hot
         self._layers: dict[tuple[int, int], LayerSegments] = {}
@@ -77,6 +79,8 @@ class KVStore:
             token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
             per_segment = segment_tokens(token_bytes, self.arena.device.type)
             tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment)
+            if self._trained is not None:
+                tokens = tokens.with_gradients_of(self._trained[seq_id])
             segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
             self._layers[seq_id, layer] = segments
         segments.write(piece, k, v)

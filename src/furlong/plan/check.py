@@ -71,8 +71,8 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
 
 
 def cells_run_once(grid: Grid) -> None:
-    """I7. One Forward per cell; Backwards at all stages of a chunk from `frozen_stages` on, for all
-    chunks if for any."""
+    """I7. One Forward per cell, but for chunks of a sample whose loss nobody reports; Backwards at
+    all stages of a chunk from `frozen_stages` on, for all chunks if for any."""
     rule = "every cell has one Forward and one Backward, on one rank"
     frozen = grid.plan.frozen_stages
     if not 0 <= frozen < grid.num_stages:
@@ -94,6 +94,8 @@ def cells_run_once(grid: Grid) -> None:
     for chunk in range(grid.num_chunks):
         cells = range(chunk, len(grid.forward), grid.num_chunks)
         counts = [sum(places[cell] >= 0 for cell in cells) for places in firsts.values()]
+        if not grid.plan.report_loss and counts == [0, 0]:
+            continue
         if counts[0] != grid.num_stages or counts[1] not in (0, grid.num_stages - frozen):
             why = f"chunk {chunk} has {counts[0]} Forwards and {counts[1]} Backwards"
             over = f"{grid.num_stages} stages" + (f", {frozen} of them frozen" if frozen else "")
@@ -107,6 +109,8 @@ def factors_are_of_samples(grid: Grid) -> None:
     """I1, of the losses. Only a plan that samples its chunks scales their gradients, by the same
     finite factors at all stages of a chunk; in any other plan each label counts once."""
     rule = "a Backward has factors other than 1 only in a sampled plan, equal ones at all stages"
+    if not grid.plan.sampled and not grid.plan.report_loss:
+        raise PlanError("broken rule: only a sampled plan leaves losses out (report_loss)")
     factors: dict[int, tuple[float, float]] = {}
     for at, action in enumerate(grid.actions):
         if not isinstance(action, Backward):
@@ -148,8 +152,10 @@ def cells_follow_neighbours(grid: Grid) -> None:
         if 0 <= grid.backward[cell] < at:
             raise grid.refuse(rule, "a Backward needs its Forward", grid.backward[cell])
         chunk = cell % grid.num_chunks
-        for earlier in grid.before[chunk]:
+        for earlier in grid.before[chunk] if at >= 0 else ():
             source = cell - chunk + earlier
+            if grid.forward[source] < 0:
+                raise grid.refuse(rule, f"cell {grid.name(source)} has no Forward", at)
             if grid.ranks[grid.forward[source]] != grid.ranks[at]:
                 raise grid.refuse(rule, f"cell {grid.name(source)} is on another rank", at)
             if grid.forward[source] > at:
@@ -177,7 +183,8 @@ def earlier_kv_is_there(grid: Grid) -> None:
         row = cell - chunk
         for seq_id, position in grid.plan.links[chunk]:
             group = grid.plan.groups[seq_id]
-            if at < grid.forward[row + group[-1]]:
+            last = group[max(0, grid.plan.num_computed[seq_id] - 1)]
+            if at < grid.forward[row + last]:
                 continue
             ready = num_ready.get((seq_id, stage), 0)
             while ready < position and (

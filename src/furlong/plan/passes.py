@@ -2,7 +2,8 @@
 
 Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
 early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
-projection, or before it starts if no later chunk reads K,V either.
+projection, or before it starts if no later chunk reads K,V either. A chunk that is not drawn in a
+sampled plan waits for no output either, unless the plan reports its loss.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     height = plan.stages[action.stage]
     is_last = action.stage == len(plan.stages) - 1
     continues = plan.continues[action.chunk]
-    if not trained:
+    if not trained and (plan.report_loss or not is_last):
         return Pass("values", writes_kv=continues, loss=is_last)
     if action.keep == "all":
         return Pass("graph", writes_kv=continues, recompute_layers=action.recompute_layers)
-    remembers = height if action.keep == "attention" else 0
+    remembers = height if trained and action.keep == "attention" else 0
     if not is_last:
         return Pass("values", writes_kv=continues, remembers=remembers)
     if continues:

@@ -6,8 +6,8 @@ Pure integers: what the store does and what the cost model counts follow from th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 NUM_HOT = 2
@@ -36,6 +36,9 @@ class StoredTokens:
     """offsets[p] : offsets[p + 1] are the stored tokens of piece p; the last piece stores none."""
     bounds: tuple[int, ...]
     """bounds[i] : bounds[i + 1] are the tokens of segment i."""
+    with_gradients: tuple[range, ...] | None = None
+    """The tokens whose gradients are kept, ascending; None: all. Others are of chunks that were
+    not drawn in a sampled plan: what later ones would send them is dropped."""
 
     @classmethod
     def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
@@ -43,6 +46,29 @@ class StoredTokens:
         kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
         offsets = tuple(accumulate(kept, initial=0))
         return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
+
+    def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
+        """The same, with gradients of these pieces alone, which ascend."""
+        parts: list[range] = []
+        for piece in pieces:
+            if piece + 1 >= len(self.offsets) or not (own := self.of_piece(piece)):
+                continue
+            if parts and parts[-1].stop == own.start:
+                own = range(parts.pop().start, own.stop)
+            parts.append(own)
+        return replace(self, with_gradients=tuple(parts))
+
+    def gradients_in(self, tokens: range) -> list[range]:
+        """Those of `tokens` whose gradients are kept, as ranges."""
+        if self.with_gradients is None:
+            return [tokens] if tokens else []
+        first = bisect_right(self.with_gradients, tokens.start, key=lambda part: part.stop)
+        found = []
+        for part in self.with_gradients[first:]:
+            if part.start >= tokens.stop:
+                break
+            found.append(range(max(part.start, tokens.start), min(part.stop, tokens.stop)))
+        return found
 
     @property
     def num_segments(self) -> int:

@@ -43,7 +43,7 @@ from furlong.plan.values import (
     Unshard,
 )
 
-VERSION = 2
+VERSION = 3
 """Of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 
@@ -148,6 +148,7 @@ def save_plan(plan: ChunkPlan) -> str:
         "tiers": json.dumps(asdict(plan.tiers)),
         "sp_size": json.dumps(plan.sp_size),
         "sampled": json.dumps(plan.sampled),
+        "report_loss": json.dumps(plan.report_loss),
         "frozen_stages": json.dumps(plan.frozen_stages),
         "seq_lens": json.dumps(plan.seq_lens),
         "stages": json.dumps(plan.stages),
@@ -174,8 +175,9 @@ def load_plan(text: str) -> ChunkPlan:
     if saved.keys() != expected:
         odd = ", ".join(sorted(saved.keys() ^ expected))
         raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    if not isinstance(saved["sampled"], bool):
-        raise _unreadable(f"sampled = {saved['sampled']!r}", "true or false")
+    for name in ("sampled", "report_loss"):
+        if not isinstance(saved[name], bool):
+            raise _unreadable(f"{name} = {saved[name]!r}", "true or false")
     if not isinstance(saved["actions"], list):
         raise _unreadable("actions that are no list", "one list of actions per rank")
     return ChunkPlan(
@@ -195,6 +197,7 @@ def load_plan(text: str) -> ChunkPlan:
         tiers=_tiers(saved["tiers"]),
         sp_size=_whole_number(saved, "sp_size"),
         sampled=saved["sampled"],
+        report_loss=saved["report_loss"],
         frozen_stages=_whole_number(saved, "frozen_stages"),
     )
 
@@ -257,6 +260,8 @@ def format_plan(plan: ChunkPlan) -> str:
         f"{len(plan.seq_lens)} sequences, {sum(plan.seq_lens)} tokens, {len(plan.chunks)} chunks; "
         f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
     ]
+    if plan.sampled:
+        lines.append(f"{len(plan.trained)} of {len(plan.chunks)} chunks are drawn")
     lines += [
         f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, {format_chunk(chunk)}"
         for index, chunk in enumerate(plan.chunks)

@@ -156,6 +156,9 @@ class ChunkPlan:
     sp_size: int = 1
     sampled: bool = False
     """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
+    report_loss: bool = True
+    """Whether chunks without a Backward compute their loss. Without it, which a sampled plan may
+    do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
     frozen_stages: int = 0
     """First stages without a trained parameter in them or below: they have no Backward."""
 
@@ -182,12 +185,28 @@ class ChunkPlan:
         return tuple(tuple(pairs) for pairs in links)
 
     @cached_property
+    def num_computed(self) -> dict[int, int]:
+        """For each sequence that is cut, how many of its chunks have a Forward: the first ones."""
+        if self.report_loss:
+            return {seq_id: len(group) for seq_id, group in self.groups.items()}
+        computed = {a.chunk for acts in self.actions for a in acts if isinstance(a, Forward)}
+        return {
+            seq_id: sum(chunk in computed for chunk in group)
+            for seq_id, group in self.groups.items()
+        }
+
+    @cached_property
     def continues(self) -> tuple[bool, ...]:
         """For each chunk, whether a later chunk reads its K,V."""
         return tuple(
-            any(position < len(self.groups[seq_id]) - 1 for seq_id, position in pairs)
+            any(position < self.num_computed[seq_id] - 1 for seq_id, position in pairs)
             for pairs in self.links
         )
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The chunks that have a Backward."""
+        return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
         """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences."""

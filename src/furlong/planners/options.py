@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args
 
 from furlong.errors import ConfigError
 from furlong.plan.values import Keep, Order, Tier, Tiers
+from furlong.planners.sample import Sampling, sampling_of
 
 TIER_KINDS = tuple(field.name for field in fields(Tiers))
 """Kinds of memory that a mapping of tiers may name."""
@@ -20,7 +21,8 @@ TIER_KINDS = tuple(field.name for field in fields(Tiers))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How sequences are cut and what is kept. Changes time and memory, never a gradient."""
+    """How sequences are cut and what is kept. Changes time and memory, never a gradient, unless
+    `sample` says so."""
 
     size: int = 4096
     """Most tokens in a chunk."""
@@ -39,6 +41,9 @@ class ChunkOptions:
     """First layers of a cell's graph that keep only their input and run again in its backward."""
     hybrid: bool = True
     """Whether a long sequence's tail piece may share its chunk with whole short sequences."""
+    sample: Sampling | Mapping[str, Any] | None = None
+    """Which chunks get a backward; None: all, and the gradient is exact. With it chunk size and
+    draw do change the gradient."""
 
     @property
     def tiers(self) -> Tiers:
@@ -48,6 +53,12 @@ class ChunkOptions:
         assert isinstance(self.tier, Tiers)  # __post_init__ has made it of a mapping
         return self.tier
 
+    @property
+    def sampling(self) -> Sampling | None:
+        """Which chunks get a backward; None: all."""
+        assert not isinstance(self.sample, Mapping)  # __post_init__ has made it a Sampling
+        return self.sample
+
     def __post_init__(self) -> None:
         for name, lowest in (("size", 1), ("num_retained", 0), ("recompute_layers", 0)):
             _check_whole(name, getattr(self, name), lowest)
@@ -56,6 +67,7 @@ class ChunkOptions:
         _check_among("keep", self.keep, get_args(Keep))
         _check_among("order", self.order, get_args(Order))
         object.__setattr__(self, "tier", checked_tier(self.tier))
+        object.__setattr__(self, "sample", sampling_of(self.sample))
         if self.order == "layer-first":
             stage_layers = 1 if self.stage_layers is None else self.stage_layers
             _check_whole("stage_layers", stage_layers, 1)

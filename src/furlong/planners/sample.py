@@ -5,152 +5,144 @@ that reaches its parameters through h earlier chunks needs h + 1 drawn chunks, t
 among them. A Backward multiplies its own loss by a and the dK,dV that later chunks sent by c, which
 gives that contribution the weight a c^h; it is unbiased if a c^h times its survival is 1.
 
-    bernoulli       every chunk by itself with q = t/k, a = c = 1/q: exact for every h
-    adaptive        with p = clip((t - drawn) / chunks left, lowest, 1) from the last chunk down,
-                    a = c = 1/p: exact for every h, almost t chunks, heavier tails
-    fixed           t of k chunks, a = k/t, c = (k-1)/(t-1): exact for h <= 1, low beyond
-    fixed printed   t of k chunks, a = 1, c = k/t, as in the paper's Algorithm 2: t/k of what
-                    a = c = k/t would give, which is itself low for h >= 1
-    capped          fixed with c at most `cap` (the paper's experiments: 2): mostly local gradient
+    unbiased   chunk i by itself with any probability p_i above 0, a = c = 1/p_i: exact for every h.
+               Proof by induction from the last chunk down: E[1{drawn} / p_i * gradient of i, given
+               the chunks behind] is that gradient
+    fixed      exactly n of k chunks, a = k/n, c = (k-1)/(n-1): exact for h <= 1, low beyond
+    paper      exactly n of k chunks, a = 1, c = k/n, as in Algorithm 2 of the paper: n/k of what
+               a = c = k/n would give, which is itself low for h >= 1. An optimizer that divides by
+               the size of gradients (Adam) does not see a common factor, so the paper's runs learn
 
-No constant a and c are exact for h = 0, 1, 2 when exactly t chunks are drawn: inclusions are not
-independent, while the paper's (k/t)^p takes them to be.
+No constant a and c are exact for h = 0, 1, 2 when exactly n chunks are drawn: inclusions are not
+independent, while the paper's (k/n)^p takes them to be.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from furlong.errors import ConfigError
-from furlong.plan.check import check
-from furlong.plan.values import (
-    Action,
-    Backward,
-    ChunkPlan,
-    Forward,
-    RebuildKV,
-    Recompute,
-    Recv,
-    Send,
-)
+from furlong.plan.values import ChunkPlan
 
-Rule = Literal["bernoulli", "fixed", "fixed printed", "capped", "adaptive"]
+Rule = Literal["unbiased", "fixed", "paper"]
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of one Backward: of its chunk's own loss, and of the dK,dV from later chunks."""
+    """What one Backward multiplies its chunk's own loss and the dK,dV of later chunks by."""
 
     loss_factor: float = 1.0
     relay_factor: float = 1.0
 
 
+EXACT = Factors()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the chunks of every cut sequence are drawn. One of `num_drawn` and `probability`."""
+    """How the chunks of every cut sequence are drawn. Give one of `rate` and `chunks`.
 
-    num_drawn: int | None = None
-    """Chunks per sequence (t of SpaCO); under bernoulli and adaptive the expected number."""
-    probability: float | None = None
-    """Share of a sequence's chunks."""
-    rule: Rule = "bernoulli"
-    seed: int = 0
-    """Another one every step; a sequence's draw depends on it and on its seq_id alone."""
-    cap: float = 2.0
-    """Highest relay factor of the rule `capped`."""
-    lowest: float = 0.5
-    """Lowest probability of the rule `adaptive`, as a share of t/k; lower ones add variance."""
-    packed: bool = False
-    """Whether packed chunks are drawn too, each by itself with factor 1/probability. By default
-    all are trained: their backward is linear in their tokens, no context makes it dear, and no
-    memory is saved, so drawing them buys little time for more variance."""
+    Chunks that hold whole sequences only are always drawn: no context makes their backward dear,
+    and no memory is saved. A sequence of no more chunks than the budget is computed exactly.
+    """
+
+    rate: float | None = None
+    """Share of a sequence's chunks, above 0 and at most 1."""
+    chunks: int | None = None
+    """Chunks of a sequence; under `unbiased` their expected number."""
+    rule: Rule = "unbiased"
+    label_rate: float | None = None
+    """`unbiased` only: probability of chunks that have labels; None: 1, they are all drawn."""
+    cap: float | None = None
+    """`fixed` and `paper` only: highest relay factor (the paper's experiments: 2). It trades
+    gradients through other chunks, of which it keeps less, for variance."""
+    report_loss: bool = False
+    """Whether chunks that are not drawn compute their loss, at the price of the rest of their
+    forward. Without it the loss of a step is estimated from the drawn ones."""
+    seed: int | None = None
+    """Another one every step; a sequence's draw depends on it and on its place in the batch alone.
+    None: drawn from torch's generator."""
 
     def __post_init__(self) -> None:
-        t, q = self.num_drawn, self.probability
-        if (t is None) == (q is None) or (t is not None and t < 1) or (q and not 0 < q <= 1):
-            raise _unusable(
-                f"num_drawn = {t}, probability = {q}",
-                "either num_drawn of at least 1, or a probability above 0 and at most 1",
-            )
-        if q == 0:
-            raise _unusable("probability = 0", "a probability above 0 and at most 1")
+        _check_budget(self.rate, self.chunks)
         if self.rule not in get_args(Rule):
             raise _unusable(f"rule = {self.rule!r}", f"one of {', '.join(get_args(Rule))}")
-        if not 0 < self.lowest <= 1 or self.cap <= 0:
-            given = f"lowest = {self.lowest}, cap = {self.cap}"
-            raise _unusable(given, "lowest above 0 and at most 1, cap above 0")
-        if self.packed and q is None:
-            raise _unusable("packed without a probability", "a probability, where packed is set")
+        if self.rule == "unbiased":
+            _check_unbiased(self.label_rate, self.cap)
+        else:
+            _check_fixed(self.rule, self.chunks, self.label_rate, self.cap)
+        if not isinstance(self.report_loss, bool):
+            raise _unusable(f"report_loss = {self.report_loss!r}", "true or false")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise _unusable(f"seed = {self.seed!r}", "a whole number, or none")
 
-    def budget(self, num_chunks: int) -> float:
-        """t for a sequence of so many chunks."""
-        if self.num_drawn is not None:
-            return min(self.num_drawn, num_chunks)
-        assert self.probability is not None
-        return self.probability * num_chunks
+    def share(self, num_chunks: int) -> float:
+        """The budget of a sequence of so many chunks, as a share of them."""
+        if self.chunks is not None:
+            return min(1.0, self.chunks / num_chunks)
+        assert self.rate is not None
+        return self.rate
+
+    def probabilities(self, has_labels: Sequence[bool]) -> list[float]:
+        """Of drawing each chunk of a sequence, by whether it has labels, under `unbiased`."""
+        rate = self.share(len(has_labels))
+        labelled = 1.0 if self.label_rate is None else self.label_rate
+        return [1.0 if rate == 1 else labelled if has else rate for has in has_labels]
+
+    def num_drawn(self, num_chunks: int) -> int:
+        """Chunks of a sequence that `fixed` and `paper` draw: at least two, of one that has them,
+        for a single one has nobody to send gradients to."""
+        if self.chunks is not None:
+            return min(self.chunks, num_chunks)
+        return min(num_chunks, max(2, round(self.share(num_chunks) * num_chunks)))
 
 
-def draw(num_chunks: int, sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
-    """The drawn positions of one sequence of `num_chunks` chunks."""
-    budget = sampling.budget(num_chunks)
-    if budget >= num_chunks:
-        return {position: Factors() for position in range(num_chunks)}
-    if sampling.rule == "adaptive":
-        return _draw_adaptively(num_chunks, budget, sampling.lowest, rng)
-    if sampling.rule == "bernoulli":
-        q = budget / num_chunks
-        positions = [position for position in range(num_chunks) if rng.random() < q]
-        return dict.fromkeys(positions, Factors(1 / q, 1 / q))
-    num_drawn = max(1, round(budget))
-    factors = fixed_factors(sampling.rule, num_chunks, num_drawn, cap=sampling.cap)
+def sampling_of(value: object) -> Sampling | None:
+    """A Sampling, of itself or of a mapping of its fields. Raises ConfigError for anything else."""
+    if value is None or isinstance(value, Sampling):
+        return value
+    if not isinstance(value, Mapping):
+        raise _unusable(f"sample = {value!r:.80}", "a furlong.Sampling, a mapping, or none")
+    names = list(Sampling.__dataclass_fields__)
+    if unknown := [str(name) for name in value if name not in names]:
+        raise _unusable(f"sample with {', '.join(unknown)}", f"among {', '.join(names)}")
+    return Sampling(**dict[str, Any](value))
+
+
+def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
+    """The drawn positions of one sequence, for each of whose chunks it is said whether it has
+    labels."""
+    num_chunks = len(has_labels)
+    if sampling.rule == "unbiased":
+        chances = sampling.probabilities(has_labels)
+        return {i: Factors(1 / p, 1 / p) for i, p in enumerate(chances) if rng.random() < p}
+    num_drawn = sampling.num_drawn(num_chunks)
+    factors = fixed_factors(sampling, num_chunks)
     return dict.fromkeys(sorted(rng.sample(range(num_chunks), num_drawn)), factors)
 
 
-def _draw_adaptively(
-    num_chunks: int, budget: float, lowest: float, rng: random.Random
-) -> dict[int, Factors]:
-    drawn: dict[int, Factors] = {}
-    for position in reversed(range(num_chunks)):
-        p = adaptive_probability(num_chunks, budget, position, len(drawn), lowest)
-        if rng.random() < p:
-            drawn[position] = Factors(1 / p, 1 / p)
-    return drawn
-
-
-def adaptive_probability(
-    num_chunks: int, budget: float, position: int, num_drawn: int, lowest: float = 0.5
-) -> float:
-    """Of drawing the chunk at `position` when `num_drawn` later ones are drawn.
-
-    Any value in (0, 1] that depends on the chunks behind it alone keeps the estimate unbiased: by
-    induction from the last chunk down, E[1{drawn} / p * gradient | chunks behind] = gradient.
-    """
-    wanted = (budget - num_drawn) / (position + 1)
-    return min(1.0, max(lowest * budget / num_chunks, wanted))
-
-
-def fixed_factors(rule: Rule, num_chunks: int, num_drawn: int, *, cap: float = 2.0) -> Factors:
-    """a and c of the rules that draw exactly `num_drawn` of `num_chunks` chunks."""
+def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
+    """a and c of the rules that draw exactly n of k chunks."""
+    num_drawn = sampling.num_drawn(num_chunks)
+    if num_drawn == num_chunks:
+        return EXACT
     scale = num_chunks / num_drawn
-    # a single drawn chunk relays nothing, so its c never matters
-    pairs = (num_chunks - 1) / (num_drawn - 1) if num_drawn > 1 else 1.0
-    match rule:
+    cap = math.inf if sampling.cap is None else sampling.cap
+    match sampling.rule:
         case "fixed":
-            return Factors(scale, pairs)
-        case "fixed printed":
-            return Factors(1.0, scale)
-        case "capped":
-            return Factors(scale, min(cap, pairs))
-    raise ValueError(f"{rule} has no constant factors for a fixed number of chunks")
+            return Factors(scale, min(cap, (num_chunks - 1) / (num_drawn - 1)))
+        case "paper":
+            return Factors(1.0, min(cap, scale))
+    raise ValueError(f"{sampling.rule} has no constant factors")
 
 
 def survival(num_chunks: int, num_drawn: int, hops: int) -> float:
     """Probability that a contribution through `hops` earlier chunks survives a uniform draw of
-    exactly `num_drawn`: prod over r = 0..hops of (t - r) / (k - r)."""
+    exactly `num_drawn`: prod over r = 0..hops of (n - r) / (k - r)."""
     return math.prod((num_drawn - r) / (num_chunks - r) for r in range(hops + 1))
 
 
@@ -160,81 +152,79 @@ def expected_weight(num_chunks: int, num_drawn: int, hops: int, factors: Factors
     return weight * survival(num_chunks, num_drawn, hops)
 
 
-def draw_chunks(plan: ChunkPlan, sampling: Sampling) -> dict[int, Factors]:
+def draw_chunks(
+    plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()
+) -> dict[int, Factors]:
     """The drawn chunks of a plan; those of one sequence are drawn together.
 
-    Where sp ranks have local pieces a chunk may be in two sequences; it is drawn with the first.
+    `labelled`: chunks that have labels. Where they are not known, no estimate is biased, but chunks
+    with labels are drawn at the rate of the others. Where sp ranks have local pieces a chunk may be
+    in two sequences; it is drawn with the first.
     """
     drawn: dict[int, Factors] = {}
     for seq_id, group in sorted(plan.groups.items()):
         own = [chunk for chunk in group if plan.links[chunk][0][0] == seq_id]
         rng = random.Random(f"{sampling.seed} {seq_id}")
-        for position, factors in draw(len(own), sampling, rng).items():
+        has_labels = [chunk in labelled for chunk in own]
+        for position, factors in draw(has_labels, sampling, rng).items():
             drawn[own[position]] = factors
-    for chunk, links in enumerate(plan.links):
-        if links:
-            continue
-        q = sampling.probability if sampling.packed else None
-        first = plan.chunks[chunk].slices[0].seq_id
-        if q is None or random.Random(f"{sampling.seed} {first}").random() < q:
-            drawn[chunk] = Factors(1 / (q or 1.0), 1.0)
-    return drawn
+    whole = (chunk for chunk, links in enumerate(plan.links) if not links)
+    return drawn | dict.fromkeys(whole, EXACT)
 
 
-def sample_backwards(plan: ChunkPlan, drawn: Mapping[int, Factors]) -> ChunkPlan:
-    """A checked plan in which only the `drawn` chunks of `plan`, which trains all, get a backward.
-
-    Works on any plan, also on pipelines and on layer-first walks: what a chunk that is not drawn
-    would do in the backward falls away, with its messages. A rank on which nothing is drawn trains
-    its smallest chunk with factors 0, so that it has a gradient (of zeros) to reduce.
-    """
-    trained = dict(drawn)
-    for actions in plan.actions:
-        own = {action.chunk for action in actions if isinstance(action, Forward)}
-        if own and own.isdisjoint(trained):
-            smallest = min(own, key=lambda chunk: (plan.chunks[chunk].num_tokens, chunk))
-            trained[smallest] = Factors(0.0, 0.0)
-    read = {
-        earlier
-        for chunk in trained
-        for seq_id, position in plan.links[chunk]
-        for earlier in plan.groups[seq_id][:position]
-    }
-    sampled = replace(
-        plan,
-        actions=tuple(
-            tuple(kept for a in actions if (kept := _sampled_action(a, trained, read)))
-            for actions in plan.actions
-        ),
-        sampled=True,
-    )
-    check(sampled)
-    return sampled
+def _check_budget(rate: object, chunks: object) -> None:
+    if (rate is None) == (chunks is None):
+        raise _unusable(f"rate = {rate}, chunks = {chunks}", "one of rate and chunks")
+    if rate is not None:
+        _check_rate("rate", rate)
+    elif not _is_whole(chunks) or chunks < 1:  # type: ignore[operator]
+        raise _unusable(f"chunks = {chunks!r}", "a whole number of at least 1")
 
 
-def _sampled_action(
-    action: Action, trained: Mapping[int, Factors], read: set[int]
-) -> Action | None:
-    match action:
-        case Backward(chunk, stage) if chunk in trained:
-            factors = trained[chunk]
-            return Backward(chunk, stage, factors.loss_factor, factors.relay_factor)
-        case Forward(chunk, stage, "all") if chunk not in trained:
-            # its K,V stay, and the graph that nobody consumes is never made
-            return Forward(chunk, stage, "kv")
-        case RebuildKV(chunk):
-            return action if chunk in read else None
-        case Backward(chunk) | Recompute(chunk) if chunk not in trained:
-            return None
-        case Send("gradient", chunk) | Recv("gradient", chunk) if chunk not in trained:
-            return None
-    return action
+def _check_unbiased(label_rate: object, cap: object) -> None:
+    if label_rate is not None:
+        _check_rate("label_rate", label_rate)
+    if cap is not None:
+        raise _unusable(
+            f"cap = {cap!r} with rule unbiased",
+            "no cap: a smaller relay factor would make the estimate biased",
+            "remove cap, or set rule to fixed",
+        )
 
 
-def _unusable(given: str, required: str) -> ConfigError:
-    return ConfigError(
-        given=given,
-        required=required,
-        source="the sampling of chunks (SpaCO)",
-        change="correct it, or leave sampling out: then the gradient is exact",
-    )
+def _check_fixed(rule: str, chunks: int | None, label_rate: object, cap: object) -> None:
+    if label_rate is not None:
+        raise _unusable(
+            f"label_rate = {label_rate!r} with rule {rule}",
+            "no label_rate: all chunks of a sequence are as likely",
+            "remove label_rate, or set rule to unbiased",
+        )
+    if chunks == 1:
+        raise _unusable(
+            f"chunks = 1 with rule {rule}",
+            "at least 2: the gradient of a single chunk has no other to go through",
+            "draw more chunks, or set rule to unbiased",
+        )
+    if cap is not None and (not _is_number(cap) or not 1 <= cap < math.inf):  # type: ignore[operator]
+        raise _unusable(f"cap = {cap!r}", "a number of at least 1", "raise cap, or leave it out")
+
+
+def _check_rate(name: str, rate: object) -> None:
+    if not _is_number(rate) or not 0 < rate <= 1:  # type: ignore[operator]
+        raise _unusable(f"{name} = {rate!r}", "a number above 0 and at most 1")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unusable(
+    given: str,
+    required: str,
+    change: str = "correct it, or leave sampling out: then the gradient is exact",
+) -> ConfigError:
+    return ConfigError(given=given, required=required, source="chunks.sample", change=change)

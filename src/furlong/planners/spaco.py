@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import Sampling, draw_chunks, sample_backwards
+from furlong.planners.sample import Sampling
+from furlong.planners.sampled import sampled
 
 
 def plan_seco(seq_lens: Sequence[int], *, num_layers: int, chunk_size: int) -> ChunkPlan:
@@ -29,4 +30,4 @@ def plan_spaco(
 ) -> ChunkPlan:
     """A checked plan whose backwards are those of the chunks that `sampling` draws."""
     plan = plan_seco(seq_lens, num_layers=num_layers, chunk_size=chunk_size)
-    return sample_backwards(plan, draw_chunks(plan, sampling))
+    return sampled(plan, sampling)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from furlong.cost.heap import SLACK_BYTES
-from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.plan.check import check
@@ -31,10 +30,11 @@ from furlong.plan.values import (
     Unshard,
 )
 from furlong.runtime.cell import Cell, KVReady, require_each_layer
+from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
 from furlong.runtime.heap import ProcessHeap
-from furlong.runtime.inputs import BatchInputs, ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, piece_lens
+from furlong.runtime.inputs import ShiftedSequence
+from furlong.runtime.layout import chunk_pieces, open_store
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
@@ -66,7 +66,7 @@ class Executor:
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
-        self._num_valid_tokens, self._backend = num_valid_tokens, backend
+        self._divisor, self._backend = num_valid_tokens, backend
         self._pools, self._comms = pools, comms
         self._stages = model.stages(plan.stages)
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
@@ -76,8 +76,7 @@ class Executor:
         self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
-        kv_pool = None if plan.tiers.kv == "device" else pools.of(plan.tiers.kv)
-        self._store = KVStore(pools.arena, piece_lens(plan), kv_pool)
+        self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
         self._heap = ProcessHeap(model.device)
@@ -86,7 +85,9 @@ class Executor:
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._live: dict[tuple[int, int], LiveCell] = {}
         self._draws = any(module.training for module in model.model.modules())
-        self._head = LossHead(model, () if self._last_backward else plan.seq_lens)
+        self._head = LossHead(
+            model, () if self._last_backward else plan.seq_lens, estimates=not plan.report_loss
+        )
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
@@ -115,7 +116,7 @@ class Executor:
         except BaseException:
             self._abandon()
             raise
-        return float(self._head.loss_sum), self._recorder.timeline()
+        return self._head.total(self._inputs.num_valid_tokens), self._recorder.timeline()
 
     def _end(self, index: int) -> None:
         """Forget the cell and the chunk's inputs that no later action uses."""
@@ -240,8 +241,9 @@ class Executor:
             self._comms.before_last_backward(action.stage)
         live.cell.relay_factor = action.relay_factor
         if what.loss:
-            factor = action.loss_factor / self._num_valid_tokens
-            gradient = self._head.gradient(live.output, self._inputs.of(action.chunk), factor)
+            gradient = self._head.gradient(
+                live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
+            )
             self._pull(live.output, gradient)
         else:
             following = action.chunk, action.stage + 1

@@ -1,7 +1,4 @@
-"""What a chunk feeds to the model: token ids, positions and labels, cut as the plan says.
-
-Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
-"""
+"""The arguments of the engine, checked: sequences, whose labels are shifted here, and numbers."""
 
 from __future__ import annotations
 
@@ -14,19 +11,9 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
-from furlong.ops.loss import IGNORE_INDEX, labelled_rows
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.ops.loss import IGNORE_INDEX
+from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInputs:
-    input_ids: Tensor  # (T,) int64
-    position_ids: Tensor  # (T,) int64, from each slice's own start
-    labels: Tensor  # (T,) int64, shifted
-    labelled_rows: Tensor  # (R,) int64, the rows that have a label
-    slices: tuple[slice, ...]
-    """Rows of each slice of the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,62 +179,6 @@ def _listed(lens: Sequence[int]) -> str:
 def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     """Tokens that have a label, over all sequences."""
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
-
-
-class BatchInputs:
-    """The inputs of a rank's chunks: each is built once, and forgotten after its last action."""
-
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        rank: int,
-        sequences: Sequence[ShiftedSequence],
-        device: torch.device,
-    ) -> None:
-        self._chunks, self._sequences, self._device = plan.chunks, sequences, device
-        self._built: dict[int, ChunkInputs] = {}
-        last = {
-            action.chunk: index
-            for index, action in enumerate(plan.actions[rank])
-            if isinstance(action, (Forward, Recompute, RebuildKV, Backward))
-        }
-        self._ends = {index: chunk for chunk, index in last.items()}
-
-    def of(self, chunk: int) -> ChunkInputs:
-        if chunk not in self._built:
-            inputs = chunk_inputs(self._chunks[chunk], self._sequences, self._device)
-            self._built[chunk] = inputs
-        return self._built[chunk]
-
-    def end(self, index: int) -> None:
-        """Forget the chunk whose last action is number `index`."""
-        self._built.pop(self._ends.get(index, -1), None)
-
-
-def chunk_inputs(
-    chunk: Chunk, sequences: Sequence[ShiftedSequence], device: torch.device
-) -> ChunkInputs:
-    """The inputs of one chunk, on their way to the device."""
-    ids, positions, labels, rows = [], [], [], []
-    row = 0
-    for piece in chunk.slices:
-        tokens = slice(piece.start, piece.stop)
-        ids.append(sequences[piece.seq_id].input_ids[tokens])
-        labels.append(sequences[piece.seq_id].labels[tokens])
-        positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
-        rows.append(slice(row, row + piece.num_tokens))
-        row += piece.num_tokens
-    joined = torch.cat(labels)
-    vectors = (torch.cat(ids), torch.cat(positions), joined, labelled_rows(joined))
-    sent = [_sent(x, device) for x in vectors]
-    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], tuple(rows))
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait."""
-    if device.type == "cuda" and not x.is_cuda:
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
 
 
 def _is_token_vector(value: Any) -> TypeGuard[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,24 +12,41 @@ from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.values import Chunk
-from furlong.runtime.inputs import ChunkInputs
+from furlong.runtime.chunk_inputs import ChunkInputs
 
 
 class LossHead:
     """Losses of one step, added up on the device."""
 
-    def __init__(self, model: CausalLM, seq_lens: Sequence[int] = ()) -> None:
-        """`seq_lens`: tokens of the sequences whose token losses are kept."""
-        self._model = model
+    def __init__(
+        self, model: CausalLM, seq_lens: Sequence[int] = (), *, estimates: bool = False
+    ) -> None:
+        """`seq_lens`: tokens of the sequences whose token losses are kept. `estimates`: chunks that
+        were not drawn have no loss here."""
+        self._model, self._estimates = model, estimates
         self._max_tile_tokens = tile_tokens(model.vocab_size, model.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
         self.token_losses = [
             torch.zeros(n, dtype=torch.float64, device=model.device) for n in seq_lens
         ]
         """The loss of each token (T,) of each sequence."""
+        self._num_counted = 0.0
+        """Labels of drawn chunks, each as often as its loss in `loss_sum`."""
 
-    def gradient(self, hidden: Tensor, inputs: ChunkInputs, factor: float) -> Tensor:
-        """Add a chunk's loss; the gradient (T, D) of `factor` times it by the final hidden states.
+    def total(self, num_valid_tokens: int) -> float:
+        """The summed loss of so many labels; of drawn chunks alone an estimate from their mean, in
+        which each weighs as in the gradient, and nan where none of them has a label."""
+        if not self._estimates:
+            return float(self.loss_sum)
+        if not self._num_counted:
+            return math.nan
+        return float(self.loss_sum) / self._num_counted * num_valid_tokens
+
+    def gradient(
+        self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
+    ) -> Tensor:
+        """Add a chunk's loss; the gradient (T, D) by the final hidden states of `loss_factor` times
+        it, divided by the number of labels.
 
         The head's parameters get theirs. Raises ConfigError if no trained parameter is reached.
         """
@@ -36,9 +54,11 @@ class LossHead:
             self._require_gradient(hidden)
         loss_sum, gradient = tiled_loss(
             self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
-            max_tile_tokens=self._max_tile_tokens, grad_scale=factor,
+            max_tile_tokens=self._max_tile_tokens, grad_scale=loss_factor / num_valid_tokens,
         )  # fmt: skip
-        self.loss_sum += loss_sum
+        weight = loss_factor if self._estimates else 1.0
+        self.loss_sum += weight * loss_sum
+        self._num_counted += weight * len(inputs.labelled_rows)
         return gradient
 
     def evaluate(self, hidden: Tensor, inputs: ChunkInputs, chunk: Chunk) -> None:

@@ -25,7 +25,8 @@ from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.passes import Pass
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.runtime.cell import Cell, require_each_layer
-from furlong.runtime.inputs import ShiftedSequence, chunk_inputs
+from furlong.runtime.chunk_inputs import chunk_inputs
+from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, piece_lens
 
 Run = dict[str, Tensor]

@@ -1,0 +1,93 @@
+"""What a chunk feeds to the model: token ids, positions and labels, cut as the plan says.
+
+Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from furlong.ops.loss import IGNORE_INDEX, labelled_rows
+from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    input_ids: Tensor  # (T,) int64
+    position_ids: Tensor  # (T,) int64, from each slice's own start
+    labels: Tensor  # (T,) int64, shifted
+    labelled_rows: Tensor  # (R,) int64, the rows that have a label
+    slices: tuple[slice, ...]
+    """Rows of each slice of the chunk."""
+
+
+def labelled_chunks(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> set[int]:
+    """The chunks that have a label."""
+    has = [(sequence.labels != IGNORE_INDEX).numpy() for sequence in sequences]
+    return {
+        index
+        for index, chunk in enumerate(plan.chunks)
+        if any(has[piece.seq_id][piece.start : piece.stop].any() for piece in chunk.slices)
+    }
+
+
+class BatchInputs:
+    """The inputs of a rank's chunks: each is built once, and forgotten after its last action."""
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        rank: int,
+        sequences: Sequence[ShiftedSequence],
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._sequences, self._device = plan.chunks, sequences, device
+        self.num_valid_tokens = count_valid_tokens(sequences)
+        self._built: dict[int, ChunkInputs] = {}
+        last = {
+            action.chunk: index
+            for index, action in enumerate(plan.actions[rank])
+            if isinstance(action, (Forward, Recompute, RebuildKV, Backward))
+        }
+        self._ends = {index: chunk for chunk, index in last.items()}
+
+    def of(self, chunk: int) -> ChunkInputs:
+        if chunk not in self._built:
+            inputs = chunk_inputs(self._chunks[chunk], self._sequences, self._device)
+            self._built[chunk] = inputs
+        return self._built[chunk]
+
+    def end(self, index: int) -> None:
+        """Forget the chunk whose last action is number `index`."""
+        self._built.pop(self._ends.get(index, -1), None)
+
+
+def chunk_inputs(
+    chunk: Chunk, sequences: Sequence[ShiftedSequence], device: torch.device
+) -> ChunkInputs:
+    """The inputs of one chunk, on their way to the device."""
+    ids, positions, labels, rows = [], [], [], []
+    row = 0
+    for piece in chunk.slices:
+        tokens = slice(piece.start, piece.stop)
+        ids.append(sequences[piece.seq_id].input_ids[tokens])
+        labels.append(sequences[piece.seq_id].labels[tokens])
+        positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
+        rows.append(slice(row, row + piece.num_tokens))
+        row += piece.num_tokens
+    joined = torch.cat(labels)
+    vectors = (torch.cat(ids), torch.cat(positions), joined, labelled_rows(joined))
+    sent = [_sent(x, device) for x in vectors]
+    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], tuple(rows))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
