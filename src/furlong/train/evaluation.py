@@ -63,8 +63,8 @@ def evaluate(
 ) -> Evaluation | None:
     """The loss of all batches, without dropout and without gradients.
 
-    Chunks shrink where memory, or the budget of `used`, does not suffice. None as soon as `should_stop` says so. The model's
-    modes are afterwards as before.
+    Chunks shrink where memory, or the budget of `used`, does not suffice. None as soon as
+    `should_stop` says so. The model's modes are afterwards as before.
     """
     device = next(model.parameters()).device
     loss_sum, num_valid_tokens = 0.0, 0
