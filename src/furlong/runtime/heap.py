@@ -92,6 +92,7 @@ class FreedMemory:
         """`heap`: None where nothing is given back; `passes`: of each action of the step."""
         self._heap, self._kinds = heap, passes
         self._needs: dict[Pass, int] = {}
+        self._is_trimmed, self._used_bytes, self._other_bytes = False, 0, 0
         if heap is not None:
             self._trim(heap)
 
