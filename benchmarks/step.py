@@ -6,7 +6,7 @@ Promises, at the default sizes:
              0.5x the extra peak memory of gradient checkpointing, at most 1.05x the time and 0.25x
              the extra peak of full activations. keep=kv: at most 0.95x the time and 0.4x the extra
              peak of gradient checkpointing. Layer-first, stage inputs and attention outputs on
-             disk: at most 0.85x the time and 0.20x the extra peak. Layer-first in chunks of 256,
+             disk: at most 0.85x the time and 0.20x the extra peak. Layer-first in chunks of 512,
              all on disk: at most 1.2x the time and 0.10x the extra peak.
              Half of what checkpointing takes is slack of glibc's heap, so its extra peak without
              (blocks from 1 MiB on come straight from the system and go straight back) is measured
@@ -67,7 +67,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "furlong layer-first, disk": {
         **_LAYER_FIRST, "size": _CHUNK_TOKENS, "tier": {"inputs": "disk", "attention": "disk"},
     },
-    "furlong smallest": {**_LAYER_FIRST, "size": _CHUNK_TOKENS // 4, "tier": "disk"},
+    "furlong smallest": {**_LAYER_FIRST, "size": _CHUNK_TOKENS // 2, "tier": "disk"},
 }  # fmt: skip
 """ChunkOptions by name."""
 

@@ -3,7 +3,7 @@
 glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
 back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
 the next graph does not find room in all of the holes. Plans with a lower tier, which are there for
-memory, give back what is free above SLACK_BYTES (`runtime.heap`); others keep it, for time.
+memory, give back what the next actions do not need (`runtime.heap`); others keep it, for time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from furlong.cost.training import Training
 from furlong.plan.passes import passes
 from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, Recompute
 
-SLACK_BYTES = 48 * 2**20
-"""Freed memory that a plan with a lower tier leaves in the heap: less costs page faults."""
+SPARE = 0.1
+SPARE_BYTES = 2**22
+"""What a plan with a lower tier leaves free beyond what its next actions need: a share of that, and
+bytes."""
 _LARGEST_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
 
@@ -40,7 +42,9 @@ class Heap:
         if self.share:
             graphs = _graphs(shape, training, plan, rank)
             held += self.share * max(graphs) if len(graphs) > 1 else 0.0
-        return round(held if plan.tiers == ON_DEVICE else min(held, SLACK_BYTES))
+            if plan.tiers != ON_DEVICE:
+                held = min(held, SPARE * max(graphs, default=0.0) + SPARE_BYTES)
+        return round(held)
 
 
 NO_HEAP = Heap()

@@ -9,7 +9,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from furlong.cost.heap import SLACK_BYTES
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.plan.check import check
@@ -32,7 +31,7 @@ from furlong.plan.values import (
 from furlong.runtime.cell import Cell, KVReady, require_each_layer
 from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
-from furlong.runtime.heap import ProcessHeap
+from furlong.runtime.heap import FreedMemory, process_heap
 from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.layout import chunk_pieces, open_store
 from furlong.runtime.ledger import Ledger
@@ -79,7 +78,9 @@ class Executor:
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
-        self._heap = ProcessHeap(model.device)
+        # plans all on the device keep what is free, for time
+        heap = None if plan.tiers == ON_DEVICE else process_heap(model.device)
+        self._freed = FreedMemory(heap, self._passes)
         self._ledger = Ledger()
         self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
@@ -121,10 +122,9 @@ class Executor:
     def _end(self, index: int) -> None:
         """Forget the cell and the chunk's inputs that no later action uses."""
         self._inputs.end(index)
-        if self._plan.tiers != ON_DEVICE:
-            self._heap.trim(above_bytes=SLACK_BYTES)
         if index in self._ends:
             del self._live[self._ends[index]]
+        self._freed.end(index)
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""
