@@ -17,7 +17,7 @@ from furlong.cost.levels import PARTS
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
-from furlong.plan.values import Backward, Reduce, Tier, Tiers
+from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
 from furlong.planners.chunkflow import plan_chunkflow
 from furlong.planners.data_parallel import plan_data_parallel
 from furlong.planners.fpdt import plan_fpdt
@@ -210,7 +210,13 @@ def hold(plan):
     """What every plan of every planner must do."""
     check(plan)
     duration_s = time_actions(plan, UnitCosts(plan)).duration_s
-    forwards = sum(plan.seq_lens) * len(plan.stages)
+    forwards = sum(
+        plan.chunks[a.chunk].num_tokens
+        for actions in plan.actions
+        for a in actions
+        if isinstance(a, Forward)
+    )
+    assert not plan.report_loss or forwards == sum(plan.seq_lens) * len(plan.stages)
     assert duration_s * len(plan.actions) >= forwards * (1 - 1e-9)
     assert obey(plan) == (
         pytest.approx(gradient(plan), rel=1e-9, abs=1e-9)
