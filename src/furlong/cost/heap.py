@@ -31,7 +31,8 @@ class Heap:
     blocks: float = 0.0
     """Freed blocks of the largest size that it holds."""
     share: float = 0.0
-    """Of the largest cell's graph, where more than one cell makes one."""
+    """Of one layer of the largest graph, where more than one cell makes a graph: a layer's backward
+    frees its part of the graph while it takes as much for gradients."""
 
     def held_bytes(self, shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> int:
         """All through a step."""
@@ -40,7 +41,7 @@ class Heap:
         largest = min(_largest_block(shape, training, plan, rank), _LARGEST_BLOCK)
         held = self.blocks * largest
         if self.share:
-            graphs = _graphs(shape, training, plan, rank)
+            graphs = _layer_graphs(shape, training, plan, rank)
             held += self.share * max(graphs) if len(graphs) > 1 else 0.0
             if plan.tiers != ON_DEVICE:
                 held = min(held, SPARE * max(graphs, default=0.0) + SPARE_BYTES)
@@ -60,11 +61,15 @@ def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank:
     return largest
 
 
-def _graphs(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> list[float]:
-    """Bytes of every graph that the rank makes."""
+def _layer_graphs(
+    shape: ModelShape, training: Training, plan: ChunkPlan, rank: int
+) -> list[float]:
+    """Bytes per layer of every graph that the rank makes."""
     cells = [stage_bytes(shape, plan.stages, s, training) for s in range(len(plan.stages))]
     return [
-        plan.chunks[action.chunk].num_tokens * cells[action.stage].graph(what.recompute_layers)
+        plan.chunks[action.chunk].num_tokens
+        * cells[action.stage].graph(what.recompute_layers)
+        / plan.stages[action.stage]
         for action, what in zip(plan.actions[rank], passes(plan, rank), strict=True)
         if isinstance(action, (Forward, Recompute)) and what.computes == "graph"
     ]

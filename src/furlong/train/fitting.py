@@ -7,7 +7,8 @@ with a plan of the smaller chunks. The gradients are the same: exactness holds f
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class Fitting:
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = _reason(error)
             # The error and the frames that it held are gone: now their memory can be freed.
             undo()
             before.write(device)
@@ -95,10 +96,31 @@ class Fitting:
         self._say(f"{name} did not fit ({reason}): {words}")
 
 
+@contextmanager
+def lack_of_memory_told() -> Iterator[None]:
+    """A ConfigError where memory does not suffice for what no smaller chunk would spare."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            given=f"out of memory beside the steps' own plans: {_reason(error)}",
+            required="memory for the weights, the gradients, the optimizer's state and its update",
+            source="the memory of the device",
+            change="use a device with more memory, LoRA (model.lora) or a smaller model; smaller"
+            " chunks would not help. Where there is a checkpoint, --resume goes on from it",
+        ) from error
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         _NO_MEMORY_ON_CPU in str(error)
     )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:

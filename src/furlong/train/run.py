@@ -30,6 +30,7 @@ from furlong.train.checkpoint import one_process
 from furlong.train.checkpoint_folder import write_json
 from furlong.train.decide import DIALS, cost_model, decide_options
 from furlong.train.disk import check_room, folder_errors_reported
+from furlong.train.fitting import lack_of_memory_told
 from furlong.train.loop import LoopFigures
 from furlong.train.report import TrainReport, list_export
 from furlong.train.resumable import RunData, run_resumable
@@ -64,6 +65,7 @@ def train_opened(stack: ExitStack, config: RunConfig, run: RunFolder) -> TrainRe
     if run.report is not None:
         return run.report
     stack.enter_context(one_process())
+    stack.enter_context(lack_of_memory_told())
     return _train(config, run, stack)
 
 
