@@ -65,7 +65,7 @@ class Fitting:
             try:
                 return call(self.options)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 reason = _reason(error)
             # The error and the frames that it held are gone: now their memory can be freed.
@@ -102,7 +102,7 @@ def lack_of_memory_told() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             given=f"out of memory beside the steps' own plans: {_reason(error)}",
@@ -113,7 +113,8 @@ def lack_of_memory_told() -> Iterator[None]:
         ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory did not suffice."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         _NO_MEMORY_ON_CPU in str(error)
     )

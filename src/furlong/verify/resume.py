@@ -77,7 +77,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "train": [str(home / "data.jsonl")], "eval": None, "format": "tokens",
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
-    values["chunks"]["size"] = CHUNK_SIZE
+    values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
     # on a CPU the host's RAM is the device's, and the budgets are those of the whole model
     values["chunks"]["tier"] = _without_host(values["chunks"]["tier"])
     values["memory"] |= {"device": "auto", "host": "auto"}
@@ -89,6 +89,14 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     file = home / "run.json"
     file.write_text(json.dumps(values), encoding="utf-8")
     return file
+
+
+def _half_drawn(sample: Any) -> Any:
+    """A sample of the same rule, of sequences with few chunks and labels in all of them."""
+    if sample is None:
+        return None
+    label_rate = 0.5 if sample["rule"] == "unbiased" else None
+    return sample | {"rate": 0.5, "chunks": None, "label_rate": label_rate}
 
 
 def _without_host(tier: Any) -> Any:

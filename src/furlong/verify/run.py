@@ -54,7 +54,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
 
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
     """The run's own dials, with chunks and stages that cut the small sequences and model."""
-    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE}
+    dials = given_dials(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
     if dials.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)
         dials["stage_layers"] = min(dials["stage_layers"], most)
