@@ -21,12 +21,15 @@ from furlong.config.schema import RunConfig
 from furlong.models.build import build_model, export_model
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.verify.checks import Finding
+from furlong.verify.sampling import num_chunks_of_run, sampling_of_run, share_drawn
 from furlong.verify.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.verify.subject import CHUNK_SIZE
 
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 5
 TIME_LIMIT_S = 300
+_HIGHEST_RATE = 0.75
+"""Of a sequence of four chunks, so that one is left out."""
 FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -78,6 +81,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
     values["chunks"]["size"] = CHUNK_SIZE
+    values["chunks"]["sample"] = _small_sample(config)
     # on a CPU the host's RAM is the device's, and the budgets are those of the whole model
     values["chunks"]["tier"] = _without_host(values["chunks"]["tier"])
     values["memory"] |= {"device": "auto", "host": "auto"}
@@ -89,6 +93,20 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     file = home / "run.json"
     file.write_text(json.dumps(values), encoding="utf-8")
     return file
+
+
+def _small_sample(config: RunConfig) -> dict[str, Any] | None:
+    """The run's own sampling with a budget that leaves out chunks of these few, all of which have
+    labels."""
+    sampling = sampling_of_run(config)
+    if sampling is None:
+        return None
+    rate = min(share_drawn(sampling, num_chunks_of_run(config)), _HIGHEST_RATE)
+    assert config.chunks.sample is not None
+    values = config.chunks.sample.model_dump(mode="json") | {"rate": rate, "chunks": None}
+    if sampling.rule == "unbiased":
+        values["label_rate"] = min(sampling.label_rate or rate, _HIGHEST_RATE)
+    return values
 
 
 def _without_host(tier: Any) -> Any:
