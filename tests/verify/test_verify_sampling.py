@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import transformers
+import yaml
 
 import furlong
 from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.data import DataConfig
-from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, TrainConfig
+from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig, TrainConfig
+from furlong.config.sources import build_run
 from furlong.planners.sample import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
 from furlong.runtime.loss_head import LossHead
@@ -46,6 +49,7 @@ from furlong.verify.subject import (
 
 OPTIONS = furlong.ChunkOptions(size=16, keep="kv", num_retained=0)
 NARROW = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+ROOT = Path(__file__).parents[2]
 LONGEST = 64
 """Chunks of a run's longest sequence."""
 SOME_LABELS = [False, False, True, False, False, True]
@@ -300,3 +304,14 @@ def test_the_verb_prints_the_table(
     assert lines[4].startswith("ok" if sound else "FAIL")
     assert lines[5].split()[:3] == ["every", "draw", "of"] and lines[5].startswith(" ")
     assert sound or lines[-1] == "failed: draws"
+
+
+def test_the_document_shows_runs_and_names_every_key() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 4
+    for block in shown:
+        values = yaml.safe_load(block) | {"model": {"name": "x"}, "data": {"train": "x"}}
+        assert sampling_of_run(build_run(values, "run.yaml")) is not None
+    table = text.split("| Key of `chunks.sample` |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SampleConfig.model_fields)

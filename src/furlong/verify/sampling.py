@@ -259,8 +259,8 @@ def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
         )
         rows.append((f"{num_drawn} of {total}", *weights))
     return (
-        "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and in"
-        " the run's longest sequence:",
+        "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and in a"
+        " sequence of data.max_seq_len tokens:",
         *_aligned(rows),
     )
 
