@@ -61,9 +61,7 @@ def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank:
     return largest
 
 
-def _layer_graphs(
-    shape: ModelShape, training: Training, plan: ChunkPlan, rank: int
-) -> list[float]:
+def _layer_graphs(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> list[float]:
     """Bytes per layer of every graph that the rank makes."""
     cells = [stage_bytes(shape, plan.stages, s, training) for s in range(len(plan.stages))]
     return [

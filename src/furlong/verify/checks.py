@@ -39,6 +39,8 @@ class Finding:
     figure: str
     """The figure in words, with its bound."""
     passed: bool
+    details: tuple[str, ...] = ()
+    """Lines below it."""
 
 
 @dataclass(frozen=True, slots=True)

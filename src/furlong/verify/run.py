@@ -24,6 +24,7 @@ from furlong.verify.checks import (
     check_isolation,
 )
 from furlong.verify.resume import check_resume
+from furlong.verify.sampling import check_draws, num_chunks_of_run, sampling_of_run
 from furlong.verify.shrink import LONGEST_TOKENS, shrink_config
 from furlong.verify.subject import CHUNK_SIZE, Subject, build_subject
 
@@ -47,13 +48,17 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
         lambda: check_gradients(subject, bound),
         lambda: check_isolation(subject, bound),
         lambda: check_accumulation(subject, bound),
-        lambda: check_resume(run, shrunk),
     ]
+    if (sampling := sampling_of_run(run)) is not None:
+        num_chunks = num_chunks_of_run(run)
+        checks.append(lambda: check_draws(subject, sampling, num_chunks))
+    checks.append(lambda: check_resume(run, shrunk))
     return [_run(check) for check in checks]
 
 
 def _options(run: RunConfig, whole: Any, shrunk: Any) -> ChunkOptions:
-    """The run's own dials, with chunks and stages that cut the small sequences and model."""
+    """The run's own dials, with chunks and stages that cut the small sequences and model; without
+    sampling, for an exact step."""
     dials = given_dials(run.chunks) | {"size": CHUNK_SIZE, "sample": None}
     if dials.get("stage_layers", whole.num_hidden_layers) < whole.num_hidden_layers:
         most = max(1, shrunk.num_hidden_layers // 2)
@@ -67,6 +72,8 @@ def _run(check: Callable[[], Finding]) -> Finding:
     verdict = "ok  " if finding.passed else "FAIL"
     took = format_seconds(time.perf_counter() - started_s)
     print(f"{verdict}  {finding.name:<12}  {finding.figure}  ({took})", flush=True)
+    for line in finding.details:
+        print(f"      {line}", flush=True)
     return finding
 
 

@@ -160,12 +160,15 @@ class _Float32Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.has_float32 = False
+        """Whether anything at all that has a gradient is float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype == torch.float32 and out.requires_grad:
+            self.has_float32 = True
             if getattr(func, "__name__", "") == "softmax" and out.ndim == 4:
                 self.found.add("attention's softmax")
             elif isinstance(args[0], nn.Parameter) and args[0].dtype == torch.float64:
@@ -175,7 +178,16 @@ class _Float32Watch(TorchFunctionMode):
 
 def rounded_to_float32(subject: Subject) -> list[str]:
     """What the model's own forward sums over tokens in float32 though all weights are float64."""
+    return sorted(_watched(subject).found)
+
+
+def computes_in_float32(subject: Subject) -> bool:
+    """Whether the model's own forward computes anything in float32, if only for each token."""
+    return _watched(subject).has_float32
+
+
+def _watched(subject: Subject) -> _Float32Watch:
     watch = _Float32Watch()
     with watch:
         subject.model(input_ids=sequences()[1]["input_ids"][None], use_cache=False)
-    return sorted(watch.found)
+    return watch
