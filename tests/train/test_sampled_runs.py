@@ -241,6 +241,8 @@ def run_file(tiny_run: TinyRun, tmp_path: Path) -> Path:
             }
         )
     )
+    counted = {"version": 1, "lengths": [14, 23, 32, 41, 50, 59, 68, 77]}
+    file.with_name("run.lengths.json").write_text(json.dumps(counted))
     return file
 
 
@@ -260,8 +262,7 @@ def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> N
     [
         (["--devices", "2"], "2 devices, and a run with chunks.sample"),
         (["--compare"], "--compare, and a run"),
-        (["--method", "chunkflow"], "--method, and a run"),
-        (["--chunks.size", "auto"], "--chunks.size auto, and a run"),
+        (["--method", "ChunkFlow"], "--method, and a run"),
         (["--chunks.size", "256"], "chunks.size = 256, and a longest sequence"),
     ],
 )
