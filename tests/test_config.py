@@ -124,6 +124,23 @@ def test_config_is_frozen(run_file: Path) -> None:
         ),
         (["--chunks.order=layers"], "'layers'", "'chunk-first' or 'layer-first'", "flag", "set"),
         (["--chunks.stage_layers=0"], "'0'", "greater than 0", "flag --chunks.stage_layers", "set"),
+        (["--chunks.sample.rate=0"], "rate = '0'", "greater than 0", "--chunks.sample.rate", "set"),
+        (["--chunks.sample.rate=1.5"], "rate = '1.5'", "or equal to 1", "--chunks.sample", "set"),
+        (["--chunks.sample.chunks=0"], "chunks = '0'", "greater than 0", "--chunks.sample", "set"),
+        (["--chunks.sample.chunks=2.5"], "'2.5'", "valid integer", "--chunks.sample.chunks", "set"),
+        (["--chunks.sample.label_rate=0"], "'0'", "greater than 0", "sample.label_rate", "set"),
+        (["--chunks.sample.cap=0.5"], "'0.5'", "or equal to 1", "--chunks.sample.cap", "set"),
+        (["--chunks.sample.cap=.inf"], "'.inf'", "valid number", "--chunks.sample.cap", "set"),
+        (["--chunks.sample.rule=best"], "'best'", "'unbiased', 'fixed' or", "sample.rule", "set"),
+        (["--chunks.sample.check_every_steps=-1"], "'-1'", "equal to 0", "check_every", "set"),
+        (["--chunks.sample={rte: 0.5}"], "chunks.sample.rte", "one of rate", "sample", "rate?"),
+        (
+            ["--chunks.sample.rate=0.5"],
+            "chunks.size = 'auto' with chunks.sample",
+            "no search may choose it",
+            "flag --chunks.sample.rate",
+            "set chunks.size",
+        ),
         (["--memory.disk=auto"], "'auto'", "valid integer", "flag --memory.disk", "set"),
         (["--memory.disk_dir="], "disk_dir = ''", "at least 1 char", "flag --memory.disk", "set"),
         (["--memory.dsk=1GiB"], "--memory.dsk", "a flag", "the command line", "--memory.disk?"),
@@ -174,6 +191,18 @@ def test_a_wrong_flag_is_told_in_four_parts(
         ("model: {name: x}", "no data", "run.yaml, key data", "data.train"),
         ("model: [", "expected", "run.yaml", "line"),
         ("- a", "a list", "run.yaml", "quickstart.yaml"),
+        (
+            "model: {name: x}\ndata: {train: x}\nchunks: {size: 64, sample: 0.25}",
+            "chunks.sample = 0.25",
+            "run.yaml, key chunks.sample",
+            "write sample: {rate: ...}",
+        ),
+        (
+            "model: {name: x}\ndata: {train: x}\nchunks: {sample: {chunks: 8}}",
+            "chunks.size = 'auto' with chunks.sample",
+            "run.yaml, key chunks.size and chunks.sample",
+            "set chunks.size",
+        ),
         ("", "an empty file", "run.yaml", "quickstart.yaml"),
         ("train: {lr: 1}\ntrain: {lr: 2}", "train is there twice in line 2", "run.yaml", "line"),
         ("data: {train: a, train: b}", "train is there twice in line 1", "run.yaml", "line"),
@@ -222,6 +251,25 @@ def test_tiers_orders_and_budgets_are_read_from_files_and_flags(run_file: Path) 
     assert parse_run([str(run_file), "--chunks.tier", "host"]).chunks.tier == "host"
     assert build_run(json.loads(config.model_dump_json()), "config.json") == config
     assert load_run(ROOT / "examples/quickstart.yaml").memory.disk == 0
+
+
+def test_a_sample_is_read_from_files_and_flags(run_file: Path) -> None:
+    run_file.write_text(
+        "model: {name: x}\ndata: {train: x}\n"
+        "chunks: {size: 64, sample: {chunks: 8, rule: fixed, cap: 2, check_every_steps: 50}}\n"
+    )
+    sample = load_run(run_file).chunks.sample
+    assert sample is not None and not sample.report_loss
+    assert (sample.chunks, sample.rule, sample.cap, sample.rate) == (8, "fixed", 2.0, None)
+    size = [*NEEDED, "--chunks.size=64"]
+    flags = [f"--chunks.sample.{x}" for x in ("chunks=8", "rule=fixed", "cap=2")]
+    by_flags = parse_run([*size, *flags, "--chunks.sample.check_every_steps=50"])
+    assert by_flags.chunks.sample == sample
+    mapping = "--chunks.sample={chunks: 8, rule: fixed, cap: 2, check_every_steps: 50}"
+    assert parse_run([*size, mapping]).chunks.sample == sample
+    assert parse_run([str(run_file), "--chunks.sample=null"]).chunks.sample is None
+    assert build_run(json.loads(by_flags.model_dump_json()), "config.json") == by_flags
+    assert parse_run(NEEDED).chunks.sample is None
 
 
 def test_stage_layers_alone_leave_the_order_to_the_search() -> None:

@@ -18,7 +18,8 @@ from furlong.planners.auto_estimate import ByteBound
 from furlong.planners.auto_search import MARGIN, SLACK
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.predict import predict
+from furlong.planners.predict import one_draw, predict, simulated_s
+from furlong.planners.sample import Sampling
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -352,3 +353,43 @@ def test_the_message_proposes_what_leads_to_a_plan_that_fits():
     device, disk = change.rpartition("memory.device: ")[2].split(", with memory.disk: ")
     enough = [int(words.removesuffix("MiB")) * 2**20 for words in (device, disk)]
     assert choose(budget_bytes=enough[0], disk_bytes=enough[1], **tight).searched is not None
+
+
+def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_all():
+    """Any draw may be of all chunks; the same draw is asked of every candidate."""
+    dials = {"size": 1024}
+    exact = choose(dials=dials).searched
+    sampled = choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed")}).searched
+    exactly = {tried.options: tried for tried in exact.tried}
+    pairs = [
+        (tried, exactly[replace(tried.options, sample=None)])
+        for tried in sampled.tried
+        if replace(tried.options, sample=None) in exactly
+    ]
+    assert len(pairs) > 1 and all(tried.options.sampling is not None for tried, _ in pairs)
+    for tried, whole in pairs:
+        assert tried.needs == whole.needs
+        assert tried.step_s < 0.8 * whole.step_s
+    best = sampled.best
+    assert best.step_s <= (1 + SLACK) * min(tried.step_s for tried in sampled.tried)
+    assert best == choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed")}).searched.best
+
+
+@pytest.mark.parametrize("order", [{}, {"order": "layer-first", "stage_layers": 12}])
+def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
+    options = ChunkOptions(size=1024, sample=Sampling(rate=0.3), **order)
+    lens = [9_000, 3_000, 500]
+    exact = plan_on_device(lens, options, num_layers=SHAPE.num_layers)
+    drawn = one_draw(exact, options)
+    assert drawn.sampled and drawn != one_draw(exact, replace(options, sample=None)) == exact
+    groups = groups_of_steps(lens, options.size, len(lens))
+    assert simulated_s(CPU, lens, groups, options) == pytest.approx(
+        predict(CPU, drawn).step_s, rel=1e-12
+    )
+
+
+def test_a_search_with_a_sample_tries_what_exact_estimates_would_leave_out():
+    """They are of whole backwards, far above the seconds of a draw."""
+    dials = {"size": 4096, "sample": Sampling(chunks=2, rule="fixed")}
+    searched = choose(dials=dials).searched
+    assert {tried.options.keep for tried in searched.tried} == {"input", "kv", "attention", "all"}

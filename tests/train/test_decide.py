@@ -26,6 +26,7 @@ def line_of(printed: str, head: str) -> str:
     [
         ("--memory.device=2MiB",),
         ("--memory.device=2GiB", "--chunks.size=auto", "--train.sequences_per_step=1"),
+        ("--memory.device=2GiB", "--chunks.sample={rate: 0.5, label_rate: 0.25}"),
     ],
 )
 def test_plan_says_what_the_run_does(tiny_run: TinyRun, tmp_path, capsys, flags):

@@ -48,6 +48,14 @@ def refused(arguments: list[str], **environment: str) -> str:
         (["--out={home}/file"], "is no folder"),
         (["--out={home}/file/run"], "is no folder"),
         (["--train.lr=-1"], "train.lr = '-1'"),
+        (["--chunks.sample.rule=fixed"], "rate = None, chunks = None"),
+        (["--chunks.sample={rate: 0.5, chunks: 3}"], "rate = 0.5, chunks = 3"),
+        (["--chunks.sample={rate: 0.5, cap: 2}"], "cap = 2.0 with rule unbiased"),
+        (["--chunks.sample={chunks: 1, rule: fixed}"], "chunks = 1 with rule fixed"),
+        (
+            ["--chunks.sample={chunks: 3, rule: paper, label_rate: 0.5}"],
+            "label_rate = 0.5 with rule paper",
+        ),
     ],
 )
 def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path, flags: list[str], part: str) -> None:

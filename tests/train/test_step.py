@@ -12,16 +12,22 @@ import numpy as np
 import pytest
 import torch
 
+from furlong.cost.known_models import model_shape
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
 from furlong.plan.text import parse_action
+from furlong.plan.values import ChunkPlan
+from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.sample import EXACT
+from furlong.planners.sampled import sample_backwards
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.fitting import Fitting
-from furlong.train.loop import run_steps
+from furlong.train.loop import Progress, run_steps
 from furlong.train.metrics import MetricsLog
+from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import build_optimizer, build_schedule
 
 OPTIONS = ChunkOptions(size=8)
@@ -29,6 +35,8 @@ OPTIONS = ChunkOptions(size=8)
 
 class FixedEngine:
     """Stands in for the engine: the gradient that it is told to leave, and a fixed timeline."""
+
+    plan: ChunkPlan | None = None
 
     def __init__(self, model: torch.nn.Linear, losses: list[float], grads: list[float]) -> None:
         self.model, self.results = model, iter(zip(losses, grads, strict=True))
@@ -51,7 +59,7 @@ class FixedEngine:
         records = tuple(
             Record(0, "compute", parse_action(kind), 0.0, stop, 0, 0) for kind, stop in kinds
         )
-        return StepResult(loss, loss, 1, Timeline(records))
+        return StepResult(loss, loss, 1, Timeline(records), plan=self.plan)
 
 
 def make_batch(num_labels: int) -> Batch:
@@ -60,7 +68,7 @@ def make_batch(num_labels: int) -> Batch:
     return Batch((Sequence(7, "book.txt", ids, labels),), LoaderState(0, 1))
 
 
-def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int) -> Any:
+def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **more: Any) -> Any:
     optimizer = build_optimizer(
         engine.model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
@@ -75,6 +83,7 @@ def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int) -> An
             scheduler=build_schedule(optimizer, "constant", num_steps=num_steps, warmup_ratio=0.0),
             max_grad_norm=None,
             log=log,
+            **more,
         )
 
 
@@ -90,6 +99,58 @@ def test_a_figure_that_is_not_finite_stops_before_the_weights_change(
         run(tmp_path, engine, [make_batch(3)] * 2, 2)
     assert torch.equal(model.weight, engine.weights[1])
     assert not torch.equal(model.weight, engine.weights[0])
+
+
+WHOLE = plan_on_device([5], ChunkOptions(size=2), num_layers=1)
+ONE_OF_THREE = sample_backwards(WHOLE, {1: EXACT})
+
+
+def test_a_draw_without_a_label_has_no_loss_and_is_no_divergence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, math.nan], [1.0, 0.0])
+    engine.plan = ONE_OF_THREE
+    figures = run(tmp_path, engine, [make_batch(3)] * 2, 2)
+    assert (figures.losses, figures.progress.last_loss) == ((3.0, None), 3.0)
+    assert Progress.from_dict(json.loads(json.dumps(figures.progress.to_dict()))).last_loss == 3.0
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == [3.0, None]
+    assert [record["drawn_share"] for record in records] == [1 / 3, 1 / 3]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/2  loss 3.0000  drawn 33%  grad 2  lr")
+    assert second.startswith("step 2/2  loss -  drawn 33%  grad 0  lr")
+
+
+@pytest.mark.parametrize(
+    ("plan", "loss", "grad"),
+    [
+        (ONE_OF_THREE, math.nan, 1.0),
+        (ONE_OF_THREE, math.nan, math.nan),
+        (ONE_OF_THREE, math.inf, 0.0),
+        (sample_backwards(WHOLE, {1: EXACT}, report_loss=True), math.nan, 0.0),
+        (WHOLE, math.nan, 0.0),
+    ],
+)
+def test_a_sampled_step_diverges_as_others_do(
+    tmp_path: Path, plan: ChunkPlan, loss: float, grad: float
+) -> None:
+    engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [loss], [grad])
+    engine.plan = plan
+    with pytest.raises(DivergenceError, match="step 1"):
+        run(tmp_path, engine, [make_batch(3)], 1)
+    assert torch.equal(engine.model.weight, engine.weights[0])
+
+
+def test_no_utilisation_is_told_of_a_sampled_step(tmp_path: Path) -> None:
+    """The work that is counted is that of a whole backward."""
+    meter = MfuMeter(model_shape("Qwen2.5-0.5B"), 1e12)
+    for plan in (WHOLE, ONE_OF_THREE):
+        engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0], [1.0])
+        engine.plan = plan
+        run(tmp_path, engine, [make_batch(3)], 1, meter=meter)
+    exact, sampled = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "mfu" in exact and "drawn_share" not in exact
+    assert "mfu" not in sampled and sampled["drawn_share"] == 1 / 3
 
 
 def test_a_batch_without_labels_is_skipped_and_counted(

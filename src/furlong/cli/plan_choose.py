@@ -8,6 +8,7 @@ from typing import Any
 
 from furlong.cli.plan_files import draw, write
 from furlong.cli.plan_run import decision_of, found_of, with_run_budget
+from furlong.cli.plan_sample import sample_json, sample_words
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.plan.text import save_plan
@@ -40,7 +41,7 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
         found = found_of(decision.searched, subject)
     else:
         found = search_with(subject, methods, strict=True, tell=tell)
-    best = found.best
+    best, sampling = found.best, subject.dials.get("sample")
     tell("a plan is found, it is measured")
     report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
     tell("looking for the longest sequence that would fit")
@@ -50,11 +51,14 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     if chosen.json:
-        auto = {} if decision is None else {"auto": decision.words}
-        print(json.dumps(_to_json(subject, found, report, longest) | auto, indent=1))
+        more = {} if decision is None else {"auto": decision.words}
+        more |= {} if sampling is None else {"sample": sample_json(best.plan, sampling)}
+        print(json.dumps(_to_json(subject, found, report, longest) | more, indent=1))
     else:
         print(subject.words())
         print(line("plan", str(best.candidate)))
+        if sampling is not None:
+            print(line("sample", sample_words(best.plan, sampling)))
         print(format_report(report))
         print(line("longest", _longest_words(longest, subject)))
         if decision is None:

@@ -19,7 +19,7 @@ from furlong.planners.candidates import Candidate
 from furlong.planners.layout import Layout
 from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import predict
+from furlong.planners.predict import one_draw, predict
 from furlong.planners.search import Found, Outcome, Refusal, Trial
 
 
@@ -68,7 +68,7 @@ def found_of(searched: Searched, subject: Subject) -> Found:
     seconds of its model."""
     problem = subject.problem
     best = _candidate(searched.best.options)
-    plan = best.build(problem.seq_lens, problem.model)
+    plan = one_draw(best.build(problem.seq_lens, problem.model), searched.best.options)
     predicted = predict(problem.model, plan)
     ratio = predicted.step_s / searched.best.step_s
     outcome = Outcome(best, plan, predicted.step_s, predicted.device_bytes)

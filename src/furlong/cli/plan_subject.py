@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
 from furlong.cli.plan_flags import MAX_DEVICES
+from furlong.cli.plan_sample import check_dials
 from furlong.cost.calibration_file import Calibrated, calibrated, uncalibrated
 from furlong.cost.hardware import THIS_CPU, hardware
 from furlong.cost.known_models import MODELS, model_shape
@@ -23,6 +24,7 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.values import Tier
+from furlong.planners.auto import given_dials
 from furlong.planners.auto import training_of as training_of_run
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.search import Problem
@@ -45,7 +47,7 @@ class Subject:
 
     problem: Problem
     dials: Mapping[str, Any]
-    """Values that are given: size, num_retained, keep, tier, order, stage_layers."""
+    """Values that are given: size, num_retained, keep, tier, order, stage_layers, sample."""
     batch: Batch
     model_name: str
     config: RunConfig | None = None
@@ -177,6 +179,7 @@ def _of_run(chosen: argparse.Namespace) -> Subject:
         getattr(chosen, name)
         for name in _DIALS
     }  # fmt: skip
+    dials["sample"] = given_dials(config.chunks).get("sample")
     batch = batch_of_run(chosen.subject, config, chosen)
     return _build(chosen, batch, chosen.model or config.model.name, dials, config)
 
@@ -198,6 +201,8 @@ def _build(
         fixed["tier"] = checked_tier(fixed["tier"])
     if "stage_layers" in fixed:
         fixed.setdefault("order", "layer-first")
+    longest = batch.lengths.longest if batch.lengths is not None else max(batch.seq_lens)
+    check_dials(chosen, fixed, num_devices, longest)
     tier = fixed.get("tier")
     host_bytes, disk_bytes = _tier_budgets(chosen, tier, spec.name == THIS_CPU, config)
     budget = chosen.memory

@@ -82,8 +82,35 @@ class ModelConfig(BaseModel):
     """Change of the position embedding; null keeps the model's own."""
 
 
+class SampleConfig(BaseModel):
+    """Which chunks get a backward. The forward stays exact, the gradient becomes an estimate: for
+    rule unbiased its mean over all draws is the exact one."""
+
+    model_config = _SECTION
+
+    rate: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of a sequence's chunks that are drawn; give this or chunks."""
+    chunks: Positive | None = None
+    """Chunks of a sequence that are drawn, with rule unbiased on average; a sequence that has no
+    more of them is computed exactly."""
+    rule: Literal["unbiased", "fixed", "paper"] = "unbiased"
+    """unbiased draws each chunk by itself; fixed draws exactly so many, exact on average but for
+    gradients that pass through two or more earlier chunks; paper is SpaCO as printed."""
+    label_rate: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Probability of drawing a chunk that has labels, with rule unbiased only; null = 1."""
+    cap: Annotated[Number, Field(ge=1)] | None = None
+    """Most that gradients from later chunks are multiplied by, with rules fixed and paper only:
+    less variance, more bias; null = no limit."""
+    report_loss: bool = False
+    """Whether chunks that are not drawn compute their loss too, which takes the rest of their
+    forward; without it the loss of a step is that of the drawn chunks."""
+    check_every_steps: Natural = 0
+    """Steps between comparisons of a sampled gradient with the exact one, on the longest sequence
+    of the batch: cosine and relative error; 0 = never."""
+
+
 class ChunksConfig(BaseModel):
-    """How sequences are cut and what is kept: time and memory, never a gradient."""
+    """How sequences are cut and what is kept: time and memory, never a gradient but for sample."""
 
     model_config = _SECTION
 
@@ -102,8 +129,8 @@ class ChunksConfig(BaseModel):
     through a stage of some layers before the next: less memory, more work."""
     stage_layers: Positive | Literal["auto"] = "auto"
     """Most layers of a stage, with layer-first."""
-    sample: Annotated[Number | None, _only(None)] = None
-    """Share of the chunks that are backpropagated; null = all, exactly."""
+    sample: SampleConfig | None = None
+    """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
 
     @model_validator(mode="after")
     def _stages_are_layer_first(self) -> ChunksConfig:
@@ -113,6 +140,18 @@ class ChunksConfig(BaseModel):
                 given=f"chunks.stage_layers = {self.stage_layers} with chunks.order: chunk-first",
                 required="chunks.order: layer-first with chunks.stage_layers",
                 change="set chunks.order to layer-first, or remove chunks.stage_layers",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_sample_has_a_size(self) -> ChunksConfig:
+        if self.sample is not None and self.size == "auto":
+            raise told(
+                key="chunks.size and chunks.sample",
+                given="chunks.size = 'auto' with chunks.sample",
+                required="a number: which gradient is estimated does not depend on the size of"
+                " chunks, but its error does, so no search may choose it",
+                change="set chunks.size, such as 1024, or remove chunks.sample",
             )
         return self
 

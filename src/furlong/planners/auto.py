@@ -27,6 +27,7 @@ from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.candidates import value_in_words
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.predict import Needs, Prediction, predict
+from furlong.planners.sample import Sampling
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
@@ -243,7 +244,12 @@ def training_of(model: ModelConfig) -> Training:
 
 
 def given_dials(chunks: ChunksConfig) -> dict[str, Any]:
-    """The dials that a run file gives; stage_layers alone mean layer-first."""
+    """The dials that a run file gives; stage_layers alone mean layer-first. Raises ConfigError for
+    a sample whose keys contradict each other."""
     dials = {name: getattr(chunks, name) for name in (*SEARCHED_DIALS, "stage_layers")}
     given = {name: value for name, value in dials.items() if value != "auto"}
-    return {"order": "layer-first", **given} if "stage_layers" in given else given
+    if "stage_layers" in given:
+        given = {"order": "layer-first", **given}
+    if chunks.sample is not None:
+        given["sample"] = Sampling(**chunks.sample.model_dump(exclude={"check_every_steps"}))
+    return given

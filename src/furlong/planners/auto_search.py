@@ -6,6 +6,9 @@
 Every candidate has closed forms (`auto_estimate`): those whose least bytes exceed a budget are left
 out, the others are taken by their estimated seconds, simulated, and walked on the longest sequence,
 which must fit. Work is bounded by counts, never by a clock: equal questions have equal answers.
+
+Where the given dials sample, seconds are those of a draw, which is the same for all candidates; but
+memory must hold the exact plan, for any draw may be of all chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from furlong.planners.auto_candidates import (
     sizes,
 )
 from furlong.planners.auto_estimate import ByteBound, TimeEstimate
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.one_device import plan_on_device, stages_of
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Needs, needs_of, simulated_s
 
@@ -165,8 +168,8 @@ class _Search:
     def _is_done(self, estimate_s: float) -> bool:
         if self._num_actions > _MAX_ACTIONS * (1 if self._fitting else 2):
             return True
-        if len(self._fitting) < 2:
-            return False
+        if len(self._fitting) < 2 or "sample" in self._space.given:
+            return False  # the estimates are of whole backwards
         return estimate_s > self._fastest.step_s * (1 + SLACK)
 
     @property
@@ -201,7 +204,7 @@ class _Search:
             return
         groups = self._chunks(options.size)
         step_s = simulated_s(space.model, space.seq_lens, groups, options)
-        self._num_actions += sum(map(len, groups)) * _simulated(options)
+        self._num_actions += sum(map(len, groups)) * self._simulated(options)
         self._fitting.append(Tried(options, step_s, needs, curve))
 
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
@@ -214,17 +217,21 @@ class _Search:
             for options in options_of(space, size, self._budgets.lower_tiers):
                 yield estimate.seconds(options), bound.needs(options), options
 
+    def _simulated(self, options: ChunkOptions) -> int:
+        """Actions of a chunk in a simulation, about: layer-first that of four stages, of a draw all
+        of them."""
+        if options.order == "chunk-first":
+            return 3
+        if options.sampling is None:
+            return 14
+        return 4 * len(stages_of(self._space.model.shape.num_layers, options))
+
     def _chunks(self, size: int) -> list[list[Chunk]]:
         if size not in self._groups:
             self._groups[size] = groups_of_steps(
                 self._space.seq_lens, size, self._space.sequences_per_step
             )
         return self._groups[size]
-
-
-def _simulated(options: ChunkOptions) -> int:
-    """Actions of a chunk in a simulation, about: layer-first that of four stages."""
-    return 3 if options.order == "chunk-first" else 14
 
 
 def _walk_of(options: ChunkOptions) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from furlong.cost.memory_curve import MemoryCurve
@@ -15,9 +16,10 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.groups import Groups
 from furlong.planners.layout import first_alike
-from furlong.planners.one_device import stages_of, walk_group
+from furlong.planners.one_device import plan_groups, stages_of, walk_group
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pipeline import number_chunks
+from furlong.planners.sampled import sampled
 from furlong.simulate.clock import Times, time_actions
 
 
@@ -56,12 +58,15 @@ def needs_of(curve: MemoryCurve) -> Needs:
 def simulated_s(
     model: CostModel, seq_lens: Sequence[int], groups: Groups, options: ChunkOptions
 ) -> float:
-    """Seconds of the step of `plan_on_device` over these groups.
+    """Seconds of the step of `plan_on_device` over these groups, where options sample of one draw.
 
     On one device actions run one after the other, and stages behind the first with the same layers
     take the same time: one of each kind is simulated, and counted as often as there are such
     stages. The one behind it is there too, for it hands gradients back.
     """
+    if options.sampling is not None:
+        whole = plan_groups(seq_lens, groups, options, num_layers=model.shape.num_layers)
+        return _times(model, one_draw(whole, options)).duration_s
     stages = stages_of(model.shape.num_layers, options)
     alike = first_alike(model.shape, stages)
     # the first stage has token ids for an input, which no tier holds
@@ -77,6 +82,13 @@ def simulated_s(
         count[action.stage] * (stop - start)
         for action, start, stop in zip(actions, starts, starts[1:], strict=False)
     )
+
+
+def one_draw(plan: ChunkPlan, options: ChunkOptions) -> ChunkPlan:
+    """The plan of a step as it is predicted: where options sample with one draw, always the same,
+    in which no chunk is known to have labels."""
+    sampling = options.sampling
+    return plan if sampling is None else sampled(plan, replace(sampling, seed=0))
 
 
 def _times(model: CostModel, plan: ChunkPlan) -> Times:

@@ -34,6 +34,7 @@ from furlong.planners.auto import (
 )
 from furlong.planners.auto_search import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.sample_use import check_sampling
 from furlong.runtime.pools import Storage
 
 DIALS = (*SEARCHED_DIALS, "stage_layers")
@@ -50,9 +51,10 @@ def decide_options(
 ) -> Decision:
     """The options of a run over `train`. Call it before the model takes memory.
 
-    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit.
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, and
+    for a sample that would leave no chunk of the data out.
     """
-    given, budget = given_dials(config.chunks), config.memory.device
+    given, budget = _given(config, train), config.memory.device
     dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
     nothing_left = budget == "auto" and all(name in given for name in dials)
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
@@ -86,6 +88,22 @@ def decide_options(
         dials=given,
     )
     return replace(decision, words="" if nothing_left else decision.words, figures=figures.words)
+
+
+def _given(config: RunConfig, train: DataSet) -> dict[str, Any]:
+    """The dials of the run file; a sample draws by the run's own seed."""
+    given = given_dials(config.chunks)
+    if "sample" in given:
+        is_cut = train.seq_lens > given["size"]
+        # the first token of a sequence is predicted from nothing
+        unlabelled = (train.seq_lens - 1 - train.valid_tokens)[is_cut]
+        has_unlabelled = bool((unlabelled >= given["size"]).any())
+        check_sampling(
+            given["sample"], size=given["size"], longest=train.longest,
+            has_unlabelled=has_unlabelled,
+        )  # fmt: skip
+        given["sample"] = replace(given["sample"], seed=config.train.seed)
+    return given
 
 
 def cost_model(

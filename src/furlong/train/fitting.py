@@ -64,7 +64,7 @@ class Fitting:
             try:
                 return call(self.options)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             # The error and the frames that it held are gone: now their memory can be freed.
@@ -95,7 +95,8 @@ class Fitting:
         self._say(f"{name} did not fit ({reason}): {words}")
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory did not suffice."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         _NO_MEMORY_ON_CPU in str(error)
     )

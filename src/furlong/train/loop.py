@@ -38,7 +38,8 @@ class Progress:
     peak_memory_bytes: int = 0
     num_skipped_batches: int = 0
     last_loss: float | None = None
-    """Mean loss of the last step's global batch, before its update."""
+    """Mean loss of the last step's global batch, before its update; of the last step that had one,
+    see `StepFigures.loss`."""
     eval_loss_before: float | None = None
     """Held-out loss before the first step."""
 
@@ -52,7 +53,7 @@ class Progress:
             steps_s=self.steps_s + figures.step_s,
             peak_memory_bytes=max(self.peak_memory_bytes, figures.peak_memory_bytes),
             num_skipped_batches=self.num_skipped_batches + num_skipped,
-            last_loss=figures.loss,
+            last_loss=self.last_loss if figures.loss is None else figures.loss,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,8 +69,9 @@ class LoopFigures:
     """What the loop leaves behind."""
 
     progress: Progress
-    losses: tuple[float, ...]
-    """Mean loss of each step's global batch, before its update; steps of this call only."""
+    losses: tuple[float | None, ...]
+    """Mean loss of each step's global batch, before its update; steps of this call only. None: see
+    `StepFigures.loss`."""
     eval_loss_after: float | None
     """Held-out loss after the last step; None without held-out data or when it was stopped."""
     stopped: bool
@@ -91,6 +93,8 @@ class Cadence:
     """Gets the number and the result of the first step, of those that are saved and of the last."""
     predict: Callable[[ChunkPlan], Prediction] | None = None
     """What a plan was expected to take: told beside the first step's figures."""
+    check: Callable[[int, Batch], None] | None = None
+    """Gets the number and the batch of a step before it is taken."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
     """Asked after every step."""
 
@@ -120,14 +124,15 @@ def run_steps(
     parameters = trained_parameters(model)
     make_state(optimizer)
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
-    losses: list[float] = []
+    losses: list[float | None] = []
     saved_step = progress.step
     after, stopped = _evaluate(progress.step, num_steps, cadence, log, used)
     if progress.step == 0:
         progress = replace(progress, eval_loss_before=after)
     while progress.step < num_steps and not stopped:
-        started_s = time.perf_counter()
-        batch, num_skipped = _next_batch(batches, progress.step + 1, log)
+        batch, num_skipped, data_s = _next_batch(batches, progress.step + 1, log)
+        if cadence.check:
+            cadence.check(progress.step + 1, batch)
         figures, result = train_step(
             engine,
             batch,
@@ -138,7 +143,7 @@ def run_steps(
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             used=used,
-            data_s=time.perf_counter() - started_s,
+            data_s=data_s,
             meter=meter,
         )
         progress = progress.after(batch, figures, num_skipped)
@@ -169,13 +174,14 @@ def _tell(
         cadence.measured(step, result)
 
 
-def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[Batch, int]:
-    """The next batch with a label, and how many without one came before it."""
+def _next_batch(batches: Iterator[Batch], step: int, log: MetricsLog) -> tuple[Batch, int, float]:
+    """The next batch with a label, how many without one came before it, and the seconds of that."""
+    started_s = time.perf_counter()
     num_skipped = 0
     while (batch := next(batches)).num_valid_tokens == 0:
         num_skipped += 1
         log.skipped(step)
-    return batch, num_skipped
+    return batch, num_skipped, time.perf_counter() - started_s
 
 
 def _evaluate(

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
+from furlong.train.sample_check import SampleCheck
 from furlong.train.step import StepFigures
 from furlong.train.trackers import Tracker
 from furlong.units import format_bytes, format_count, format_seconds
@@ -65,12 +66,14 @@ class MetricsLog:
 
     def step(self, step: int, figures: StepFigures) -> None:
         values = {name: value for name, value in asdict(figures).items() if value is not None}
-        self._write({"step": step} | values)
+        self._write({"step": step, "loss": figures.loss} | values)
         self._track(step, values)
+        loss = "-" if figures.loss is None else f"{figures.loss:.4f}"
+        drawn = "" if figures.drawn_share is None else f"  drawn {figures.drawn_share:.0%}"
         mfu = "" if figures.mfu is None else f"  MFU {figures.mfu:.1%}"
         self._say(
             f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
-            f"  loss {figures.loss:.4f}  grad {figures.grad_norm:.3g}  lr {figures.lr:.2e}"
+            f"  loss {loss}{drawn}  grad {figures.grad_norm:.3g}  lr {figures.lr:.2e}"
             f"  {format_count(figures.tokens_per_s)} tokens/s{mfu}"
             f"  longest {format_count(figures.longest_tokens)}"
             f"  memory {format_bytes(figures.peak_memory_bytes - figures.step_memory_bytes)}"
@@ -100,6 +103,28 @@ class MetricsLog:
                     f"{tier} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
                 )
         self._say(f"first step: {', '.join(parts)}")
+
+    def sample_check(self, step: int, check: SampleCheck | None, seconds: float) -> None:
+        """A sampled gradient beside the exact one; None: there was no memory for both."""
+        if check is None:
+            self._say(f"sample check before step {step}: left out, both gradients did not fit")
+            return
+        share = check.num_drawn / check.num_chunks
+        figures = {"cosine": check.cosine, "error": check.relative_error}
+        self._write(
+            {"step": step}
+            | {f"sample_check_{name}": value for name, value in figures.items()}
+            | {"sample_check_tokens": check.num_tokens, "sample_check_drawn_share": share}
+            | {"sample_check_s": seconds}
+        )
+        known = {name: value for name, value in figures.items() if value is not None}
+        self._track(step, {f"sample_check_{name}": value for name, value in known.items()})
+        cosine, error = (f"{known[name]:.3f}" if name in known else "-" for name in figures)
+        self._say(
+            f"sample check before step {step}: cosine {cosine}, relative error {error} of the"
+            f" gradient of {check.num_tokens:,} tokens, {check.num_drawn} of {check.num_chunks}"
+            f" chunks drawn ({format_seconds(seconds)})"
+        )
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
         """`evaluations` by name; the records' keys are `eval_...`, `eval_training_...`."""

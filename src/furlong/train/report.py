@@ -17,8 +17,9 @@ class TrainReport:
 
     num_steps: int
     num_tokens: int
-    train_loss: float
-    """Mean loss of the last step's global batch."""
+    train_loss: float | None
+    """Mean loss of the last step's global batch; None where no step has one, as sampled steps whose
+    drawn chunks have no label."""
     eval_loss_before: float | None
     eval_loss_after: float | None
     tokens_per_s: float

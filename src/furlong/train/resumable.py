@@ -23,6 +23,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.train.checkpoint_folder import list_checkpoints, write_json
+from furlong.train.draws import step_options
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
@@ -30,6 +31,7 @@ from furlong.train.metrics import MetricsLog, open_bar
 from furlong.train.mfu import MfuMeter, build_meter
 from furlong.train.optimizer import build_optimizer, build_schedule
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
+from furlong.train.sample_check import check_sample
 from furlong.train.state import RunState, base_fingerprint
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
@@ -91,6 +93,7 @@ def run_resumable(
             save_every_steps=settings.save_every_steps,
             measured=partial(_write_measured, run.path),
             predict=predict,
+            check=_checker(config, engine, model, fitting, state.optimizer, log),
             should_stop=lambda: stop.asked,
         )
         figures = run_steps(
@@ -188,6 +191,31 @@ def _write_measured(folder: Path, step: int, result: StepResult) -> None:
     assert result.plan is not None  # the engine plans every step
     measured = MeasuredStep(step, result.plan, result.timeline)
     write_json(folder / MEASURED, measured.to_json())
+
+
+def _checker(
+    config: RunConfig,
+    engine: Engine,
+    model: nn.Module,
+    fitting: Fitting,
+    optimizer: torch.optim.Optimizer,
+    log: MetricsLog,
+) -> Callable[[int, Batch], None] | None:
+    """Compares a sampled gradient with the exact one where that is due; None where it never is."""
+    sample = config.chunks.sample
+    if sample is None or not sample.check_every_steps:
+        return None
+    every_steps = sample.check_every_steps
+
+    def check(step: int, batch: Batch) -> None:
+        if step % every_steps:
+            return
+        started_s = time.perf_counter()
+        optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
+        found = check_sample(engine, model, batch, step_options(fitting.options, step))
+        log.sample_check(step, found, time.perf_counter() - started_s)
+
+    return check
 
 
 def _evaluator(

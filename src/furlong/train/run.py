@@ -24,6 +24,7 @@ from furlong.models.folder import check_folder
 from furlong.planners.auto import Decision, dials_of
 from furlong.planners.candidates import value_in_words
 from furlong.planners.predict import predict
+from furlong.planners.sample_use import sampling_in_words
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.checkpoint import one_process
@@ -134,7 +135,6 @@ def _finish(
     dtype = getattr(torch, config.model.dtype)
     exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype)
     progress = figures.progress
-    assert progress.last_loss is not None  # there is at least one step
     report = TrainReport(
         num_steps=progress.step,
         num_tokens=progress.num_tokens,
@@ -249,6 +249,8 @@ def _announce(
     print(f"chunks: {', '.join(dials)}")
     if "disk" in asdict(options.tiers).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
+    if options.sampling is not None:
+        print(f"sample: {sampling_in_words(options.sampling)}; the gradient is an estimate")
     if decision.words:
         print(f"auto: {decision.words}")
     if decision is not None and decision.figures:

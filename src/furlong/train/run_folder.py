@@ -38,9 +38,10 @@ _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
     "train.save_every_steps", "train.eval_every_steps", "train.eval_train_share",
 )  # fmt: skip
+_FREE_OF_A_SAMPLE = ("chunks.sample.report_loss", "chunks.sample.check_every_steps")
 _FREE_WORDS = (
-    "free are the sections chunks, memory, parallel and log, data.eval, data.cache_dir,"
-    " train.save_every_steps, train.eval_*"
+    "free are the sections chunks (but for sample, and with it size), memory, parallel and log,"
+    " data.eval, data.cache_dir, train.save_every_steps, train.eval_*"
 )
 _DECIDING_KEYS = ("chunks.", "memory.", "parallel.")
 
@@ -78,7 +79,7 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
         _check_kinds(path)
         lock_folder(stack, path)
         differing = differing_keys(load_run(path / CONFIG), config)
-        _check_same(differing, path)
+        _check_same(differing, path, config)
         if (report := _finished(path)) is not None:
             print(f"the run in {path} is finished: its model is {path / EXPORT}")
             return RunFolder(path, is_new=False, report=report)
@@ -127,9 +128,9 @@ def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> Run
     )
 
 
-def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path) -> None:
+def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path, config: RunConfig) -> None:
     """Raises ConfigError if a key that must be the run's own differs."""
-    refused = _not_free(differing)
+    refused = _not_free(differing, config)
     if refused:
         raise ConfigError(
             given="; ".join(f"{key} = {new!r}, the run has {old!r}"
@@ -143,7 +144,7 @@ def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path) -> None:
 def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) -> None:
     """Raises CheckpointError if a checkpoint was written with another config than the run's."""
     written = build_run(state["config"], str(checkpoint / STATE))
-    refused = _not_free(differing_keys(written, config))
+    refused = _not_free(differing_keys(written, config), config)
     if refused:
         raise CheckpointError(
             given="; ".join(f"{key} = {old!r} in checkpoint {checkpoint.name}, the run has {new!r}"
@@ -154,8 +155,18 @@ def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) ->
         )  # fmt: skip
 
 
-def _not_free(differing: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    return {key: pair for key, pair in differing.items() if not key.startswith(_FREE_KEYS)}
+def _not_free(
+    differing: Mapping[str, tuple[Any, Any]], config: RunConfig
+) -> dict[str, tuple[Any, Any]]:
+    return {key: pair for key, pair in differing.items() if not _is_free(key, config)}
+
+
+def _is_free(key: str, config: RunConfig) -> bool:
+    if key.startswith("chunks.sample"):  # another estimate of the gradient
+        return key in _FREE_OF_A_SAMPLE
+    if key == "chunks.size" and config.chunks.sample is not None:
+        return False
+    return key.startswith(_FREE_KEYS)
 
 
 def create_run_folder(stack: ExitStack, path: Path) -> None:

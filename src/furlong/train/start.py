@@ -10,6 +10,7 @@ from furlong.config.schema import RunConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
+from furlong.planners.auto import given_dials
 from furlong.train.run_folder import RunFolder, open_run_folder
 from furlong.train.trackers import check_packages
 
@@ -23,6 +24,7 @@ def open_run(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
     Raises UserError for launchers, packages, paths and run folders that cannot be.
     """
     _check_processes()
+    given_dials(config.chunks)  # what contradicts itself there
     check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):

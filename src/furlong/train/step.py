@@ -14,6 +14,7 @@ from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import memory_bytes, peak_memory_bytes
+from furlong.train.draws import drawn_share, step_options
 from furlong.train.fitting import Fitting
 from furlong.train.mfu import MfuMeter
 from furlong.train.used_memory import UsedMemory
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 class StepFigures:
     """What one optimizer step did and what it took."""
 
-    loss: float
-    """Mean over the labels of the global batch, before the update."""
+    loss: float | None
+    """Mean over the labels of the global batch, before the update. A sampled step estimates it from
+    the drawn chunks, unless it reports the loss of all; None where these have no label."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -56,10 +58,14 @@ class StepFigures:
     step_s: float
     """The whole step, data included."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known."""
+    """Model FLOPs utilisation, 0 to 1; None where the device's peak is not known, and of a sampled
+    step, which leaves work out."""
     host_bytes: int | None = None
     """Most bytes at a time in the tier host; None where nothing was there."""
     disk_bytes: int | None = None
+    drawn_share: float | None = None
+    """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
+    gradient is exact."""
 
 
 def train_step(
@@ -87,9 +93,7 @@ def train_step(
     before_bytes = memory_bytes(used.device)
     result = _gradients(engine, batch, fitting, step, optimizer, used)
     norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf))
-    if not (math.isfinite(result.loss) and math.isfinite(norm)):
-        optimizer.zero_grad()
-        raise _not_finite(step, batch, result.loss, norm)
+    loss = _finite_loss(step, batch, result, norm, optimizer)
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
@@ -97,8 +101,9 @@ def train_step(
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(used.device)
     seq_lens = [s.seq_len for s in batch.sequences]
+    share = drawn_share(result.plan)
     figures = StepFigures(
-        loss=result.loss,
+        loss=loss,
         grad_norm=norm,
         lr=lr,
         num_sequences=len(seq_lens),
@@ -116,9 +121,10 @@ def train_step(
         backward_s=seconds.get("B", 0.0),
         data_s=data_s,
         step_s=step_s,
-        mfu=None if meter is None else meter.mfu(seq_lens, step_s),
+        mfu=meter.mfu(seq_lens, step_s) if meter and share is None else None,
         host_bytes=result.host_bytes or None,
         disk_bytes=result.disk_bytes or None,
+        drawn_share=share,
     )
     return figures, result
 
@@ -131,17 +137,36 @@ def _gradients(
     optimizer: torch.optim.Optimizer,
     used: UsedMemory,
 ) -> StepResult:
-    """Gradients of the mean loss of the global batch, in chunks that fit."""
+    """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw is
+    that of the step, however often it is tried."""
     sequences = batch.tensors(used.device)
 
     def call(options: ChunkOptions) -> StepResult:
         used.restart()
-        return engine.forward_backward(sequences, options, batch.num_valid_tokens, watch=used.check)
+        drawn = step_options(options, step)
+        return engine.forward_backward(sequences, drawn, batch.num_valid_tokens, watch=used.check)
 
     return fitting.compute(
         call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
         undo=optimizer.zero_grad,
     )  # fmt: skip
+
+
+def _finite_loss(
+    step: int, batch: Batch, result: StepResult, norm: float, optimizer: torch.optim.Optimizer
+) -> float | None:
+    """The loss; None where it is estimated from drawn chunks and none of them has a label.
+
+    Such a draw leaves gradients of zeros: a loss that is truly not a number leaves others. Raises
+    DivergenceError, with no gradients, when loss or norm are not finite.
+    """
+    is_estimated = result.plan is not None and not result.plan.report_loss
+    if is_estimated and norm == 0 and math.isnan(result.loss):
+        return None
+    if not (math.isfinite(result.loss) and math.isfinite(norm)):
+        optimizer.zero_grad()
+        raise _not_finite(step, batch, result.loss, norm)
+    return result.loss
 
 
 def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> DivergenceError:

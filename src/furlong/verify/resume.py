@@ -21,15 +21,12 @@ from furlong.config.schema import RunConfig
 from furlong.models.build import build_model, export_model
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.verify.checks import Finding
-from furlong.verify.sampling import num_chunks_of_run, sampling_of_run, share_drawn
 from furlong.verify.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.verify.subject import CHUNK_SIZE
 
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 5
 TIME_LIMIT_S = 300
-_HIGHEST_RATE = 0.75
-"""Of a sequence of four chunks, so that one is left out."""
 FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -80,8 +77,7 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "train": [str(home / "data.jsonl")], "eval": None, "format": "tokens",
         "max_seq_len": LONGEST_TOKENS, "cache_dir": str(home / "cache"),
     }  # fmt: skip
-    values["chunks"]["size"] = CHUNK_SIZE
-    values["chunks"]["sample"] = _small_sample(config)
+    values["chunks"] |= {"size": CHUNK_SIZE, "sample": _half_drawn(values["chunks"]["sample"])}
     # on a CPU the host's RAM is the device's, and the budgets are those of the whole model
     values["chunks"]["tier"] = _without_host(values["chunks"]["tier"])
     values["memory"] |= {"device": "auto", "host": "auto"}
@@ -95,18 +91,12 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
     return file
 
 
-def _small_sample(config: RunConfig) -> dict[str, Any] | None:
-    """The run's own sampling with a budget that leaves out chunks of these few, all of which have
-    labels."""
-    sampling = sampling_of_run(config)
-    if sampling is None:
+def _half_drawn(sample: Any) -> Any:
+    """A sample of the same rule, of sequences with few chunks and labels in all of them."""
+    if sample is None:
         return None
-    rate = min(share_drawn(sampling, num_chunks_of_run(config)), _HIGHEST_RATE)
-    assert config.chunks.sample is not None
-    values = config.chunks.sample.model_dump(mode="json") | {"rate": rate, "chunks": None}
-    if sampling.rule == "unbiased":
-        values["label_rate"] = min(sampling.label_rate or rate, _HIGHEST_RATE)
-    return values
+    label_rate = 0.5 if sample["rule"] == "unbiased" else None
+    return sample | {"rate": 0.5, "chunks": None, "label_rate": label_rate}
 
 
 def _without_host(tier: Any) -> Any:

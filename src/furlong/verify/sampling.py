@@ -25,6 +25,7 @@ from furlong.planners.sample import (
     expected_weight,
     fixed_factors,
 )
+from furlong.planners.sample_use import check_sampling
 from furlong.planners.sampled import sample_backwards
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
@@ -74,13 +75,20 @@ class Measured:
 
 
 def sampling_of_run(run: RunConfig) -> Sampling | None:
-    """How a run draws its chunks; None if its gradients are exact."""
-    return fixed_options(run.data.max_seq_len, given_dials(run.chunks)).sampling
+    """How a run draws its chunks; None if its gradients are exact.
+
+    Raises ConfigError for what would draw all of them, whatever the data are.
+    """
+    dials, max_seq_len = given_dials(run.chunks), run.data.max_seq_len
+    sampling = fixed_options(max_seq_len, dials).sampling
+    if sampling is not None:
+        check_sampling(sampling, size=dials["size"], longest=max_seq_len)
+    return sampling
 
 
 def num_chunks_of_run(run: RunConfig) -> int:
     """Chunks of the longest sequence that a run accepts."""
-    assert run.chunks.size != "auto"  # the schema asks for a number
+    assert run.chunks.size != "auto"  # the schema asks for a number beside a sample
     return math.ceil(run.data.max_seq_len / run.chunks.size)
 
 
@@ -127,19 +135,11 @@ def check_draws(subject: Subject, sampling: Sampling, num_chunks: int) -> Findin
 def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
     """The same rule with a budget for `NUM_CHUNKS` chunks, as near as they allow to the share of a
     sequence of `num_chunks`; rules of a fixed number leave out one chunk at least."""
-    share = share_drawn(sampling, num_chunks)
     if sampling.rule == "unbiased":
-        return replace(sampling, rate=share, chunks=None)
+        return replace(sampling, rate=sampling.share(num_chunks), chunks=None)
+    share = sampling.num_drawn(num_chunks) / num_chunks
     num_drawn = min(NUM_CHUNKS - 1, max(2, round(share * NUM_CHUNKS)))
     return replace(sampling, rate=None, chunks=num_drawn)
-
-
-def share_drawn(sampling: Sampling, num_chunks: int) -> float:
-    """Share of the chunks of a sequence that its budget is; of those without labels, under
-    `unbiased`."""
-    if sampling.rule == "unbiased":
-        return sampling.share(num_chunks)
-    return sampling.num_drawn(num_chunks) / num_chunks
 
 
 def measure(subject: Subject, sampling: Sampling, batch: Batch) -> Measured:

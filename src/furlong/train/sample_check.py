@@ -1,0 +1,124 @@
+"""How far a sampled gradient is from the exact one, measured on one sequence during a run."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from furlong.data.loader import Batch
+from furlong.planners.options import ChunkOptions
+from furlong.planners.sample_use import num_drawn
+from furlong.runtime.memory import give_back_memory
+from furlong.runtime.rng import RNGState
+from furlong.train.fitting import is_out_of_memory
+from furlong.train.step import trained_parameters
+
+if TYPE_CHECKING:
+    from furlong.api import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCheck:
+    """A sampled gradient beside the exact one, over all trained parameters together."""
+
+    cosine: float | None
+    """Of the angle between them; None where one of them is zero."""
+    relative_error: float | None
+    """Norm of their difference over that of the exact one; None where that is zero."""
+    num_tokens: int
+    """Of the sequence."""
+    num_chunks: int
+    num_drawn: int
+
+
+def check_sample(
+    engine: Engine, model: nn.Module, batch: Batch, options: ChunkOptions
+) -> SampleCheck | None:
+    """Compares the two gradients of the batch's longest sequence with a label, with the draw that
+    `options` say; None where memory did not suffice for both.
+
+    Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
+    modes are afterwards as before.
+    """
+    device = next(model.parameters()).device
+    labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
+    longest = max(labelled, key=lambda sequence: sequence.seq_len)
+    sequences = Batch((longest,), batch.next_state).tensors(device)
+    try:
+        with _undisturbed(model, device) as parameters:
+            return _check(engine, parameters, sequences, options)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # what the error has left may lie in a cycle
+    give_back_memory(device)
+    return None
+
+
+def _check(
+    engine: Engine,
+    parameters: Sequence[nn.Parameter],
+    sequences: list[dict[str, Tensor]],
+    options: ChunkOptions,
+) -> SampleCheck:
+    engine.forward_backward(sequences, replace(options, sample=None))
+    exact = _taken(parameters)
+    plan = engine.forward_backward(sequences, options).plan
+    assert plan is not None  # the engine plans every step
+    cosine, error = _compared(exact, _taken(parameters))
+    return SampleCheck(cosine, error, sum(plan.seq_lens), len(plan.chunks), num_drawn(plan))
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
+    """Within it the model evaluates and its trained parameters, which are yielded, have no
+    gradient."""
+    parameters = trained_parameters(model)
+    gradients = [parameter.grad for parameter in parameters]
+    modes = [(module, module.training) for module in model.modules()]
+    random = RNGState.read(device)
+    model.eval()
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield parameters
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        random.write(device)
+
+
+def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients, zeros where nothing was reached; the parameters have none afterwards."""
+    taken = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        taken.append(torch.zeros_like(parameter.data) if gradient is None else gradient)
+        parameter.grad = None
+    return taken
+
+
+def _compared(
+    exact: Sequence[Tensor], drawn: Sequence[Tensor]
+) -> tuple[float | None, float | None]:
+    """Cosine and relative error of the second by the first; sums are in float64."""
+    sums = torch.zeros(4, dtype=torch.float64, device=exact[0].device)
+    for one, other in zip(exact, drawn, strict=True):
+        pairs = ((one, other), (one, one), (other, other), (other - one, other - one))
+        sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
+    product, exact_square, drawn_square, difference_square = sums.tolist()
+    if not exact_square > 0 or not math.isfinite(drawn_square):
+        return None, None
+    error = math.sqrt(difference_square / exact_square)
+    if not drawn_square:
+        return None, error
+    return product / math.sqrt(exact_square * drawn_square), error

@@ -1,0 +1,272 @@
+"""Whole runs that sample: what is refused, the log, and the same draws after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TinyRun
+
+from furlong.cli.main import main
+from furlong.planners.sample import Sampling
+from furlong.runtime.executor import Executor
+from furlong.train.metrics import MetricsLog
+from furlong.train.run_folder import CONFIG
+
+HALF = (
+    "--chunks.sample={rate: 0.5, label_rate: 0.5, check_every_steps: 4}",
+    "--chunks.size=16",
+)
+FIXED = ("--chunks.sample={chunks: 2, rule: fixed, check_every_steps: 3}", "--chunks.size=16")
+TIMES = ("_s", "tokens_per_s", "_memory_bytes")
+
+
+def weights(run: Path) -> bytes:
+    return next((run / "model").glob("*.safetensors")).read_bytes()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the machine's speed."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "source"),
+    [
+        (
+            ["--chunks.sample.rate=0.5"],
+            "rule unbiased and labels in every chunk, as plain text has them",
+            "chunks.sample.label_rate",
+        ),
+        (
+            ["--chunks.sample={rate: 0.5, label_rate: 0.5}", "--chunks.size=256"],
+            "chunks.size = 256, and a longest sequence of",
+            "chunks.size and chunks.sample",
+        ),
+        (
+            ["--chunks.sample={chunks: 99, rule: fixed}"],
+            "chunks.sample.chunks = 99, and ",
+            "chunks.sample.chunks",
+        ),
+        (["--chunks.sample.rate=1"], "chunks.sample.rate = 1.0", "chunks.sample.rate"),
+    ],
+)
+def test_a_sample_that_leaves_nothing_out_is_refused_before_the_model(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any, named: str,
+    source: str,
+) -> None:  # fmt: skip
+    monkeypatch.delattr("furlong.train.run.build_run_model")
+    assert main(tiny_run.arguments(tmp_path / "run", *flags)) == 2
+    message = capsys.readouterr().err
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "given", "required", "from", "change",
+    ]  # fmt: skip
+    assert named in message and f"from:     {source}\n" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_with_chunks_without_labels_need_no_label_rate(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chunks with labels are all drawn, others by the rate."""
+    data = tmp_path / "tokens.jsonl"
+    record = {"input_ids": [i % 300 for i in range(160)], "labels": [-100] * 128 + [5] * 32}
+    data.write_text("\n".join([json.dumps(record)] * 8))
+    flags = ("--chunks.sample.rate=0.25", "--chunks.size=16", f"--data.train={data}")
+    assert main(tiny_run.arguments(tmp_path / "run", *flags, "--train.epochs=2")) == 0
+    assert "sample: rate 0.25, rule unbiased; the gradient is an estimate" in (
+        capsys.readouterr().out
+    )
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert all(0.3 <= step["drawn_share"] < 1 for step in steps)
+    assert sum(step["drawn_share"] for step in steps) / len(steps) < 0.7
+
+
+@pytest.mark.parametrize("flags", [HALF, FIXED], ids=["unbiased", "fixed"])
+def test_a_killed_run_draws_the_same_again(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any
+) -> None:
+    """It dies in step 5, after the checkpoint of step 4, and repeats that step."""
+    assert main(tiny_run.arguments(tmp_path / "whole", *flags)) == 0
+    printed = capsys.readouterr().out
+    original = MetricsLog.step
+
+    def die(log: MetricsLog, at: int, figures: Any) -> None:
+        original(log, at, figures)
+        if at == 5:
+            raise SystemError("killed")
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsLog, "step", die)
+        with pytest.raises(SystemError):
+            main(tiny_run.arguments(run, *flags))
+    assert main(["train", str(run / CONFIG), "--resume"]) == 0
+    assert "resumed from step-00000004: step 4 of 9" in capsys.readouterr().out
+    assert weights(run) == weights(tmp_path / "whole")
+    assert records(run) == records(tmp_path / "whole")
+
+    steps = [record for record in records(run) if "loss" in record]
+    assert len({step["drawn_share"] for step in steps}) > 1
+    assert f"  drawn {steps[0]['drawn_share']:.0%}  grad" in printed
+    checks = [record for record in records(run) if "sample_check_cosine" in record]
+    every = 4 if flags is HALF else 3
+    assert [check["step"] for check in checks] == list(range(every, 10, every))
+    assert all(0 < check["sample_check_drawn_share"] < 1 for check in checks)
+    assert f"sample check before step {every}: cosine " in printed
+
+
+def test_another_seed_draws_others_and_a_check_changes_nothing(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    unchecked = HALF[0].replace("check_every_steps: 4", "check_every_steps: 0")
+    once = ("--train.epochs=1", HALF[1])
+    for name, flags in (
+        ("checked", (HALF[0].replace(": 4", ": 1"), *once)),
+        ("unchecked", (unchecked, *once)),
+        ("other", (unchecked, *once, "--train.seed=1")),
+    ):
+        assert main(tiny_run.arguments(tmp_path / name, *flags)) == 0
+    assert weights(tmp_path / "checked") == weights(tmp_path / "unchecked")
+    assert weights(tmp_path / "other") != weights(tmp_path / "unchecked")
+    seeds = [
+        json.loads((tmp_path / name / "options.json").read_text())["sample"]["seed"]
+        for name in ("checked", "other")
+    ]
+    assert seeds == [0, 1]
+
+
+def test_a_run_none_of_whose_draws_has_a_label(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    flags = (
+        "--chunks.sample={rate: 1e-9, label_rate: 1e-9, check_every_steps: 1}",
+        "--chunks.size=2",
+        "--train.epochs=1",
+        f"--data.eval={tiny_run.folder / 'held-out.jsonl'}",
+    )
+    assert main(tiny_run.arguments(run, *flags)) == 0
+    printed = capsys.readouterr().out
+    steps = [record for record in records(run) if "loss" in record]
+    assert [step["loss"] for step in steps] == [None] * 3
+    assert "  loss -  drawn 0%  grad 0  " in printed
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+    assert json.loads((run / "report.json").read_text())["train_loss"] is None
+    assert "cosine -, relative error 1.000" in printed
+    assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
+    # the evaluation is exact, and nothing was learnt
+    losses = [r["eval_loss"] for r in records(run) if "eval_loss" in r]
+    assert losses[0] == losses[-1] > 0
+
+
+def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Executor.run, iter(range(10**6))
+
+    def fail_first(executor: Executor, *more: Any) -> Any:
+        if executor._last_backward and next(calls) == 0:
+            raise torch.OutOfMemoryError("none left")
+        return original(executor, *more)
+
+    data = tmp_path / "tokens.jsonl"
+    record = json.dumps({"input_ids": [i * i % 300 for i in range(300)]})
+    data.write_text("\n".join([record] * 6))
+    once = (
+        *("--train.epochs=1", f"--data.train={data}", "--data.max_seq_len=300"),
+        *("--chunks.keep=kv", "--chunks.num_retained=1"),
+        *("--chunks.tier=device", "--chunks.order=chunk-first"),
+        "--chunks.sample={rate: 0.5, label_rate: 0.5}",
+    )
+    run, expected = tmp_path / "run", tmp_path / "expected"
+    assert main(tiny_run.arguments(expected, *once, "--chunks.size=64")) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Executor, "run", fail_first)
+        assert main(tiny_run.arguments(run, *once, "--chunks.size=128")) == 0
+    options = json.loads((run / "options.json").read_text())
+    assert options["size"] == 64
+    assert Sampling(**options["sample"]) == Sampling(rate=0.5, label_rate=0.5, seed=0)
+    assert weights(run) == weights(expected)
+    (run / "report.json").unlink()
+    assert main(["train", str(run / CONFIG), "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--chunks.sample={rate: 0.25, label_rate: 0.5}"], "chunks.sample.rate = 0.25, the run"),
+        (["--chunks.sample=null"], "chunks.sample.rate = None, the run has 0.5"),
+        (["--chunks.size=32"], "chunks.size = 32, the run has 16"),
+        ([HALF[0].replace(": 4", ": 1, report_loss: true"), "--chunks.keep=kv"], None),
+    ],
+)
+def test_what_changes_the_estimate_holds_for_the_whole_run(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any, named: str | None
+) -> None:
+    def stop(log: MetricsLog, at: int, figures: Any) -> None:
+        raise SystemError
+
+    run = tmp_path / "run"
+    once = (*HALF, "--train.epochs=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsLog, "step", stop)
+        with pytest.raises(SystemError):
+            main(tiny_run.arguments(run, *once))
+    capsys.readouterr()
+    code = main(tiny_run.arguments(run, *once, *flags, "--resume"))
+    message = capsys.readouterr().err
+    assert code == (0 if named is None else 2), message
+    assert named is None or (named in message and "sections chunks (but for sample" in message)
+
+
+@pytest.fixture
+def run_file(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """The file of a run that samples, which was never started."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        json.dumps(
+            {
+                "model": {"name": str(tiny_run.folder / "model"), "dtype": "float32"},
+                "data": {"train": str(tiny_run.folder / "texts"), "max_seq_len": 256},
+                "chunks": {"size": 16, "sample": {"chunks": 2, "rule": "fixed"}},
+                "train": {"sequences_per_step": 3},
+            }
+        )
+    )
+    return file
+
+
+def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> None:
+    assert main(["plan", str(run_file)]) == 0
+    printed = capsys.readouterr().out
+    assert "sample     chunks 2, rule fixed: " in printed
+    assert "labels are not known here" in printed
+    assert main(["plan", str(run_file), "--json"]) == 0
+    sample = json.loads(capsys.readouterr().out)["sample"]
+    assert (sample["chunks"], sample["rule"]) == (2, "fixed")
+    assert 0 < sample["num_drawn"] < sample["num_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--devices", "2"], "2 devices, and a run with chunks.sample"),
+        (["--compare"], "--compare, and a run"),
+        (["--method", "chunkflow"], "--method, and a run"),
+        (["--chunks.size", "auto"], "--chunks.size auto, and a run"),
+        (["--chunks.size", "256"], "chunks.size = 256, and a longest sequence"),
+    ],
+)
+def test_other_searches_are_refused_for_a_run_that_samples(
+    run_file: Path, capsys: Any, flags: Any, named: str
+) -> None:
+    assert main(["plan", str(run_file), *flags]) == 2
+    assert f"given:    {named}" in capsys.readouterr().err
