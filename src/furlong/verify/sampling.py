@@ -25,7 +25,7 @@ from furlong.planners.sample import (
     expected_weight,
     fixed_factors,
 )
-from furlong.planners.sample_use import check_sampling
+from furlong.planners.sample_use import check_sampling, sampling_in_words
 from furlong.planners.sampled import sample_backwards
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
@@ -129,7 +129,7 @@ def check_draws(subject: Subject, sampling: Sampling, num_chunks: int) -> Findin
         biases = " and ".join(f"{one.bias:.2g} (labels {name})" for name, one in measured.items())
         told = f"mean of all draws off by {biases}: rule {sampling.rule} is biased, see the table"
         passed = all(math.isfinite(one.worst_bias) for one in measured.values())
-    return Finding("draws", told, passed, _table(measured) + _weights(sampling, num_chunks))
+    return Finding("draws", told, passed, _table(small, measured) + _weights(sampling, num_chunks))
 
 
 def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
@@ -229,7 +229,7 @@ def _distance(one: Gradients, other: Gradients) -> float:
     return _norm({name: one.get(name, 0) - other.get(name, 0) for name in names})
 
 
-def _table(measured: dict[str, Measured]) -> tuple[str, ...]:
+def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
     heads = "labels", "draws", "share drawn", "bias of the mean", "cosine of the mean", "error"
     rows = [
         (
@@ -239,7 +239,8 @@ def _table(measured: dict[str, Measured]) -> tuple[str, ...]:
         for labels, one in measured.items()
     ]  # fmt: skip
     return (
-        f"every draw of a sequence of {NUM_CHUNKS} chunks, beside its exact gradient (norm 1):",
+        f"{sampling_in_words(small)}: every draw of a sequence of {NUM_CHUNKS} chunks, beside its"
+        " exact gradient (norm 1)",
         *_aligned([heads, *rows]),
         "error: distance of a single draw, root mean square",
     )
