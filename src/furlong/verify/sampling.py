@@ -255,7 +255,7 @@ def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
     for budget, total in ((in_small(sampling, num_chunks), NUM_CHUNKS), (sampling, num_chunks)):
         num_drawn, factors = budget.num_drawn(total), fixed_factors(budget, total)
         weights = (
-            f"{expected_weight(total, num_drawn, hops, factors):.3f}" if hops < total else "-"
+            f"{abs(expected_weight(total, num_drawn, hops, factors)):.3f}" if hops < total else "-"
             for hops in range(_MAX_HOPS + 1)
         )
         rows.append((f"{num_drawn} of {total}", *weights))
