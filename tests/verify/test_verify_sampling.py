@@ -135,6 +135,7 @@ def test_relays_without_their_factor_are_found(
     assert not finding.passed, finding
 
 
+@pytest.mark.slow
 def test_losses_without_their_factor_are_found(
     neox: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_gradient_that_is_not_finite_fails_whatever_the_rule() -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_fixed_is_exact_through_one_earlier_chunk_and_biased_beyond(neox: Subject) -> None:
     """In a model of one layer no gradient goes through more."""
     rule = Sampling(chunks=3, rule="fixed")
@@ -182,6 +184,7 @@ def test_fixed_is_exact_through_one_earlier_chunk_and_biased_beyond(neox: Subjec
     assert f"{deep.bias:.2g} (labels at the end)" in finding.figure
 
 
+@pytest.mark.slow
 def test_paper_and_caps_give_less_of_the_gradient(neox: Subject) -> None:
     fixed, paper, capped = (
         at_the_end(neox, Sampling(chunks=3, **more))  # type: ignore[arg-type]
@@ -204,7 +207,8 @@ def test_what_is_enumerated_is_what_a_step_draws(neox: Subject) -> None:
         options = replace(OPTIONS, size=sampling.SIZE, sample=replace(rule, seed=seed))
         engine.forward_backward(batch, options)
         given = take_gradients(neox.model)
-        squares.append(sum(float((given[n] - truth[n]).square().sum()) for n in truth))
+        # without a label among the drawn chunks the head gets no gradient at all
+        squares.append(sum(float((given.get(n, 0) - truth[n]).square().sum()) for n in truth))
     norm = sum(float(g.square().sum()) for g in truth.values())
     allowed = 5 * statistics.stdev(squares) / math.sqrt(len(squares))
     assert statistics.fmean(squares) == pytest.approx(measured.error**2 * norm, abs=allowed)
@@ -302,7 +306,7 @@ def test_the_verb_prints_the_table(
     names = [line.split()[1] for line in lines if line.startswith(("ok", "FAIL"))]
     assert names == ["gradients", "isolation", "accumulation", "draws", "resume"]
     assert lines[4].startswith("ok" if sound else "FAIL")
-    assert lines[5].split()[:3] == ["every", "draw", "of"] and lines[5].startswith(" ")
+    assert lines[5].startswith("      rate 0.25, rule unbiased: every draw of a sequence")
     assert sound or lines[-1] == "failed: draws"
 
 

@@ -35,6 +35,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
     Prints as it goes. Raises UserError for a model that cannot be trained.
     """
     run = config or _default_run()
+    sampling = sampling_of_run(run)
     whole = _default_model() if config is None else _model_config(run)
     shrunk = shrink_config(whole, max_seq_len=run.data.max_seq_len)
     lora = None if run.model.lora is None else run.model.lora.model_dump()
@@ -49,7 +50,7 @@ def verify(config: RunConfig | None = None) -> list[Finding]:
         lambda: check_isolation(subject, bound),
         lambda: check_accumulation(subject, bound),
     ]
-    if (sampling := sampling_of_run(run)) is not None:
+    if sampling is not None:
         num_chunks = num_chunks_of_run(run)
         checks.append(lambda: check_draws(subject, sampling, num_chunks))
     checks.append(lambda: check_resume(run, shrunk))

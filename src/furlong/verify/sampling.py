@@ -25,6 +25,7 @@ from furlong.planners.sample import (
     expected_weight,
     fixed_factors,
 )
+from furlong.planners.sample_use import check_sampling, sampling_in_words
 from furlong.planners.sampled import sample_backwards
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
@@ -74,13 +75,20 @@ class Measured:
 
 
 def sampling_of_run(run: RunConfig) -> Sampling | None:
-    """How a run draws its chunks; None if its gradients are exact."""
-    return fixed_options(run.data.max_seq_len, given_dials(run.chunks)).sampling
+    """How a run draws its chunks; None if its gradients are exact.
+
+    Raises ConfigError for what would draw all of them, whatever the data are.
+    """
+    dials, max_seq_len = given_dials(run.chunks), run.data.max_seq_len
+    sampling = fixed_options(max_seq_len, dials).sampling
+    if sampling is not None:
+        check_sampling(sampling, size=dials["size"], longest=max_seq_len)
+    return sampling
 
 
 def num_chunks_of_run(run: RunConfig) -> int:
     """Chunks of the longest sequence that a run accepts."""
-    assert run.chunks.size != "auto"  # the schema asks for a number
+    assert run.chunks.size != "auto"  # the schema asks for a number beside a sample
     return math.ceil(run.data.max_seq_len / run.chunks.size)
 
 
@@ -121,25 +129,17 @@ def check_draws(subject: Subject, sampling: Sampling, num_chunks: int) -> Findin
         biases = " and ".join(f"{one.bias:.2g} (labels {name})" for name, one in measured.items())
         told = f"mean of all draws off by {biases}: rule {sampling.rule} is biased, see the table"
         passed = all(math.isfinite(one.worst_bias) for one in measured.values())
-    return Finding("draws", told, passed, _table(measured) + _weights(sampling, num_chunks))
+    return Finding("draws", told, passed, _table(small, measured) + _weights(sampling, num_chunks))
 
 
 def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
     """The same rule with a budget for `NUM_CHUNKS` chunks, as near as they allow to the share of a
     sequence of `num_chunks`; rules of a fixed number leave out one chunk at least."""
-    share = share_drawn(sampling, num_chunks)
     if sampling.rule == "unbiased":
-        return replace(sampling, rate=share, chunks=None)
+        return replace(sampling, rate=sampling.share(num_chunks), chunks=None)
+    share = sampling.num_drawn(num_chunks) / num_chunks
     num_drawn = min(NUM_CHUNKS - 1, max(2, round(share * NUM_CHUNKS)))
     return replace(sampling, rate=None, chunks=num_drawn)
-
-
-def share_drawn(sampling: Sampling, num_chunks: int) -> float:
-    """Share of the chunks of a sequence that its budget is; of those without labels, under
-    `unbiased`."""
-    if sampling.rule == "unbiased":
-        return sampling.share(num_chunks)
-    return sampling.num_drawn(num_chunks) / num_chunks
 
 
 def measure(subject: Subject, sampling: Sampling, batch: Batch) -> Measured:
@@ -229,7 +229,7 @@ def _distance(one: Gradients, other: Gradients) -> float:
     return _norm({name: one.get(name, 0) - other.get(name, 0) for name in names})
 
 
-def _table(measured: dict[str, Measured]) -> tuple[str, ...]:
+def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
     heads = "labels", "draws", "share drawn", "bias of the mean", "cosine of the mean", "error"
     rows = [
         (
@@ -239,7 +239,8 @@ def _table(measured: dict[str, Measured]) -> tuple[str, ...]:
         for labels, one in measured.items()
     ]  # fmt: skip
     return (
-        f"every draw of a sequence of {NUM_CHUNKS} chunks, beside its exact gradient (norm 1):",
+        f"{sampling_in_words(small)}: every draw of a sequence of {NUM_CHUNKS} chunks, beside its"
+        " exact gradient (norm 1)",
         *_aligned([heads, *rows]),
         "error: distance of a single draw, root mean square",
     )
@@ -254,7 +255,7 @@ def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
     for budget, total in ((in_small(sampling, num_chunks), NUM_CHUNKS), (sampling, num_chunks)):
         num_drawn, factors = budget.num_drawn(total), fixed_factors(budget, total)
         weights = (
-            f"{expected_weight(total, num_drawn, hops, factors):.3f}" if hops < total else "-"
+            f"{abs(expected_weight(total, num_drawn, hops, factors)):.3f}" if hops < total else "-"
             for hops in range(_MAX_HOPS + 1)
         )
         rows.append((f"{num_drawn} of {total}", *weights))
