@@ -31,7 +31,6 @@ from furlong.runtime.inputs import (
     count_valid_tokens,
     divisor_of,
     no_data,
-    require_lengths,
     require_options,
     require_plan,
     require_seq_lens,
@@ -118,9 +117,8 @@ class Engine:
         `furlong.forward_backward`. Raises PlanError for a plan that breaks a rule or needs other
         ranks, DataError for sequences of other lengths.
         """
-        require_plan(plan)
         shifted = shift_labels(sequences)
-        require_lengths(plan, shifted)
+        require_plan(plan, shifted)
         with self._alone():
             self._follow_model()
             return self._obey(plan, shifted, num_valid_tokens, **measuring)

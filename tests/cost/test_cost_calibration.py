@@ -66,7 +66,7 @@ def test_a_cost_model_counts_what_was_measured():
     # a block of the heap: the gradient of a matrix of 896 by 4,864, in float32
     assert counted["after"] - counted["without blocks"] == round(2.5 * 896 * 4864 * 4)
     cell = stage_bytes(model.shape, (24,), 0, model.training)
-    assert counted["after"] - counted["without share"] == round(0.25 * 256 * cell.graph())
+    assert counted["after"] - counted["without share"] == round(0.25 * 256 * cell.graph() / 24)
     assert counted["before"] < counted["graphs alone"] < counted["after"]
 
 

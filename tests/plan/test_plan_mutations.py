@@ -43,9 +43,16 @@ SAMPLED = sample_backwards(
     {1: Factors(2, 3), 3: Factors(2, 3)},
 )
 SAMPLED_LAYERS = sample_backwards(
-    plan_fpdt([9], num_layers=2, chunk_size=3), {0: Factors(3, 3), 1: Factors(3, 3)}
+    plan_fpdt([9], num_layers=2, chunk_size=3),
+    {0: Factors(3, 3), 1: Factors(3, 3)},
+    report_loss=True,
 )
-SAMPLED_PIPELINE = sample_backwards(PIPELINE, {0: Factors(2, 2), 2: Factors()})
+SAMPLED_PIPELINE = sample_backwards(PIPELINE, {0: Factors(2, 2), 2: Factors()}, report_loss=True)
+LEFT_OUT = sample_backwards(
+    plan_chunkflow([15, 2], ChunkOptions(size=3, keep="kv", hybrid=False), num_layers=2),
+    {1: Factors(2, 3), 3: Factors(2, 3)},
+)
+"""Chunk 4 of sequence 0 and packed chunk 5 have no Forward."""
 
 
 def sharded_parameters():
@@ -72,6 +79,7 @@ BASES = {
     "sampled": SAMPLED,
     "sampled layer-first": SAMPLED_LAYERS,
     "sampled pipeline": SAMPLED_PIPELINE,
+    "losses left out": LEFT_OUT,
     "sharded": SHARDED,
 }
 
@@ -131,7 +139,11 @@ def chunk(index, text):
 
 
 def unsampled(plan):
-    return replace(plan, sampled=False)
+    return replace(plan, sampled=False, report_loss=True)
+
+
+def losses_reported(plan):
+    return replace(plan, report_loss=True)
 
 
 COVERED = "every token is in exactly one slice"
@@ -172,6 +184,7 @@ BROKEN = [
     ("I3", SAMPLED, move("F3.0 kv", "F2.0 kv"), FOLLOW, "F3.0 kv"),
     ("I3", SAMPLED_LAYERS, move("F2.1 kv", "F1.1 kv"), FOLLOW, "F2.1 kv"),
     ("I3", SP, move("F1.0 kv", "F0.0 kv"), FOLLOW, "F1.0 kv"),
+    ("I3", LEFT_OUT, drop("F2.0 kv"), FOLLOW, "F3.0 all"),
     ("I4", LAYERS, drop("K0.0"), THERE, "K1.0"),
     ("I4", LAYERS, move("K1.0", "R1.0"), THERE, "R2.0"),
     ("I4", LAYERS, move("K1.0", "K0.0"), THERE, "K1.0"),
@@ -199,6 +212,8 @@ BROKEN = [
     ("I7", LAYERS, insert("F1.0 input", "F2.0 input"), ONCE, "F1.0 input"),
     ("I7", LAYERS, insert("B2.1", "R1.1"), ONCE, "B2.1"),
     ("I7", SAMPLED_LAYERS, drop("R0.0", "B0.0 a3 c3"), ONCE, "0:0-3"),
+    ("I7", LEFT_OUT, losses_reported, ONCE, "0:12-15"),
+    ("I7", LEFT_OUT, drop("F1.0 kv"), ONCE, "0:3-6"),
     ("I7", SAMPLED, insert("B3.0 a2 c3", "R1.0"), ONCE, "B3.0 a2 c3"),
     ("I7", SHARDED, insert("F3.0 all", "reshard 0"), ONCE, "F3.0 all"),
     ("I7", SP, drop("F2.0 kv"), ONCE, "1:0-2@*"),

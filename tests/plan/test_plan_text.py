@@ -161,7 +161,7 @@ def change(field, value):
         ("{", "no JSON"),
         ("[]", "version None"),
         (change("version", 1), "version 1"),
-        (change("version", 3), "version 3"),
+        (change("version", 4), "version 4"),
         (change("extra", 1), "extra"),
         (change("tier", "host"), "tier"),
         (change("tiers", "host"), "tiers = 'host'"),
@@ -192,13 +192,13 @@ def test_a_plan_of_version_1_says_what_to_do():
     del saved["tiers"], saved["frozen_stages"]
     with pytest.raises(UserError) as error:
         load_plan(json.dumps(saved))
-    assert (error.value.given, error.value.required) == ("version 1", "version 2")
+    assert (error.value.given, error.value.required) == ("version 1", "version 3")
     assert "save the plan again" in error.value.change
 
 
 def test_the_json_names_the_tier_of_each_kind():
     saved = json.loads(save_plan(PLAN))
-    assert saved["version"] == 2
+    assert saved["version"] == 3
     assert saved["tiers"] == {
         "kv": "disk", "inputs": "device", "attention": "host", "graphs": "device",
     }  # fmt: skip

@@ -18,7 +18,7 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
-from furlong.runtime import executor, inputs
+from furlong.runtime import chunk_inputs, executor
 from furlong.runtime.cell import Cell
 from furlong.verify import run as verify_run
 from furlong.verify.checks import (
@@ -131,14 +131,14 @@ def test_sequences_that_see_each_other_are_found(
 
 def test_a_token_that_nobody_sees_is_found(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation alone would also hold for an engine that ignores its input."""
-    plain = inputs.chunk_inputs
+    plain = chunk_inputs.chunk_inputs
 
     def blind(*arguments: Any) -> Any:
         found = plain(*arguments)
         found.input_ids.fill_(5)
         return found
 
-    monkeypatch.setattr(inputs, "chunk_inputs", blind)
+    monkeypatch.setattr(chunk_inputs, "chunk_inputs", blind)
     assert not run(check_isolation, llama).passed
 
 

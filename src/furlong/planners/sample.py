@@ -143,6 +143,8 @@ def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
 def survival(num_chunks: int, num_drawn: int, hops: int) -> float:
     """Probability that a contribution through `hops` earlier chunks survives a uniform draw of
     exactly `num_drawn`: prod over r = 0..hops of (n - r) / (k - r)."""
+    if hops >= num_drawn:
+        return 0.0
     return math.prod((num_drawn - r) / (num_chunks - r) for r in range(hops + 1))
 
 

@@ -78,7 +78,6 @@ class Executor:
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
-        # plans all on the device keep what is free, for time
         heap = None if plan.tiers == ON_DEVICE else process_heap(model.device)
         self._freed = FreedMemory(heap, self._passes)
         self._ledger = Ledger()

@@ -89,7 +89,7 @@ class FreedMemory:
     """
 
     def __init__(self, heap: Heap | None, passes: Sequence[Pass]) -> None:
-        """`heap`: None where nothing is given back; `passes`: of each action of the step."""
+        """`heap`: None where all is kept, for time; `passes`: of each action of the step."""
         self._heap, self._kinds = heap, passes
         self._needs: dict[Pass, int] = {}
         self._is_trimmed, self._used_bytes, self._other_bytes = False, 0, 0

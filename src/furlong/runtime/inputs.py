@@ -149,8 +149,9 @@ def require_seq_lens(seq_lens: object) -> list[int]:
     return lens
 
 
-def require_plan(plan: object) -> None:
-    """Raise ConfigError for what is no ChunkPlan."""
+def require_plan(plan: object, sequences: Sequence[ShiftedSequence]) -> None:
+    """Raise ConfigError for what is no ChunkPlan, DataError unless the sequences are of the lengths
+    that it was made for."""
     if not isinstance(plan, ChunkPlan):
         raise ConfigError(
             given=f"a plan of type {type(plan).__name__}",
@@ -158,10 +159,6 @@ def require_plan(plan: object) -> None:
             source="the arguments of Engine.run",
             change="pass what Engine.plan returns",
         )
-
-
-def require_lengths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> None:
-    """Raise DataError unless the sequences are of the lengths that the plan was made for."""
     lens = tuple(len(sequence.input_ids) for sequence in sequences)
     if lens != plan.seq_lens:
         raise _refusal(
