@@ -85,15 +85,13 @@ def test_unbiased_draws_pass_wherever_labels_are(neox: Subject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("options", "report_loss"),
     [
-        OPTIONS,
-        furlong.ChunkOptions(size=16, num_retained=2),
-        furlong.ChunkOptions(size=16, order="layer-first", stage_layers=2, keep="attention"),
+        (OPTIONS, True),
+        (furlong.ChunkOptions(size=16, order="layer-first", stage_layers=2), False),
     ],
-    ids=["kv", "retained", "layer-first"],
+    ids=["kv, report_loss", "layer-first"],
 )
-@pytest.mark.parametrize("report_loss", [False, True])
 def test_unbiased_draws_of_chunks_with_labels_pass(
     options: furlong.ChunkOptions, report_loss: bool
 ) -> None:
@@ -111,7 +109,6 @@ def test_unbiased_draws_of_chunks_with_labels_pass(
     [
         ("LlamaConfig", {}),
         ("Gemma3TextConfig", {"head_dim": 32, "num_key_value_heads": 1}),
-        ("MixtralConfig", {"num_key_value_heads": 1}),
     ],
 )
 def test_families_that_round_are_held_to_their_rounding(config_class: str, more: Any) -> None:
@@ -196,14 +193,14 @@ def test_paper_and_caps_give_less_of_the_gradient(neox: Subject) -> None:
 
 @pytest.mark.slow
 def test_what_is_enumerated_is_what_a_step_draws(neox: Subject) -> None:
-    """200 seeds through the engine's own door: mean square distance within five standard errors."""
+    """100 seeds through the engine's own door: mean square distance within five standard errors."""
     rule = Sampling(rate=0.4, label_rate=0.7)
     batch = sampling._with_labels_from(sampling._FIRST_LABEL["at the end"])
     measured = measure(neox, rule, batch)
     _, truth = true_gradients(neox, batch)
     engine = Engine(neox.model)
     squares = []
-    for seed in range(200):
+    for seed in range(100):
         options = replace(OPTIONS, size=sampling.SIZE, sample=replace(rule, seed=seed))
         engine.forward_backward(batch, options)
         given = take_gradients(neox.model)
@@ -276,12 +273,10 @@ def test_a_run_without_a_sample_has_none() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sample", [{"chunks": 8}, {"rate": 1 / 16, "rule": "fixed", "check_every_steps": 3}], ids=str
-)
-def test_a_killed_run_resumes_to_the_same_draws(sample: dict[str, Any]) -> None:
+def test_a_killed_run_resumes_to_the_same_draws() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=2, **NARROW)
-    finding = check_resume(run_config(**sample), shrink_config(config, max_seq_len=4096))
+    run = run_config(chunks=8, check_every_steps=3)
+    finding = check_resume(run, shrink_config(config, max_seq_len=4096))
     assert finding.passed, finding
 
 

@@ -234,7 +234,7 @@ def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
     rows = [
         (
             labels, f"{one.num_draws}", f"{one.share:.3f}", f"{one.bias:.1e}",
-            f"{one.cosine:.4f}", f"{one.error:.2f}",
+            f"{one.cosine:.4f}", f"{one.error:.3g}",
         )
         for labels, one in measured.items()
     ]  # fmt: skip
@@ -260,8 +260,8 @@ def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
         )
         rows.append((f"{num_drawn} of {total}", *weights))
     return (
-        "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and in a"
-        " sequence of data.max_seq_len tokens:",
+        "expected weight (1: unbiased) of a gradient through so many earlier chunks, here and at"
+        " data.max_seq_len",
         *_aligned(rows),
     )
 
