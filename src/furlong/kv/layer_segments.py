@@ -179,8 +179,8 @@ class LayerSegments:
     def _add(self, tokens: range, dk: Tensor, dv: Tensor) -> None:
         """dk, dv (K, tokens, H) to the gradients on the device."""
         bare = [s for s in self.segments if s.is_alive and s.grad is None and self._takes(s)]
-        for segment, part in zip(bare, self._take(bare, self._wide), strict=True):
-            segment.grad = part.zero_()
+        for segment, grad in zip(bare, self._take(bare, self._wide), strict=True):
+            segment.grad = grad.zero_()
         for part in self.tokens.gradients_in(tokens):
             start = part.start - tokens.start
             for run in joined([present(s.grad)[s.rows(part)] for s in self._holding(part)]):

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.ops.loss import IGNORE_INDEX
@@ -188,8 +190,8 @@ def all_draws(
     for included in itertools.product((False, True), repeat=len(has_labels)):
         each = (p if is_in else 1 - p for p, is_in in zip(chances, included, strict=True))
         if chance := math.prod(each):
-            subset = [i for i in positions if included[i]]
-            yield chance, draw(has_labels, sampling, _Told(subset))
+            told = _Told([i for i in positions if included[i]])
+            yield chance, draw(has_labels, sampling, told)
 
 
 class _Told(random.Random):
@@ -226,7 +228,8 @@ def _norm(gradients: Gradients) -> float:
 
 def _distance(one: Gradients, other: Gradients) -> float:
     names = one.keys() | other.keys()
-    return _norm({name: one.get(name, 0) - other.get(name, 0) for name in names})
+    none = torch.zeros((), dtype=torch.float64)
+    return _norm({name: one.get(name, none) - other.get(name, none) for name in names})
 
 
 def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
