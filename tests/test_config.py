@@ -127,7 +127,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--chunks.sample.rate=0"], "rate = '0'", "greater than 0", "--chunks.sample.rate", "set"),
         (["--chunks.sample.rate=1.5"], "rate = '1.5'", "or equal to 1", "--chunks.sample", "set"),
         (["--chunks.sample.chunks=0"], "chunks = '0'", "greater than 0", "--chunks.sample", "set"),
-        (["--chunks.sample.chunks=2.5"], "'2.5'", "valid integer", "--chunks.sample.chunks", "set"),
+        (["--chunks.sample.chunks=2.5"], "= 2.5", "valid integer", "--chunks.sample.chunks", "set"),
         (["--chunks.sample.label_rate=0"], "'0'", "greater than 0", "sample.label_rate", "set"),
         (["--chunks.sample.cap=0.5"], "'0.5'", "or equal to 1", "--chunks.sample.cap", "set"),
         (["--chunks.sample.cap=.inf"], "'.inf'", "valid number", "--chunks.sample.cap", "set"),

@@ -372,7 +372,8 @@ def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_a
         assert tried.step_s < 0.8 * whole.step_s
     best = sampled.best
     assert best.step_s <= (1 + SLACK) * min(tried.step_s for tried in sampled.tried)
-    assert best == choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed")}).searched.best
+    again = choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed", seed=9)}).searched
+    assert (again.best.options.keep, again.best.step_s) == (best.options.keep, best.step_s)
 
 
 @pytest.mark.parametrize("order", [{}, {"order": "layer-first", "stage_layers": 12}])

@@ -72,6 +72,7 @@ def test_a_sample_that_leaves_nothing_out_is_refused_before_the_model(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_data_with_chunks_without_labels_need_no_label_rate(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +90,13 @@ def test_data_with_chunks_without_labels_need_no_label_rate(
     assert sum(step["drawn_share"] for step in steps) / len(steps) < 0.7
 
 
-@pytest.mark.parametrize("flags", [HALF, FIXED], ids=["unbiased", "fixed"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(HALF, id="unbiased"),
+        pytest.param(FIXED, id="fixed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_draws_the_same_again(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: Any
 ) -> None:
@@ -123,6 +130,7 @@ def test_a_killed_run_draws_the_same_again(
     assert f"sample check before step {every}: cosine " in printed
 
 
+@pytest.mark.slow
 def test_another_seed_draws_others_and_a_check_changes_nothing(
     tiny_run: TinyRun, tmp_path: Path
 ) -> None:
@@ -143,6 +151,7 @@ def test_another_seed_draws_others_and_a_check_changes_nothing(
     assert seeds == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_none_of_whose_draws_has_a_label(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +176,7 @@ def test_a_run_none_of_whose_draws_has_a_label(
     assert losses[0] == losses[-1] > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_drawn_anew_with_the_same_sample(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +251,8 @@ def run_file(tiny_run: TinyRun, tmp_path: Path) -> Path:
             }
         )
     )
+    counted = {"version": 1, "lengths": [14, 23, 32, 41, 50, 59, 68, 77]}
+    file.with_name("run.lengths.json").write_text(json.dumps(counted))
     return file
 
 
@@ -260,8 +272,7 @@ def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> N
     [
         (["--devices", "2"], "2 devices, and a run with chunks.sample"),
         (["--compare"], "--compare, and a run"),
-        (["--method", "chunkflow"], "--method, and a run"),
-        (["--chunks.size", "auto"], "--chunks.size auto, and a run"),
+        (["--method", "ChunkFlow"], "--method, and a run"),
         (["--chunks.size", "256"], "chunks.size = 256, and a longest sequence"),
     ],
 )

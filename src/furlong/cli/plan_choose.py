@@ -51,7 +51,7 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     if chosen.json:
-        more = {} if decision is None else {"auto": decision.words}
+        more: dict[str, Any] = {} if decision is None else {"auto": decision.words}
         more |= {} if sampling is None else {"sample": sample_json(best.plan, sampling)}
         print(json.dumps(_to_json(subject, found, report, longest) | more, indent=1))
     else:

@@ -23,13 +23,11 @@ def check_dials(
         (f"{num_devices} devices", num_devices != 1),
         ("--compare", chosen.compare),
         ("--method", chosen.method is not None),
-        ("--chunks.size auto", "size" not in dials),
     ):
         if is_given:
             raise ConfigError(
                 given=f"{given}, and a run with chunks.sample",
-                required="one device, the search of furlong train, and chunks.size as a number:"
-                " other searches are among exact plans",
+                required="one device and the search of furlong train: others are among exact plans",
                 source="the command line and the run file's key chunks.sample",
                 change="plan the run as it is, or a copy of it without chunks.sample",
             )

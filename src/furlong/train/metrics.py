@@ -111,12 +111,10 @@ class MetricsLog:
             return
         share = check.num_drawn / check.num_chunks
         figures = {"cosine": check.cosine, "error": check.relative_error}
-        self._write(
-            {"step": step}
-            | {f"sample_check_{name}": value for name, value in figures.items()}
-            | {"sample_check_tokens": check.num_tokens, "sample_check_drawn_share": share}
-            | {"sample_check_s": seconds}
-        )
+        record: dict[str, object] = {"step": step}
+        record |= {f"sample_check_{name}": value for name, value in figures.items()}
+        record |= {"sample_check_tokens": check.num_tokens, "sample_check_drawn_share": share}
+        self._write(record | {"sample_check_s": seconds})
         known = {name: value for name, value in figures.items() if value is not None}
         self._track(step, {f"sample_check_{name}": value for name, value in known.items()})
         cosine, error = (f"{known[name]:.3f}" if name in known else "-" for name in figures)
