@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.ops.loss import IGNORE_INDEX
@@ -188,8 +190,8 @@ def all_draws(
     for included in itertools.product((False, True), repeat=len(has_labels)):
         each = (p if is_in else 1 - p for p, is_in in zip(chances, included, strict=True))
         if chance := math.prod(each):
-            subset = [i for i in positions if included[i]]
-            yield chance, draw(has_labels, sampling, _Told(subset))
+            drawn = [i for i in positions if included[i]]
+            yield chance, draw(has_labels, sampling, _Told(drawn))
 
 
 class _Told(random.Random):
@@ -225,8 +227,9 @@ def _norm(gradients: Gradients) -> float:
 
 
 def _distance(one: Gradients, other: Gradients) -> float:
+    zero = torch.zeros(())
     names = one.keys() | other.keys()
-    return _norm({name: one.get(name, 0) - other.get(name, 0) for name in names})
+    return _norm({name: one.get(name, zero) - other.get(name, zero) for name in names})
 
 
 def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
