@@ -190,8 +190,8 @@ def all_draws(
     for included in itertools.product((False, True), repeat=len(has_labels)):
         each = (p if is_in else 1 - p for p, is_in in zip(chances, included, strict=True))
         if chance := math.prod(each):
-            told = _Told([i for i in positions if included[i]])
-            yield chance, draw(has_labels, sampling, told)
+            drawn = [i for i in positions if included[i]]
+            yield chance, draw(has_labels, sampling, _Told(drawn))
 
 
 class _Told(random.Random):
@@ -227,9 +227,9 @@ def _norm(gradients: Gradients) -> float:
 
 
 def _distance(one: Gradients, other: Gradients) -> float:
+    zero = torch.zeros(())
     names = one.keys() | other.keys()
-    none = torch.zeros((), dtype=torch.float64)
-    return _norm({name: one.get(name, none) - other.get(name, none) for name in names})
+    return _norm({name: one.get(name, zero) - other.get(name, zero) for name in names})
 
 
 def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
