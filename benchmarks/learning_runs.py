@@ -15,7 +15,7 @@ NUM_PROCESSES = 2
 SEEDS = (0, 1, 2)
 LRS = (1e-3, 3e-3, 1e-2)
 
-_NUM_POINTS = 8
+_NUM_POINTS = 6
 _SHORTER = (0.3, 0.6)
 _SHORTEST = _SHORTER[0]
 _ALLOWED_S = 30 * 60
@@ -149,7 +149,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 
 def promises(rows: Sequence[Row], everything: Iterable[Learned]) -> list[Promise]:
-    taken_s = sum(learned.wall_s for learned in everything) / NUM_PROCESSES
+    taken_s = sum(learned.taken_s for learned in everything) / NUM_PROCESSES
     guessing = math.log(VOCAB_SIZE)
     learned = tuple(
         (guessing - ours) / (guessing - exact)
