@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +46,36 @@ def measure(
     count as the step's. Memory that the warm-up freed goes back to the system first: a step that
     takes it again is charged for it.
     """
-    import torch
+    (measurement,) = measure_each(model, [step], start, warm_up, num_tokens)
+    return measurement
 
-    from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
+
+def measure_each(
+    model: Any,
+    steps: Sequence[Callable[[], float]],
+    start: Callable[[], object],
+    warm_up: Callable[[], object],
+    num_tokens: int,
+) -> list[Measurement]:
+    """`measure` of several steps, one behind the other after one start and one warm-up."""
+    from furlong.runtime.memory import memory_bytes
 
     device = next(model.parameters()).device
     start()
     release(model)
     before_bytes = memory_bytes(device)
     warm_up()
+    return [_measure(model, step, before_bytes, num_tokens) for step in steps]
+
+
+def _measure(
+    model: Any, step: Callable[[], float], before_bytes: int, num_tokens: int
+) -> Measurement:
+    import torch
+
+    from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
+
+    device = next(model.parameters()).device
     release(model)
     reset_peak_memory(device)
     unreset_bytes = peak_memory_bytes(device) - memory_bytes(device)
