@@ -50,9 +50,7 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
             store.write(0, 0, piece, k, k, window)
         for block in store.prefix(0, 0, 7, window, gradients=True):
             block.add_grad(torch.zeros(block.k.shape), torch.zeros(block.v.shape))
-    at = next(
-        i for i, a in enumerate(plan.actions[0]) if isinstance(a, Backward) and a.chunk == 7
-    )
+    at = next(i for i, a in enumerate(plan.actions[0]) if isinstance(a, Backward) and a.chunk == 7)
     parts = [PARTS.index("kv"), PARTS.index("kv_gradients")]
     assert arena.taken_bytes == curve.device[at, parts].sum()
 

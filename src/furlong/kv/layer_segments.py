@@ -178,10 +178,13 @@ class LayerSegments:
 
     def _add(self, tokens: range, dk: Tensor, dv: Tensor) -> None:
         """dk, dv (K, tokens, H) to the gradients on the device."""
+        trained = self.tokens.gradients_in(tokens)
+        if not trained:
+            return
         bare = [s for s in self.segments if s.is_alive and s.grad is None and self._takes(s)]
         for segment, grad in zip(bare, self._take(bare, self._wide), strict=True):
             segment.grad = grad.zero_()
-        for part in self.tokens.gradients_in(tokens):
+        for part in trained:
             start = part.start - tokens.start
             for run in joined([present(s.grad)[s.rows(part)] for s in self._holding(part)]):
                 stop = start + run.shape[0]

@@ -35,7 +35,8 @@ def sample_backwards(
     Works on any plan, also on pipelines and on layer-first walks: what a chunk that is not drawn
     would do in the backward falls away, with its messages; without `report_loss` so does the whole
     of one that no drawn chunk reads. Where `plan` retains the graphs of a sequence's last chunks,
-    those of as many of its last drawn chunks are retained. A rank on which nothing is drawn trains
+    those of as many of its last drawn chunks are retained, as long as they have no more tokens: a
+    draw needs no more memory than `plan`. A rank on which nothing is drawn trains
     its smallest chunk with factors 0, so that it has a gradient (of zeros) to reduce.
     """
     trained = dict(drawn)
@@ -88,7 +89,11 @@ def _retained(plan: ChunkPlan, trained: Mapping[int, Factors]) -> _Cells:
         own = [chunk for chunk in group if chunk in trained]
         for stage in range(len(plan.stages)):
             kept = [c for c in group if (c, stage) in graphs and (c, stage) not in again]
-            for chunk in own[max(0, len(own) - len(kept)) :]:
+            room = sum(plan.chunks[c].num_tokens for c in kept)
+            for chunk in own[max(0, len(own) - len(kept)) :][::-1]:
+                room -= plan.chunks[chunk].num_tokens
+                if room < 0:
+                    break
                 if (chunk, stage) in graphs:
                     retained[chunk, stage] = graphs[chunk, stage]
     return retained
