@@ -189,7 +189,8 @@ class Engine:
             self._check_once(self._fingerprint, plan.stages)
         pools = self._kept.opened
         pools.reset_peaks()
-        made = made_gradients(model.model) if backward else nullcontext()
+        zeros = plan.sampled
+        made = made_gradients(model.model, keeps_zeros=zeros) if backward else nullcontext()
         with made, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,

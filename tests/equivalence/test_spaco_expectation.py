@@ -209,3 +209,12 @@ def test_the_engine_draws_anew_unless_it_is_given_a_seed() -> None:
     assert first == [trained() for _ in range(4)]
     assert len(set(map(tuple, first))) > 1
     assert statistics.fmean(len(trained(seed=s)) for s in range(100)) == pytest.approx(4.8, abs=0.6)
+
+
+def test_where_no_label_is_drawn_every_gradient_is_zero_and_there() -> None:
+    drawn = Drawn("llama", WALKS["retained"], label_chunks=(5,))
+    drawn.sequences = drawn.sequences[:1]
+    whole = drawn.engine.plan(LENS[:1], WALKS["retained"])
+    plan = sample_backwards(whole, {1: Factors(6.0, 5.0)})
+    assert math.isnan(drawn.engine.run(plan, drawn.sequences).loss)
+    assert all(not p.grad.any() for p in drawn.model.parameters())

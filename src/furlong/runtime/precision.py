@@ -75,8 +75,9 @@ def compute_parameters(
 
 
 @contextmanager
-def made_gradients(model: nn.Module) -> Iterator[None]:
-    """Within it trained parameters have a `.grad`; those that nothing has reached lose it again.
+def made_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
+    """Within it trained parameters have a `.grad`; those that nothing has reached lose it again,
+    unless `keeps_zeros`: what was not drawn has a gradient of zeros, which an optimizer must see.
 
     Made in the first backward, gradients would lie among the short-lived tensors of the heap and
     keep it from shrinking.
@@ -93,7 +94,7 @@ def made_gradients(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, zeros, version in made:
+        for parameter, zeros, version in () if keeps_zeros else made:
             if parameter.grad is zeros and zeros._version == version:
                 parameter.grad = None
 
