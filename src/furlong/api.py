@@ -189,8 +189,7 @@ class Engine:
             self._check_once(self._fingerprint, plan.stages)
         pools = self._kept.opened
         pools.reset_peaks()
-        zeros = plan.sampled
-        made = made_gradients(model.model, keeps_zeros=zeros) if backward else nullcontext()
+        made = made_gradients(model.model, keeps_zeros=plan.sampled) if backward else nullcontext()
         with made, self._computing(), model.installed():
             executor = Executor(
                 model, plan, shifted,
