@@ -229,6 +229,7 @@ def test_a_sequence_of_no_more_chunks_than_the_budget_is_exact(rule):
         ({"rate": 0.0}, "above 0"),
         ({"rate": 1.5}, "above 0"),
         ({"rate": math.nan}, "above 0"),
+        ({"rate": 1e-320}, "above 0"),
         ({"rate": "a"}, "above 0"),
         ({"rate": 0.5, "rule": "bernoulli"}, "unbiased, fixed, paper"),
         ({"rate": 0.5, "label_rate": 0}, "label_rate"),

@@ -29,6 +29,7 @@ from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan
 
 Rule = Literal["unbiased", "fixed", "paper"]
+_LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,9 @@ def _check_fixed(rule: str, chunks: int | None, label_rate: object, cap: object)
 
 
 def _check_rate(name: str, rate: object) -> None:
-    if not _is_number(rate) or not 0 < rate <= 1:  # type: ignore[operator]
-        raise _unusable(f"{name} = {rate!r}", "a number above 0 and at most 1")
+    if not _is_number(rate) or not _LEAST_RATE <= rate <= 1:  # type: ignore[operator]
+        required = f"a number above 0, of at least {_LEAST_RATE}, and at most 1"
+        raise _unusable(f"{name} = {rate!r}", required)
 
 
 def _is_whole(value: object) -> bool:

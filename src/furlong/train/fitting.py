@@ -2,6 +2,7 @@
 
 What has failed is freed and put back as it was, the chunk is halved, and the call is made again
 with a plan of the smaller chunks. The gradients are the same: exactness holds for any chunk size.
+Where chunks are sampled the estimate is of the same gradient, with other draws.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Fitting:
         if old.keep == "all":  # graphs of all chunks together do not depend on their size
             new = replace(new, keep="attention")
             words += "; they keep attention, all before"
+        if old.sampling is not None:
+            words += "; other chunks are drawn of them"
         self.options = new
         self._changed(new)
         self._say(f"{name} did not fit ({reason}): {words}")
