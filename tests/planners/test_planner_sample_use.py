@@ -61,7 +61,7 @@ def test_what_is_refused_would_have_drawn_everything():
     everything = set(range(len(plan.chunks)))
     for sampling in (Sampling(rate=0.9, rule="fixed"), Sampling(chunks=4), Sampling(rate=1)):
         assert draw_chunks(plan, sampling).keys() == everything
-    assert draw_chunks(plan, Sampling(rate=1e-9), everything).keys() == everything
+    assert draw_chunks(plan, Sampling(rate=1e-6), everything).keys() == everything
     few = [draw_chunks(plan, Sampling(chunks=3, rule="fixed", seed=seed)) for seed in range(9)]
     assert all(drawn.keys() < everything for drawn in few)
 

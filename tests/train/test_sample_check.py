@@ -20,7 +20,7 @@ from furlong.train.sample_check import check_sample
 
 CPU = torch.device("cpu")
 HALF = ChunkOptions(size=16, sample=Sampling(rate=0.5, label_rate=0.5, seed=5))
-NOTHING = ChunkOptions(size=16, sample=Sampling(rate=1e-9, label_rate=1e-9, seed=5))
+NOTHING = ChunkOptions(size=16, sample=Sampling(rate=1e-6, label_rate=1e-6, seed=5))
 ALL = ChunkOptions(size=16, sample=Sampling(rate=1, seed=5))
 
 
