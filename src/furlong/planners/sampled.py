@@ -36,8 +36,8 @@ def sample_backwards(
     would do in the backward falls away, with its messages; without `report_loss` so does the whole
     of one that no drawn chunk reads. Where `plan` retains the graphs of a sequence's last chunks,
     those of as many of its last drawn chunks are retained, as long as they have no more tokens: a
-    draw needs no more memory than `plan`. A rank on which nothing is drawn trains
-    its smallest chunk with factors 0, so that it has a gradient (of zeros) to reduce.
+    draw needs no more memory than `plan`. A rank on which nothing is drawn trains its smallest
+    chunk with factors 0, so that it has a gradient (of zeros) to reduce.
     """
     trained = dict(drawn)
     for actions in plan.actions:

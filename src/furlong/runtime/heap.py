@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -22,21 +21,6 @@ from furlong.plan.passes import Pass
 _STATM = Path("/proc/self/statm")
 _NUM_AHEAD = 4
 """Actions whose needs are looked at: graphs of a Recompute are freed by the Backward behind it."""
-
-
-class Heap(Protocol):
-    """What `FreedMemory` asks of a heap."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all blocks in use."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Private memory of the process, of which the heap is a part."""
-
-    def trim(self) -> None:
-        """Give back what is free."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -61,15 +45,18 @@ class ProcessHeap:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of all blocks in use."""
         info = self._library.mallinfo2()
         return int(info.uordblks + info.hblkhd)
 
     @property
     def resident_bytes(self) -> int:
+        """Private memory of the process, of which the heap is a part."""
         _, resident, shared, *_ = map(int, _STATM.read_bytes().split())
         return (resident - shared) * self._page_bytes
 
     def trim(self) -> None:
+        """Give back what is free."""
         self._library.malloc_trim(0)
 
 
@@ -88,7 +75,7 @@ class FreedMemory:
     and again whenever chance has it.
     """
 
-    def __init__(self, heap: Heap | None, passes: Sequence[Pass]) -> None:
+    def __init__(self, heap: ProcessHeap | None, passes: Sequence[Pass]) -> None:
         """`heap`: None where all is kept, for time; `passes`: of each action of the step."""
         self._heap, self._kinds = heap, passes
         self._needs: dict[Pass, int] = {}
@@ -114,7 +101,7 @@ class FreedMemory:
         if ahead[0] not in self._needs or kept_bytes > (1 + SPARE) * needed_bytes + SPARE_BYTES:
             self._trim(heap)
 
-    def _trim(self, heap: Heap) -> None:
+    def _trim(self, heap: ProcessHeap) -> None:
         heap.trim()
         self._is_trimmed = True
         self._used_bytes = heap.used_bytes
