@@ -30,7 +30,7 @@ from furlong.verify.resume import check_resume
 from furlong.verify.sampling import (
     NUM_CHUNKS,
     UNBIASED,
-    Measured,
+    OverDraws,
     all_draws,
     bound_of_mean,
     check_draws,
@@ -66,7 +66,7 @@ def neox() -> Subject:
     return subject_of("GPTNeoXConfig")
 
 
-def at_the_end(subject: Subject, rule: Sampling) -> Measured:
+def at_the_end(subject: Subject, rule: Sampling) -> OverDraws:
     return measure(subject, rule, sampling._with_labels_from(sampling._FIRST_LABEL["at the end"]))
 
 

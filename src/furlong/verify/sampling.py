@@ -56,7 +56,7 @@ _FIRST_LABEL = {"at the end": (NUM_CHUNKS - 2) * SIZE + 1, "everywhere": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class OverDraws:
     """Sampled gradients of one sequence beside the exact one, over every draw.
 
     Distances are relative to the norm of the exact gradient.
@@ -144,7 +144,7 @@ def in_small(sampling: Sampling, num_chunks: int) -> Sampling:
     return replace(sampling, rate=None, chunks=num_drawn)
 
 
-def measure(subject: Subject, sampling: Sampling, batch: Batch) -> Measured:
+def measure(subject: Subject, sampling: Sampling, batch: Batch) -> OverDraws:
     """Every sampled gradient of a batch of one sequence, weighed by its probability."""
     _, truth = true_gradients(subject, batch)
     engine = Engine(subject.model, max_seq_len=subject.max_seq_len, storage=subject.storage)
@@ -165,7 +165,7 @@ def measure(subject: Subject, sampling: Sampling, batch: Batch) -> Measured:
         square += chance * _distance(given, truth) ** 2
     norm = _norm(truth)
     worst_bias, worst_name = worst_error(mean, truth)
-    return Measured(
+    return OverDraws(
         num_draws=num_draws,
         share=share,
         bias=_distance(mean, truth) / norm,
@@ -232,7 +232,7 @@ def _distance(one: Gradients, other: Gradients) -> float:
     return _norm({name: one.get(name, zero) - other.get(name, zero) for name in names})
 
 
-def _table(small: Sampling, measured: dict[str, Measured]) -> tuple[str, ...]:
+def _table(small: Sampling, measured: dict[str, OverDraws]) -> tuple[str, ...]:
     heads = "labels", "draws", "share drawn", "bias of the mean", "cosine of the mean", "error"
     rows = [
         (
