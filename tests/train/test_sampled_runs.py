@@ -157,7 +157,7 @@ def test_a_run_none_of_whose_draws_has_a_label(
 ) -> None:
     run = tmp_path / "run"
     flags = (
-        "--chunks.sample={rate: 1e-9, label_rate: 1e-9, check_every_steps: 1}",
+        "--chunks.sample={rate: 1e-6, label_rate: 1e-6, check_every_steps: 1}",
         "--chunks.size=2",
         "--train.epochs=1",
         f"--data.eval={tiny_run.folder / 'held-out.jsonl'}",
