@@ -51,6 +51,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         refuse_inexact(self)
         self.chunk_options = chunk_options or ChunkOptions()
+        _refuse_frozen_draw(self.chunk_options)
         compute_dtype = torch.bfloat16 if self.args.bf16 else None
         self.engine = Engine(
             self.model, max_seq_len=max_seq_len, compute_dtype=compute_dtype, storage=storage
@@ -204,6 +205,17 @@ def refuse_inexact(trainer: Any) -> None:
                 source=f"the arguments of {type(trainer).__name__}",
                 change="leave it out, or use the trainer without furlong",
             )
+
+
+def _refuse_frozen_draw(options: ChunkOptions) -> None:
+    """Raise ConfigError for a sample with a seed: the trainer's options are those of all steps."""
+    if options.sampling is not None and options.sampling.seed is not None:
+        raise ConfigError(
+            given=f"chunk_options with sample.seed = {options.sampling.seed}",
+            required="no seed: every step would draw the same chunks",
+            source="the arguments of the trainer",
+            change="leave sample.seed out; draws then follow from args.seed",
+        )
 
 
 def _unreadable(given: str, required: str) -> DataError:

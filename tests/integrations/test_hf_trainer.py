@@ -241,6 +241,9 @@ def test_a_loss_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="attention dropout"):
         # from_pretrained returns it so
         Trainer(model=build("llama", attention_dropout=0.1).eval(), args=arguments)
+    frozen = furlong.ChunkOptions(size=16, sample=furlong.Sampling(rate=0.5, seed=1))
+    with pytest.raises(ConfigError, match=r"sample\.seed = 1"):
+        Trainer(model=build("llama"), args=arguments, chunk_options=frozen)
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "compute_loss_func"])

@@ -17,6 +17,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.sample import Sampling
 from furlong.runtime.rng import RNGState
 from furlong.train.sample_check import check_sample
+from furlong.train.used_memory import OverBudgetError
 
 CPU = torch.device("cpu")
 HALF = ChunkOptions(size=16, sample=Sampling(rate=0.5, label_rate=0.5, seed=5))
@@ -97,10 +98,10 @@ class Failing:
     def __init__(self, model: Any, error: Exception) -> None:
         self.engine, self.model, self.error = Engine(model), model, error
 
-    def forward_backward(self, sequences: Any, options: ChunkOptions) -> Any:
+    def forward_backward(self, sequences: Any, options: ChunkOptions, watch: Any) -> Any:
         assert not self.model.training
         torch.rand(3)
-        result = self.engine.forward_backward(sequences, options)
+        result = self.engine.forward_backward(sequences, options, watch=watch)
         if options.sample is not None:
             raise self.error
         return result
@@ -132,3 +133,18 @@ def test_nothing_is_left_behind(error: Exception | None):
         assert parameter.grad is grad
         assert grad is None or torch.equal(grad, value)
         assert torch.equal(parameter, weight)
+
+
+@pytest.mark.parametrize("num_calls", [1, 25])
+def test_a_watch_that_finds_too_much_memory_in_use_ends_the_check(num_calls: int):
+    model, calls = make_model(), []
+
+    def watch() -> None:
+        calls.append(1)
+        if len(calls) >= num_calls:
+            raise OverBudgetError("too much")
+
+    assert check_sample(Engine(model), model, make_batch(100), HALF, watch=watch) is None
+    assert len(calls) == num_calls
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert check_sample(Engine(model), model, make_batch(100), HALF) is not None

@@ -147,6 +147,10 @@ class _Alive:
         for index in stored.touched(piece):
             if index not in self._written:
                 self._begin(index)
+            elif not self._on_device and index not in self._filling:
+                self._rewrite(index)
+            if piece not in self._owners[index] and self._is_cold(index):
+                self._zero_gradients(index)
             self._written[index].add(piece)
             self._owners[index].add(piece)
             complete = len(self._written[index]) == len(stored.pieces[index])
@@ -221,6 +225,20 @@ class _Alive:
         self._written[index], self._owners[index] = set(), set()
         self._filling.add(index)
         self._level.kv += self._kv[index]
+
+    def _rewrite(self, index: int) -> None:
+        """A segment that another piece keeps in the lower tier is read and written back."""
+        self._level.kv_read += self._kv[index]
+        self._level.kv_written += self._kv[index]
+        self._level.num_reads += self._num_layers
+        self._level.num_writes += self._num_layers
+
+    def _zero_gradients(self, index: int) -> None:
+        """A piece that is computed again begins without gradients, there too."""
+        self._level.gradients_read += self._gradients[index]
+        self._level.gradients_written += self._gradients[index]
+        self._level.num_gradient_reads += self._num_layers
+        self._level.num_gradient_writes += self._num_layers
 
     def _is_cold(self, index: int) -> bool:
         """Whether its gradients are in the lower tier."""

@@ -93,7 +93,7 @@ class Cadence:
     """Gets the number and the result of the first step, of those that are saved and of the last."""
     predict: Callable[[ChunkPlan], Prediction] | None = None
     """What a plan was expected to take: told beside the first step's figures."""
-    check: Callable[[int, Batch], None] | None = None
+    check: Callable[[int, Batch, UsedMemory], None] | None = None
     """Gets the number and the batch of a step before it is taken."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
     """Asked after every step."""
@@ -132,7 +132,7 @@ def run_steps(
     while progress.step < num_steps and not stopped:
         batch, num_skipped, data_s = _next_batch(batches, progress.step + 1, log)
         if cadence.check:
-            cadence.check(progress.step + 1, batch)
+            cadence.check(progress.step + 1, batch, used)
         figures, result = train_step(
             engine,
             batch,

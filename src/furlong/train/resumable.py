@@ -200,19 +200,21 @@ def _checker(
     fitting: Fitting,
     optimizer: torch.optim.Optimizer,
     log: MetricsLog,
-) -> Callable[[int, Batch], None] | None:
+) -> Callable[[int, Batch, UsedMemory], None] | None:
     """Compares a sampled gradient with the exact one where that is due; None where it never is."""
     sample = config.chunks.sample
     if sample is None or not sample.check_every_steps:
         return None
     every_steps = sample.check_every_steps
 
-    def check(step: int, batch: Batch) -> None:
+    def check(step: int, batch: Batch, used: UsedMemory) -> None:
         if step % every_steps:
             return
         started_s = time.perf_counter()
         optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
-        found = check_sample(engine, model, batch, step_options(fitting.options, step))
+        used.restart()
+        options = step_options(fitting.options, step)
+        found = check_sample(engine, model, batch, options, watch=used.check)
         log.sample_check(step, found, time.perf_counter() - started_s)
 
     return check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -39,10 +39,16 @@ class SampleCheck:
 
 
 def check_sample(
-    engine: Engine, model: nn.Module, batch: Batch, options: ChunkOptions
+    engine: Engine,
+    model: nn.Module,
+    batch: Batch,
+    options: ChunkOptions,
+    *,
+    watch: Callable[[], None] = lambda: None,
 ) -> SampleCheck | None:
     """Compares the two gradients of the batch's longest sequence with a label, with the draw that
-    `options` say; None where memory did not suffice for both.
+    `options` say; None where memory did not suffice for both, or `watch`, called after every action,
+    raises MemoryError.
 
     Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
     modes are afterwards as before.
@@ -53,7 +59,7 @@ def check_sample(
     sequences = Batch((longest,), batch.next_state).tensors(device)
     try:
         with _undisturbed(model, device) as parameters:
-            return _check(engine, parameters, sequences, options)
+            return _check(engine, parameters, sequences, options, watch)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -67,10 +73,11 @@ def _check(
     parameters: Sequence[nn.Parameter],
     sequences: list[dict[str, Tensor]],
     options: ChunkOptions,
+    watch: Callable[[], None],
 ) -> SampleCheck:
-    engine.forward_backward(sequences, replace(options, sample=None))
+    engine.forward_backward(sequences, replace(options, sample=None), watch=watch)
     exact = _taken(parameters)
-    plan = engine.forward_backward(sequences, options).plan
+    plan = engine.forward_backward(sequences, options, watch=watch).plan
     assert plan is not None  # the engine plans every step
     cosine, error = _compared(exact, _taken(parameters))
     return SampleCheck(cosine, error, sum(plan.seq_lens), len(plan.chunks), num_drawn(plan))
