@@ -32,8 +32,8 @@ from furlong.cost.hardware import this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import predict
 from furlong.units import format_bytes, format_seconds
 

@@ -24,9 +24,9 @@ from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.planners.flexsp import estimate_flexsp
-from furlong.planners.methods import PUBLISHED, combined
-from furlong.planners.search import Found, Problem, search
+from furlong.planners.methods.flexsp import estimate_flexsp
+from furlong.planners.search.catalogue import PUBLISHED, combined
+from furlong.planners.search.search import Found, Problem, search
 
 _GAIN = 0.05
 _NUM_PRESETS = 3

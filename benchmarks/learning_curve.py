@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import Sampling
+from furlong.planners.sampling.rules import Sampling
 
 WINDOW_TOKENS = 4_096
 CHUNK_TOKENS = 64

@@ -17,10 +17,11 @@ from furlong.cost.streaming import (
 )
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED, Backward, ChunkPlan
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.dacp import place_by_load
+from furlong.planners.chunks.dacp import place_by_load
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import (
+from furlong.planners.sampling.rules import (
     Factors,
     Rule,
     Sampling,
@@ -28,8 +29,7 @@ from furlong.planners.sample import (
     fixed_factors,
     survival,
 )
-from furlong.planners.skrull import schedule_skrull
-from furlong.planners.spaco import plan_seco, plan_spaco
+from furlong.planners.sampling.spaco import plan_seco, plan_spaco
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -111,8 +111,8 @@ def seco_spaco_times() -> Table:
     seq_lens = (NUM_CHUNKS * 128,)
     seco = duration(plan_seco(seq_lens, num_layers=1, chunk_size=128))
     options = ChunkOptions(size=128, keep="all")
-    naive = duration(plan_chunkflow(seq_lens, options, num_layers=1))
-    inference = duration(plan_chunkflow(seq_lens, options, num_layers=1, backward=False))
+    naive = duration(plan_chunkflow(seq_lens, options, stages=(1,)))
+    inference = duration(plan_chunkflow(seq_lens, options, stages=(1,), backward=False))
     rows = [Row(case="SeCO over a plain step", paper=4 / 3, ours=seco / naive, tolerance=1e-9,
                 promise="exact")]  # fmt: skip
     for drawn, sparsity, over_seco in ((8, "1/16", "0.297"), (16, "1/8", "0.344"), (32, "1/4", "")):

@@ -23,12 +23,17 @@ from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.plan.values import Chunk, Slice
-from furlong.planners.checkpointing import Checkpointing, Problem, StageLoad, choose_layers
-from furlong.planners.flexsp import estimate_flexsp
-from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.seq1f1b import backward_places, plan_seq1f1b, windows
-from furlong.planners.split import equal_work_bounds
-from furlong.planners.ulysses import plan_ulysses
+from furlong.planners.chunks.split import equal_work_bounds
+from furlong.planners.infinipipe.checkpointing import (
+    Checkpointing,
+    Problem,
+    StageLoad,
+    choose_layers,
+)
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.flexsp import estimate_flexsp
+from furlong.planners.methods.ulysses import plan_ulysses
+from furlong.planners.orders.seq1f1b import backward_places, plan_seq1f1b, windows
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -16,7 +16,7 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.shape import ModelShape
 from furlong.cost.skrull import bucket_tokens
 from furlong.cost.training import Lora, Training, ZeroStage
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def chunkflow_table_5() -> Table:
     ) -> float:
         context, size = case
         options = ChunkOptions(size=size * K, num_retained=1, keep="kv", hybrid=False)
-        plan = plan_chunkflow((context * K,), options, num_layers=shape.num_layers)
+        plan = plan_chunkflow((context * K,), options, stages=(shape.num_layers,))
         memory = PlanMemory(
             shape, Training(tp_size=4, kv_gradient_bytes=gradient_bytes), 0, fused(shape),
             activation_factor=factor, overhead_bytes=int(overhead * GIB), whole_logits=True,
@@ -245,5 +245,5 @@ def peak_on_card(length_k: int, chunk: int | None) -> int:
     saved = replace(eager(shape, 2, training.lora), logit_bytes=HF_LOGIT_BYTES)
     memory = PlanMemory(shape, training, 0, saved, whole_logits=True)
     options = ChunkOptions(size=chunk or length_k * K, num_retained=0 if chunk else 1, keep="kv")
-    plan = plan_chunkflow((length_k * K,), options, num_layers=shape.num_layers)
+    plan = plan_chunkflow((length_k * K,), options, stages=(shape.num_layers,))
     return max(memory.bytes_after(plan, 0))

@@ -12,10 +12,10 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.plan.text import parse_chunk
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.groups import whole_groups
+from furlong.planners.chunks.groups import whole_groups
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import RecomputeStart, plan_1f1b, plan_chunkflow_pipeline
+from furlong.planners.orders.pipeline import RecomputeStart, plan_1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -133,7 +133,7 @@ def chunkflow_stored_kv() -> Table:
 
     def stored_gib(context: int, size: int, gradients: bool) -> float:
         options = ChunkOptions(size=size * K, num_retained=1, keep="kv", hybrid=False)
-        plan = plan_chunkflow((context * K,), options, num_layers=shape.num_layers)
+        plan = plan_chunkflow((context * K,), options, stages=(shape.num_layers,))
         peak = memory.curve(plan, 0).peak
         return (peak["kv"] + (peak["kv_gradients"] if gradients else 0)) / 2**30
 
@@ -162,7 +162,7 @@ def figure_6(num_retained: int, recompute: RecomputeStart) -> ChunkPlan:
 def chunkflow(size: int, num_retained: int) -> ChunkPlan:
     """ChunkFlow's chunks in our order."""
     options = ChunkOptions(size=size, num_retained=num_retained, keep="kv", hybrid=False)
-    return plan_chunkflow_pipeline(LENS, options, stages=FOUR)
+    return plan_chunkflow(LENS, options, stages=FOUR)
 
 
 def makespan(plan: ChunkPlan) -> float:

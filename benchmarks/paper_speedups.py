@@ -25,9 +25,9 @@ from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.model import CostModel, Hidden
 from furlong.cost.training import Training
 from furlong.plan.values import Chunk, ChunkPlan, Slice
-from furlong.planners.seq1f1b import plan_seq1f1b
-from furlong.planners.skrull import plan_skrull
-from furlong.planners.ulysses import plan_ulysses
+from furlong.planners.methods.skrull import plan_skrull
+from furlong.planners.methods.ulysses import plan_ulysses
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
 
 FULLY_RECOMPUTED = {("Qwen2.5-7B", 256), ("Qwen2.5-14B", 256), ("Qwen2.5-32B", 256)}
 """Where Megatron-LM needs full recomputation (ChunkFlow, Table 3); elsewhere it is selective, which

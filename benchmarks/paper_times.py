@@ -20,8 +20,8 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel, Hidden
 from furlong.cost.training import Training
 from furlong.plan.values import ChunkPlan
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.simulate.clock import P2P, time_actions
 
 # SP degree -> (seconds, share of all-to-all) at each context length
@@ -183,7 +183,7 @@ def chunkflow_plan(
     seq_lens: Sequence[int], size: int, retained: int, stages: tuple[int, ...]
 ) -> ChunkPlan:
     options = ChunkOptions(size=size * K, num_retained=retained, keep="kv", hybrid=False)
-    return plan_chunkflow_pipeline(seq_lens, options, stages=stages)
+    return plan_chunkflow(seq_lens, options, stages=stages)
 
 
 def step_s(

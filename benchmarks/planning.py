@@ -33,16 +33,15 @@ from furlong.cost.training import Training
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.values import ChunkPlan
-from furlong.planners.balance import by_order, sequence_work
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods import SEARCHED
+from furlong.planners.chunks.balance import by_order, sequence_work
+from furlong.planners.chunks.pack import pack
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pack import pack
-from furlong.planners.pipeline import plan_chunkflow_pipeline
-from furlong.planners.replicas import join_replicas
-from furlong.planners.search import Problem, search
-from furlong.planners.skrull import schedule_skrull
+from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.search.catalogue import SEARCHED
+from furlong.planners.search.search import Problem, search
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -115,7 +114,7 @@ def _search() -> None:
 
 
 def _liveness() -> Callable[[], object]:
-    plan = plan_chunkflow([100_000], ChunkOptions(size=4, keep="kv"), num_layers=1)
+    plan = plan_chunkflow([100_000], ChunkOptions(size=4, keep="kv"), stages=(1,))
     return lambda: kv_frees(plan, 0)
 
 
@@ -128,7 +127,7 @@ def _pack() -> Callable[[], object]:
 def _join() -> Callable[[], object]:
     lens = [64] * (128 * 20)
     dealt = by_order(len(lens), 128)
-    plan = plan_chunkflow_pipeline([64] * 20, ChunkOptions(size=64), stages=(4,) * 8)
+    plan = plan_chunkflow([64] * 20, ChunkOptions(size=64), stages=(4,) * 8)
     return lambda: join_replicas([plan] * 128, dealt, lens)
 
 
@@ -137,7 +136,7 @@ def _large_plan() -> ChunkPlan:
     options = ChunkOptions(size=1024, keep="kv")
     num_tokens = _NUM_ACTIONS
     while True:
-        plan = plan_chunkflow_pipeline((num_tokens,), options, stages=(2,) * 16)
+        plan = plan_chunkflow((num_tokens,), options, stages=(2,) * 16)
         if sum(map(len, plan.actions)) >= _NUM_ACTIONS:
             return plan
         num_tokens *= 2

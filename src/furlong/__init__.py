@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from furlong.planners.options import ChunkOptions
-    from furlong.planners.sample import Sampling
+    from furlong.planners.sampling.rules import Sampling
     from furlong.runtime.pools import Storage
     from furlong.runtime.result import StepResult
 
@@ -45,7 +45,7 @@ _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
     "ChunkOptions": "furlong.planners.options",
-    "Sampling": "furlong.planners.sample",
+    "Sampling": "furlong.planners.sampling.rules",
     "StepResult": "furlong.runtime.result",
     "Storage": "furlong.runtime.pools",
 }

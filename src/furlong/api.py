@@ -18,9 +18,9 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.values import Backward, ChunkPlan
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampled import sampled
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.sampling.plans import sampled
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor

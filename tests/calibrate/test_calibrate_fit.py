@@ -11,7 +11,7 @@ from furlong.cost.hardware import Efficiency, hardware, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.simulate.clock import simulate
 
 TRUE_RATES = {

@@ -12,7 +12,7 @@ from furlong.cost.hardware import this_cpu
 from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.simulate.clock import time_actions
 
 PROCESS_BYTES = 400 * 2**20

@@ -8,14 +8,14 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.plan.text import save_plan
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 
 
 @pytest.fixture
 def saved(tmp_path):
     options = ChunkOptions(size=2, num_retained=1, keep="kv", hybrid=False)
-    plan = plan_chunkflow_pipeline((1, 1, 2, 4), options, stages=(1,) * 4)
+    plan = plan_chunkflow((1, 1, 2, 4), options, stages=(1,) * 4)
     path = tmp_path / "figure 6.json"
     path.write_text(save_plan(plan))
     return path

@@ -14,8 +14,8 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.links import Link
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 
 MEASURED = Calibration(
     hardware="A100-80", dtype="bfloat16", measured_on="qwen2 in bfloat16, torch 2.13",

@@ -10,7 +10,7 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 TINY = {
@@ -101,7 +101,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
         engine.forward_backward([{"input_ids": t, "labels": t} for t in tokens], options)
 
     shape = ModelShape.from_config(TINY)
-    plan = plan_chunkflow(lens, options, num_layers=3)
+    plan = plan_chunkflow(lens, options, stages=(3,))
     training = Training(lora=Lora(4) if lora else None)
     labelled = (sum(lens) - len(lens)) / sum(lens)
     cost = CostModel(shape, perfect(), training, labelled_share=labelled)
@@ -116,7 +116,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
 def test_attention_flops_of_every_action():
     shape = ModelShape.from_config(TINY)
     cost = CostModel(shape, perfect(attention_counts=True))
-    plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), num_layers=3)
+    plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), stages=(3,))
     costs = cost.costs(plan)
     stage = stage_flops(shape, (3,), 0)
     for action in plan.actions[0][:-1]:

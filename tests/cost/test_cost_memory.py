@@ -26,9 +26,8 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 
 LLAMA8 = model_shape("Llama-3-8B")
 WHOLE = frozenset((0,))
@@ -129,7 +128,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     tokens = [torch.randint(0, 90, (n,)) for n in lens]
     engine.forward_backward([{"input_ids": t, "labels": t} for t in tokens], options)
 
-    plan = plan_chunkflow(lens, options, num_layers=4)
+    plan = plan_chunkflow(lens, options, stages=(4,))
     shape = ModelShape.from_config(config.to_dict())
     device = curve(plan, shape=shape).device
     stored = device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
@@ -159,7 +158,7 @@ def test_more_kept_is_more_held_and_the_step_ends_as_it_began():
     lens = (400, 90, 20)
     peaks = []
     for keep in ("input", "kv", "attention", "all"):
-        plan = plan_chunkflow(lens, ChunkOptions(size=64, keep=keep), num_layers=4)
+        plan = plan_chunkflow(lens, ChunkOptions(size=64, keep=keep), stages=(4,))
         memory = curve(plan)
         static = Training.in_dtype("float32").state_bytes(SHAPE, (4,), WHOLE, 1).total
         assert memory.device_bytes[-1] == static
@@ -171,11 +170,11 @@ def test_more_kept_is_more_held_and_the_step_ends_as_it_began():
 
 def test_chunkflows_bound_holds():
     """On one device the activations are those of num_retained chunks, whatever the length."""
-    one_chunk = curve(plan_chunkflow((64,), ChunkOptions(size=64, keep="all"), num_layers=4))
+    one_chunk = curve(plan_chunkflow((64,), ChunkOptions(size=64, keep="all"), stages=(4,)))
     for num_retained in (1, 3):
         options = ChunkOptions(size=64, num_retained=num_retained, keep="input")
         for length in (640, 1280):
-            part = curve(plan_chunkflow((length,), options, num_layers=4)).device
+            part = curve(plan_chunkflow((length,), options, stages=(4,))).device
             graphs = part[:, PARTS.index("activations")].max()
             inputs = length * 24
             assert graphs <= num_retained * one_chunk.peak["activations"] + inputs
@@ -218,7 +217,7 @@ def test_processes_of_a_group_hold_their_own_slices():
 
 
 def test_the_check_refuses_what_does_not_fit():
-    plan = plan_chunkflow((900, 30), ChunkOptions(size=64, keep="kv"), num_layers=4)
+    plan = plan_chunkflow((900, 30), ChunkOptions(size=64, keep="kv"), stages=(4,))
     memory = PlanMemory(SHAPE, Training(), 0)
     peak = max(memory.bytes_after(plan, 0))
     check(plan, PlanMemory(SHAPE, Training(), peak))
@@ -238,7 +237,7 @@ def test_the_check_refuses_what_does_not_fit():
 def test_any_plan_can_be_weighed(lens, size, num_retained, keep, num_stages, tiers):
     options = ChunkOptions(size=size, num_retained=num_retained, keep=keep)
     stages = (1,) * (num_stages - 1) + (5 - num_stages,)
-    plan = plan_chunkflow_pipeline(lens, options, stages=stages)
+    plan = plan_chunkflow(lens, options, stages=stages)
     plan = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions, tiers=tiers)
     for rank in range(num_stages):
         memory = curve(plan, rank)
@@ -256,7 +255,7 @@ def test_chunkflows_bound_per_stage_holds():
     graph = sum(stage_bytes(SHAPE, stages, 1, Training.in_dtype("float32")).graph_layers)
     for num_retained in (1, 2):
         options = ChunkOptions(size=2, num_retained=num_retained, keep="kv", hybrid=False)
-        plan = plan_chunkflow_pipeline((16, 8, 4, 2, 1, 1), options, stages=stages)
+        plan = plan_chunkflow((16, 8, 4, 2, 1, 1), options, stages=stages)
         inputs = len(plan.chunks) * 2 * (4 * 32 + 24)
         for rank in range(4):
             alive = curve(plan, rank).device[:, PARTS.index("activations")].max()
@@ -295,8 +294,8 @@ def test_tiles_of_the_loss(vocab, on_cpu, on_cuda):
 
 def test_a_tile_makes_a_gradient_of_the_whole_head():
     """V x D numbers, before they are added to those of the tiles before; none of a frozen head."""
-    plan = plan_chunkflow((64,), ChunkOptions(size=64), num_layers=4)
-    evaluated = plan_chunkflow((64,), ChunkOptions(size=64), num_layers=4, backward=False)
+    plan = plan_chunkflow((64,), ChunkOptions(size=64), stages=(4,))
+    evaluated = plan_chunkflow((64,), ChunkOptions(size=64), stages=(4,), backward=False)
     logits = {
         name: curve(*args, training=training).device[:, PARTS.index("logits")].max()
         for name, args, training in (

@@ -24,10 +24,9 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.simulate.clock import simulate, time_actions
 
 SHAPE = model_shape("Llama-3-8B")
@@ -54,7 +53,7 @@ def test_few_tokens_per_call_cost_more_per_token():
     seconds = {
         size: time_actions(plan, model.costs(plan)).duration_s
         for size in (128, 512, 4096)
-        for plan in [plan_chunkflow((8192,), ChunkOptions(size=size), num_layers=32)]
+        for plan in [plan_chunkflow((8192,), ChunkOptions(size=size), stages=(32,))]
     }
     assert seconds[128] > 1.5 * seconds[512] > 1.5 * seconds[4096]
 
@@ -113,7 +112,7 @@ def test_tensor_parallelism_divides_work_and_pays_gathers():
 
 def test_messages_of_neighbours_and_of_other_nodes():
     model = CostModel(SHAPE, A100)
-    plan = plan_chunkflow_pipeline((512,) * 3, ChunkOptions(size=512), stages=(2,) * 16)
+    plan = plan_chunkflow((512,) * 3, ChunkOptions(size=512), stages=(2,) * 16)
     costs = model.costs(plan)
     near = costs.transfer_s(Send("activation", 0, 0, 1), 0)
     far = costs.transfer_s(Send("activation", 0, 7, 8), 7)
@@ -160,7 +159,7 @@ def test_first_pass_savings_and_known_attention():
     seconds = {}
     for keep in ("all", "kv", "attention", "input"):
         options = ChunkOptions(size=4096, num_retained=1, keep=keep)
-        plan = plan_chunkflow((3 * 4096,), options, num_layers=32)
+        plan = plan_chunkflow((3 * 4096,), options, stages=(32,))
         costs = model.costs(plan)
         seconds[keep] = {
             kind: sum(costs.compute_s(a, 0) for a in plan.actions[0] if isinstance(a, kind))
@@ -173,15 +172,15 @@ def test_first_pass_savings_and_known_attention():
 
 
 def test_a_packed_chunk_that_keeps_little_computes_nothing_before_its_recompute():
-    plan = plan_chunkflow((100,), ChunkOptions(size=128, num_retained=0, keep="kv"), num_layers=32)
+    plan = plan_chunkflow((100,), ChunkOptions(size=128, num_retained=0, keep="kv"), stages=(32,))
     costs = CostModel(SHAPE, A100).costs(plan)
     first, second, *_ = plan.actions[0]
     assert costs.compute_s(first, 0) == 0 < costs.compute_s(second, 0)
 
 
 def test_evaluation_pays_the_head_forward_only():
-    evaluate = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32, backward=False)
-    train = plan_chunkflow((4096,), ChunkOptions(size=4096), num_layers=32)
+    evaluate = plan_chunkflow((4096,), ChunkOptions(size=4096), stages=(32,), backward=False)
+    train = plan_chunkflow((4096,), ChunkOptions(size=4096), stages=(32,))
     model = CostModel(SHAPE, EXACT)
     head = 2 * SHAPE.embedding_parameters * 4096 / (0.5 * 312e12)
     alone = model.costs(evaluate).compute_s(evaluate.actions[0][0], 0)
@@ -207,7 +206,7 @@ def test_checkpointed_layers_are_paid_in_the_backward():
 @pytest.mark.parametrize(("tier", "slow"), [("host", False), ("disk", True)])
 def test_streamed_kv_waits_only_where_the_link_is_slow(tier, slow):
     model = CostModel(SHAPE, A100)
-    plan = plan_chunkflow((64 * 1024,), ChunkOptions(size=8192, keep="kv"), num_layers=32)
+    plan = plan_chunkflow((64 * 1024,), ChunkOptions(size=8192, keep="kv"), stages=(32,))
     streamed = replace(plan, tiers=Tiers(kv=tier))
     on_device, costs = model.costs(plan), model.costs(streamed)
     for action in plan.actions[0][:-1]:
@@ -287,7 +286,7 @@ def test_a_rebuild_of_one_layer_costs_a_projection():
 def test_windowed_layers_attend_and_load_less():
     gemma = model_shape("Llama-3-8B")
     windowed = replace(gemma, windows=(1024,) * 32)
-    plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), num_layers=32)
+    plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), stages=(32,))
     full = time_actions(plan, CostModel(gemma, A100).costs(plan)).duration_s
     assert time_actions(plan, CostModel(windowed, A100).costs(plan)).duration_s < 0.8 * full
     streamed = replace(plan, tiers=Tiers(kv="host"))
@@ -299,9 +298,7 @@ def test_windowed_layers_attend_and_load_less():
 
 def test_simulated_timeline_has_seconds_and_bytes():
     model = CostModel(SHAPE, A100, Training(zero_stage=1, tp_size=4))
-    plan = plan_chunkflow_pipeline(
-        (60_000, 9_000, 500, 300), ChunkOptions(size=8192), stages=(8,) * 4
-    )
+    plan = plan_chunkflow((60_000, 9_000, 500, 300), ChunkOptions(size=8192), stages=(8,) * 4)
     timeline = simulate(plan, model.costs(plan), memory=model.memory())
     assert timeline.duration_s > 1
     assert (
@@ -328,7 +325,7 @@ def test_tensor_parallel_layers_communicate_where_their_attention_is_known():
     slow = replace(A100.links, within_node=Link(2e-5, 300e6))
     slower = replace(model, hardware=replace(model.hardware, links=slow))
     options = ChunkOptions(size=4096, num_retained=1, keep="attention")
-    plan = plan_chunkflow((3 * 4096,), options, num_layers=32)
+    plan = plan_chunkflow((3 * 4096,), options, stages=(32,))
     recompute = next(a for a in plan.actions[0] if isinstance(a, Recompute))
     # per layer two all-gathers and two reduce-scatters of hidden states, 7/8 of them moved
     moved = 32 * 4 * 4096 * SHAPE.hidden_size * 2 * 7 / 8

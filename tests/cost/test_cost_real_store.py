@@ -13,7 +13,7 @@ from furlong.cost.training import Training
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
 from furlong.plan.values import Reduce, Tiers
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 HEADS, HEAD_DIM = 2, 64
@@ -91,7 +91,7 @@ def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_
         replace(shape, windows=windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
     )
     options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
-    plan = plan_chunkflow((length,), options, num_layers=num_layers)
+    plan = plan_chunkflow((length,), options, stages=(num_layers,))
     plan = replace(plan, tiers=Tiers(kv=tier))
     curve, traffic = memory.walk(plan, 0)
     driven = Driven(plan, windows, pools.HostPool)

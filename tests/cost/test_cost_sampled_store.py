@@ -10,10 +10,10 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.values import Backward
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import Factors
-from furlong.planners.sampled import sample_backwards
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import Factors
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 64, "head_dim": 64,
@@ -35,7 +35,7 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
     from furlong.runtime.layout import piece_lens, trained_pieces
 
     window, drawn = 33, (0, 4, 7)
-    plan = plan_chunkflow((512,), ChunkOptions(size=64, keep="kv", num_retained=0), num_layers=1)
+    plan = plan_chunkflow((512,), ChunkOptions(size=64, keep="kv", num_retained=0), stages=(1,))
     plan = sample_backwards(plan, dict.fromkeys(drawn, Factors(2.0, 2.0)))
     arena = Arena(torch.device("cpu"))
     with (
@@ -60,7 +60,7 @@ def test_no_draw_needs_more_memory_than_the_exact_step(graphs: str) -> None:
     """What the search relies on. An exact step retains the last chunk's graph, here of one token; a
     draw without that chunk retains the graph of a whole one beside what it needs anyway."""
     options = ChunkOptions(size=64, keep="kv", num_retained=2, tier={"graphs": graphs})
-    whole = plan_chunkflow((6 * 64 + 1,), options, num_layers=1)
+    whole = plan_chunkflow((6 * 64 + 1,), options, stages=(1,))
     exact, _ = memory(None).walk(whole, 0)
     plan = sample_backwards(whole, {i: Factors(2.0, 2.0) for i in (1, 3, 4)})
     drawn, _ = memory(None).walk(plan, 0)

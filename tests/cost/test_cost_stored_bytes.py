@@ -16,8 +16,8 @@ from furlong.cost.stored_bytes import (
     smallest_stage_layers,
 )
 from furlong.cost.training import Training
-from furlong.planners.fpdt import plan_fpdt
-from furlong.planners.layer_first import stage_heights
+from furlong.planners.methods.fpdt import plan_fpdt
+from furlong.planners.orders.layer_first import stage_heights
 
 NARROW, WIDE = Training(kv_gradient_bytes=2), Training()
 # KB (1,000 bytes) of K,V; with 16-bit gradients; with float32 ones; hidden checkpoints

@@ -16,8 +16,8 @@ from furlong.plan.check import check
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import ChunkPlan, Tiers
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 
 MIB = 2**20
@@ -137,7 +137,7 @@ def test_attention_is_written_once_and_read_once_or_twice(height):
 
 def test_kept_graphs_in_a_lower_tier():
     options = ChunkOptions(size=CHUNK, num_retained=2, keep="kv")
-    plan = plan_chunkflow([LENGTH], options, num_layers=8)
+    plan = plan_chunkflow([LENGTH], options, stages=(8,))
     lower = replace(plan, tiers=Tiers(graphs="host"))
     graph = CHUNK * stage_bytes(SHAPE, (8,), 0, FLOAT32).graph()
     traffic = MEMORY.traffic(lower, 0)
@@ -156,7 +156,7 @@ def test_kv_by_the_formulas_of_the_store(window, length, chunk):
     shape = replace(SHAPE, windows=(window,))
     memory = PlanMemory(shape, FLOAT32, 10**15, device_type="cpu")
     options = ChunkOptions(size=chunk, num_retained=0, keep="kv")
-    plan = plan_chunkflow([length], options, num_layers=1)
+    plan = plan_chunkflow([length], options, stages=(1,))
     plan = replace(plan, tiers=Tiers(kv="host"))
     lens = [c.num_tokens for c in plan.chunks]
     stored = StoredTokens.of(lens, window, segment_tokens(1024, "cpu"))
@@ -206,7 +206,7 @@ def test_a_rebuild_of_one_layer_reads_no_kv():
 
 
 def test_segments_die_one_by_one():
-    plan = plan_chunkflow([LENGTH], ChunkOptions(size=CHUNK, keep="kv"), num_layers=8)
+    plan = plan_chunkflow([LENGTH], ChunkOptions(size=CHUNK, keep="kv"), stages=(8,))
     curve = MEMORY.curve(plan, 0)
     at = {format_action(action): i for i, action in enumerate(plan.actions[0])}
     per_token = 8 * 1024

@@ -17,7 +17,7 @@ from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.entrance import add_entrance
 from furlong.ops.choose import ProbedBackend
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

@@ -22,14 +22,14 @@ from helpers.tiny_families import build
 import furlong
 from furlong.plan.values import Backward
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import (
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import (
     EXACT,
     Factors,
     Sampling,
     expected_weight,
     fixed_factors,
 )
-from furlong.planners.sampled import sample_backwards
 
 CHUNKS, SIZE, LAYERS = 6, 4, 3
 LENS = (CHUNKS * SIZE - 1, SIZE)

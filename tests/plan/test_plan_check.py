@@ -10,7 +10,7 @@ from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.plan.values import ChunkPlan
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 
@@ -336,7 +336,7 @@ def test_memory_over_its_budget():
 
 
 def test_long_plans_show_the_neighbourhood_only():
-    plan = plan_chunkflow([400], ChunkOptions(size=4, keep="kv"), num_layers=2)
+    plan = plan_chunkflow([400], ChunkOptions(size=4, keep="kv"), stages=(2,))
     broken = list(plan.actions[0])
     del broken[151]
     with pytest.raises(PlanError) as error:
@@ -359,7 +359,7 @@ def test_plans_without_a_place_to_point_at():
 def test_the_work_grows_like_the_number_of_actions(lens):
     work = []
     for size in (6, 12):
-        plan = plan_chunkflow(lens(size), ChunkOptions(size=6, keep="input"), num_layers=2)
+        plan = plan_chunkflow(lens(size), ChunkOptions(size=6, keep="input"), stages=(2,))
         again = ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions)
         assert len(plan.actions[0]) > 50 * size
         work.append(lines_run(lambda again=again: check(again)))
@@ -369,6 +369,6 @@ def test_the_work_grows_like_the_number_of_actions(lens):
 @pytest.mark.slow
 @pytest.mark.parametrize("seq_lens", [[200_000], [24] * 7_000 + [2] * 5_000, [3_000] * 67])
 def test_hundred_thousand_actions_are_checked(seq_lens):
-    plan = plan_chunkflow(seq_lens, ChunkOptions(size=6, keep="input"), num_layers=2)
+    plan = plan_chunkflow(seq_lens, ChunkOptions(size=6, keep="input"), stages=(2,))
     assert len(plan.actions[0]) > 90_000
     check(ChunkPlan(plan.seq_lens, plan.chunks, plan.stages, plan.actions))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 
@@ -134,6 +134,6 @@ def test_liveness_equals_its_definition(plan):
 def test_the_work_grows_like_the_length_of_a_group(keep):
     work = []
     for num_tokens in (1000, 2000):
-        plan = plan_chunkflow([num_tokens], ChunkOptions(size=4, keep=keep), num_layers=1)
+        plan = plan_chunkflow([num_tokens], ChunkOptions(size=4, keep=keep), stages=(1,))
         work.append(lines_run(lambda plan=plan: kv_frees(plan, 0)))
     assert work[0] > 1000 and work[1] < LINEAR * work[0]

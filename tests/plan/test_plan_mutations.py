@@ -16,18 +16,17 @@ from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
-from furlong.planners.sample import Factors
-from furlong.planners.sampled import sample_backwards
-from furlong.planners.seq1f1b import plan_seq1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import Factors
 
-ONE = plan_chunkflow([9, 2], ChunkOptions(size=3, hybrid=False), num_layers=2)
+ONE = plan_chunkflow([9, 2], ChunkOptions(size=3, hybrid=False), stages=(2,))
 """One device: chunks 0-2 of sequence 0 keep K,V and attention, packed chunk 3."""
-INPUTS = plan_chunkflow([9], ChunkOptions(size=3, keep="input"), num_layers=2)
-PIPELINE = plan_chunkflow_pipeline([6, 2], ChunkOptions(size=3), stages=(1, 1, 1))
+INPUTS = plan_chunkflow([9], ChunkOptions(size=3, keep="input"), stages=(2,))
+PIPELINE = plan_chunkflow([6, 2], ChunkOptions(size=3), stages=(1, 1, 1))
 """Three ranks: chunks 0 (dropped) and 1 of sequence 0, packed chunk 2."""
 GRAPHS = plan_seq1f1b(
     [4, 2], [[Chunk((Slice(0, 0, 2),)), Chunk((Slice(0, 2, 4),))], [Chunk((Slice(1, 0, 2),))]],
@@ -39,7 +38,7 @@ ATTENTION = plan_fpdt([9], num_layers=2, chunk_size=3, keep="attention")
 SP = plan_fpdt([8, 2], num_layers=1, chunk_size=4, sp_size=2)
 """An sp group: sharded chunks 0 and 1 of sequence 0, sharded packed chunk 2."""
 SAMPLED = sample_backwards(
-    plan_chunkflow([12], ChunkOptions(size=3, keep="kv", num_retained=0), num_layers=2),
+    plan_chunkflow([12], ChunkOptions(size=3, keep="kv", num_retained=0), stages=(2,)),
     {1: Factors(2, 3), 3: Factors(2, 3)},
 )
 SAMPLED_LAYERS = sample_backwards(
@@ -49,7 +48,7 @@ SAMPLED_LAYERS = sample_backwards(
 )
 SAMPLED_PIPELINE = sample_backwards(PIPELINE, {0: Factors(2, 2), 2: Factors()}, report_loss=True)
 LEFT_OUT = sample_backwards(
-    plan_chunkflow([15, 2], ChunkOptions(size=3, keep="kv", hybrid=False), num_layers=2),
+    plan_chunkflow([15, 2], ChunkOptions(size=3, keep="kv", hybrid=False), stages=(2,)),
     {1: Factors(2, 3), 3: Factors(2, 3)},
 )
 """Chunk 4 of sequence 0 and packed chunk 5 have no Forward."""

@@ -12,14 +12,14 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers
-from furlong.planners.auto import Decision, decide, dials_of
-from furlong.planners.auto_candidates import Space, groups_of_steps, longest_step
-from furlong.planners.auto_estimate import ByteBound
-from furlong.planners.auto_search import MARGIN, SLACK
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.auto.candidates import Space, groups_of_steps, longest_step
+from furlong.planners.auto.decide import Decision, decide, dials_of
+from furlong.planners.auto.estimate import ByteBound
+from furlong.planners.auto.search import MARGIN, SLACK
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
-from furlong.planners.sample import Sampling
+from furlong.planners.sampling.rules import Sampling
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -214,7 +214,7 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
         drawn.append(len(space.seq_lens))
         raise ConfigError(given="", required="", source="", change="")
 
-    monkeypatch.setattr("furlong.planners.auto.search_device", see)
+    monkeypatch.setattr("furlong.planners.auto.decide.search_device", see)
     with pytest.raises(ConfigError):
         choose(lengths=count_lengths([seq_len] * 2000), sequences_per_step=per_step)
     assert drawn == [most]
@@ -223,7 +223,7 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
 def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "furlong.planners.auto.search_device",
+        "furlong.planners.auto.decide.search_device",
         lambda space, _: drawn.extend(space.seq_lens) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
@@ -331,7 +331,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
         estimated.append(options)
         return original(self, options)
 
-    monkeypatch.setattr("furlong.planners.auto_search.plan_on_device", see)
+    monkeypatch.setattr("furlong.planners.auto.search.plan_on_device", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), hardware("H100"))
     lengths = count_lengths([longest])

@@ -9,10 +9,10 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
-from furlong.planners.auto_estimate import ByteBound, TimeEstimate
-from furlong.planners.chunkflow import group_chunks
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.auto.estimate import ByteBound, TimeEstimate
+from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import needs_of, predict, simulated_s
 
 SMALL = {

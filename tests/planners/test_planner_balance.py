@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from furlong.cost.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.planners.balance import by_cost, by_order, by_tokens, by_work, sequence_work
+from furlong.planners.chunks.balance import by_cost, by_order, by_tokens, by_work, sequence_work
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 12))

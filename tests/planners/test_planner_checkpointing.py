@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.planners.checkpointing import (
+from furlong.planners.infinipipe.checkpointing import (
     Checkpointing,
     Problem,
     StageLoad,
@@ -16,8 +16,8 @@ from furlong.planners.checkpointing import (
     lacking_bytes,
     least_layers,
 )
-from furlong.planners.grouping import group_classes
-from furlong.planners.seq1f1b import backward_places, windows
+from furlong.planners.infinipipe.grouping import group_classes
+from furlong.planners.orders.seq1f1b import backward_places, windows
 
 
 def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, again=0):

@@ -9,7 +9,7 @@ from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action, format_chunk, load_plan, save_plan
 from furlong.plan.values import ON_DEVICE, Backward, Forward, RebuildKV, Recompute, Reduce
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -23,7 +23,7 @@ options = st.builds(
 
 
 def plan(seq_lens, backward=True, **dials):
-    return plan_chunkflow(seq_lens, ChunkOptions(**dials), num_layers=2, backward=backward)
+    return plan_chunkflow(seq_lens, ChunkOptions(**dials), stages=(2,), backward=backward)
 
 
 def chunk_texts(plan):
@@ -33,7 +33,7 @@ def chunk_texts(plan):
 @settings(max_examples=150, deadline=None)
 @given(lengths, options, st.booleans())
 def test_any_lengths_and_options_give_a_legal_plan(seq_lens, options, backward):
-    plan = plan_chunkflow(seq_lens, options, num_layers=3, backward=backward)
+    plan = plan_chunkflow(seq_lens, options, stages=(3,), backward=backward)
     check(plan)
     check(load_plan(save_plan(plan)))
     tokens = sorted(
@@ -71,7 +71,7 @@ def _reads_only_live_kv(plan):
 @settings(max_examples=60, deadline=None)
 @given(lengths, options)
 def test_retains_the_last_chunks_of_a_group_only(seq_lens, options):
-    plan = plan_chunkflow(seq_lens, options, num_layers=3)
+    plan = plan_chunkflow(seq_lens, options, stages=(3,))
     recomputed = {a.chunk for a in plan.actions[0] if isinstance(a, Recompute)}
     groups = [*plan.groups.values(), *((i,) for i, own in enumerate(plan.links) if not own)]
     for group in groups:

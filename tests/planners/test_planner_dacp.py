@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from furlong.cost.skrull import flops
 from furlong.plan.values import SHARDED
-from furlong.planners.dacp import place_by_load, place_in_turn
+from furlong.planners.chunks.dacp import place_by_load, place_in_turn
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=14)
 

@@ -12,8 +12,8 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import Forward
-from furlong.planners.balance import by_tokens, by_work
-from furlong.planners.data_parallel import plan_data_parallel
+from furlong.planners.chunks.balance import by_tokens, by_work
+from furlong.planners.methods.data_parallel import plan_data_parallel
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -11,9 +11,9 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners import flexsp
-from furlong.planners.flexsp import estimate_flexsp
-from furlong.planners.micro_batches import fitting_tokens
-from furlong.planners.ulysses import plan_ulysses, with_zero_3
+from furlong.planners.chunks.micro_batches import fitting_tokens
+from furlong.planners.methods.flexsp import estimate_flexsp
+from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -15,9 +15,9 @@ from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
 from furlong.plan.values import SHARDED, Backward, Forward, RebuildKV, Reduce, Tiers
-from furlong.planners.fpdt import choose_fpdt_chunk, plan_fpdt
-from furlong.planners.layer_first import stage_heights
-from furlong.planners.spaco import plan_seco
+from furlong.planners.methods.fpdt import choose_fpdt_chunk, plan_fpdt
+from furlong.planners.orders.layer_first import stage_heights
+from furlong.planners.sampling.spaco import plan_seco
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

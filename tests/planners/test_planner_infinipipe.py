@@ -16,13 +16,13 @@ from furlong.errors import DataError
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers
 from furlong.planners.budget import DoesNotFitError
-from furlong.planners.checkpointing import Checkpointing, full_checkpointing, peak_bytes
-from furlong.planners.elastic import Setting, in_a_row
-from furlong.planners.infinipipe import plan_infinipipe, slice_numbers
-from furlong.planners.mesh import Work, cut_and_pack
-from furlong.planners.placement import shard
-from furlong.planners.seq1f1b import plan_seq1f1b
-from furlong.planners.stage_loads import BatchLoads
+from furlong.planners.chunks.placement import shard
+from furlong.planners.infinipipe.checkpointing import Checkpointing, full_checkpointing, peak_bytes
+from furlong.planners.infinipipe.elastic import Setting, in_a_row
+from furlong.planners.infinipipe.mesh import Work, cut_and_pack
+from furlong.planners.infinipipe.plan import plan_infinipipe, slice_numbers
+from furlong.planners.infinipipe.stage_loads import BatchLoads
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

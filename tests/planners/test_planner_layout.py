@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from furlong.cost.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.values import SHARDED
-from furlong.planners.chunkflow import group_chunks
+from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks.placement import shard, shard_long
 from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
 from furlong.planners.options import ChunkOptions
-from furlong.planners.placement import shard, shard_long
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads
 

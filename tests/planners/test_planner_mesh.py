@@ -11,10 +11,10 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
 from furlong.errors import DataError
-from furlong.planners.mesh import EQUAL_TOKENS, Work, cut, cut_and_pack, pack_balanced
-from furlong.planners.mesh_fit import cell_seconds, fit_work
-from furlong.planners.placement import shard
-from furlong.planners.seq1f1b import plan_seq1f1b
+from furlong.planners.chunks.placement import shard
+from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, Work, cut, cut_and_pack, pack_balanced
+from furlong.planners.infinipipe.mesh_fit import cell_seconds, fit_work
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
 
 K = 1024
 

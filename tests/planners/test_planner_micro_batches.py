@@ -9,7 +9,7 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.values import SHARDED, Chunk, Forward, Slice
-from furlong.planners.micro_batches import (
+from furlong.planners.chunks.micro_batches import (
     chunk_by_chunk,
     fastest_plan,
     fitting_tokens,

@@ -24,9 +24,9 @@ from furlong.plan.values import (
     Tier,
     Tiers,
 )
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 
 tier = st.sampled_from(get_args(Tier))
 tiers = st.one_of(tier, st.builds(Tiers, tier, tier, tier, tier))
@@ -165,7 +165,7 @@ def test_any_lengths_and_options_give_a_legal_plan(seq_lens, options, num_layers
 def test_chunk_first_is_chunkflow(seq_lens, options, num_layers):
     plan = plan_on_device(seq_lens, options, num_layers=num_layers)
     if options.order == "chunk-first":
-        assert plan == plan_chunkflow(seq_lens, options, num_layers=num_layers)
+        assert plan == plan_chunkflow(seq_lens, options, stages=(num_layers,))
     else:
         assert all(height <= options.stage_layers for height in plan.stages)
 

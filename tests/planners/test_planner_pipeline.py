@@ -12,9 +12,10 @@ from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
 from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
 from furlong.plan.values import Backward, Forward, Recompute, Recv, Reduce, Send
-from furlong.planners.groups import longest_first, packed_groups, padded_groups, whole_groups
+from furlong.planners.chunks.groups import longest_first, packed_groups, padded_groups, whole_groups
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
+from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -100,11 +101,11 @@ def test_figure_6a_within_the_print():
 
 def test_chunkflows_own_chunks_longest_first_beat_the_printed_schedules():
     options = ChunkOptions(size=2, num_retained=1, keep="kv", hybrid=False)
-    assert step(plan_chunkflow_pipeline(LENS, options, stages=FOUR)) == (44, 45.45)
+    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (44, 45.45)
     options = ChunkOptions(size=2, num_retained=2, keep="kv", hybrid=False)
-    assert step(plan_chunkflow_pipeline(LENS, options, stages=FOUR)) == (42, 42.86)
+    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (42, 42.86)
     options = ChunkOptions(size=4, num_retained=1, keep="kv")
-    assert step(plan_chunkflow_pipeline(LENS, options, stages=FOUR)) == (60, 60.0)
+    assert step(plan_chunkflow(LENS, options, stages=FOUR)) == (60, 60.0)
 
 
 def test_recompute_is_no_useful_work():
@@ -198,7 +199,7 @@ def test_random_instances_are_legal_and_within_their_bounds(number):
         steps = {}
         for recompute in ("lazy", "eager"):
             # the planner checks every plan that it returns
-            plan = plan_chunkflow_pipeline(seq_lens, options, stages=stages, recompute=recompute)
+            plan = plan_chunkflow(seq_lens, options, stages=stages, recompute=recompute)
             steps[recompute] = step(plan)[0]
             if options.keep != "all":
                 ahead = range(len(stages) - 1, -1, -1)
@@ -211,7 +212,7 @@ def test_random_instances_are_legal_and_within_their_bounds(number):
 @given(st.integers(0, 10**6))
 def test_plans_survive_their_text_and_list_every_cell(seed):
     ((seq_lens, options, stages),) = random_instances(1, seed)
-    plan = plan_chunkflow_pipeline(seq_lens, options, stages=stages)
+    plan = plan_chunkflow(seq_lens, options, stages=stages)
     assert load_plan(save_plan(plan)) == plan
     check(plan)
     for rank, actions in enumerate(plan.actions):
@@ -262,7 +263,7 @@ def test_a_gradient_is_received_before_or_after_the_recompute():
 
 
 def test_evaluation_has_forwards_and_activations_only():
-    plan = plan_chunkflow_pipeline([3, 9], ChunkOptions(size=4), stages=(1, 1), backward=False)
+    plan = plan_chunkflow([3, 9], ChunkOptions(size=4), stages=(1, 1), backward=False)
     kinds = {type(action) for actions in plan.actions for action in actions}
     assert kinds == {Forward, Send, Recv}
 
@@ -300,6 +301,6 @@ def test_longest_first_is_stable():
 @pytest.mark.parametrize("seq_lens", [[], [3, 0]])
 def test_nothing_to_train_on_is_refused(seq_lens):
     with pytest.raises(DataError):
-        plan_chunkflow_pipeline(seq_lens, ChunkOptions(size=4), stages=(1, 1))
+        plan_chunkflow(seq_lens, ChunkOptions(size=4), stages=(1, 1))
     with pytest.raises(DataError):
         whole_groups(seq_lens)

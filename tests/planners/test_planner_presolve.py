@@ -10,8 +10,8 @@ from furlong.cost.hardware import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
-from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.presolve import PlanWorkers
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.infinipipe.workers import PlanWorkers
 
 MODEL = CostModel(
     ModelShape.from_config(

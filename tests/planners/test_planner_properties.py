@@ -18,20 +18,20 @@ from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.data_parallel import plan_data_parallel
-from furlong.planners.fpdt import plan_fpdt
-from furlong.planners.groups import packed_groups, padded_groups, sliced_groups
-from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.data_parallel import plan_data_parallel
+from furlong.planners.methods.fpdt import plan_fpdt
+from furlong.planners.methods.skrull import plan_skrull
+from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
-from furlong.planners.sample import Sampling
-from furlong.planners.sampled import sampled
-from furlong.planners.seq1f1b import plan_seq1f1b
-from furlong.planners.skrull import plan_skrull
-from furlong.planners.spaco import plan_seco, plan_spaco
-from furlong.planners.ulysses import plan_ulysses
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.sampling.plans import sampled
+from furlong.planners.sampling.rules import Sampling
+from furlong.planners.sampling.spaco import plan_seco, plan_spaco
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -72,12 +72,12 @@ def sampling(rng):
 
 def chunkflow(rng):
     return plan_chunkflow(
-        lengths(rng), options(rng), num_layers=rng.randint(1, 4), backward=rng.random() < 0.9
+        lengths(rng), options(rng), stages=(rng.randint,)(1, 4), backward=rng.random() < 0.9
     )
 
 
 def chunkflow_pipeline(rng):
-    return plan_chunkflow_pipeline(
+    return plan_chunkflow(
         lengths(rng),
         options(rng),
         stages=heights(rng),

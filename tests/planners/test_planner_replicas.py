@@ -23,12 +23,11 @@ from furlong.plan.values import (
     Send,
     Slice,
 )
-from furlong.planners.balance import by_cost, by_order
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.chunks.balance import by_cost, by_order
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
-from furlong.planners.replicas import join_replicas
-from furlong.planners.ulysses import plan_ulysses
+from furlong.planners.orders.replicas import join_replicas
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -53,9 +52,7 @@ def test_any_replicas_join(seq_lens, dp_size, num_stages, backward):
     plans, dealt, joined = join(
         seq_lens,
         dp_size,
-        lambda lens: plan_chunkflow_pipeline(
-            lens, options, stages=(2,) * num_stages, backward=backward
-        ),
+        lambda lens: plan_chunkflow(lens, options, stages=(2,) * num_stages, backward=backward),
     )
     check(joined)
     assert joined.seq_lens == tuple(seq_lens)
@@ -76,7 +73,7 @@ def test_any_replicas_join(seq_lens, dp_size, num_stages, backward):
 
 def test_numbers_and_peers_are_shifted():
     _, _, joined = join(
-        (5, 3), 2, lambda lens: plan_chunkflow_pipeline(lens, ChunkOptions(size=8), stages=(1, 1))
+        (5, 3), 2, lambda lens: plan_chunkflow(lens, ChunkOptions(size=8), stages=(1, 1))
     )
     assert [format_chunk(chunk) for chunk in joined.chunks] == ["0:0-5", "1:0-3"]
     texts = [[format_action(a) for a in own] for own in joined.actions]
@@ -95,18 +92,18 @@ def test_a_missing_reduce_is_added():
 
 def test_refuses_idle_replicas_and_strangers():
     options = ChunkOptions(size=4)
-    plan = plan_chunkflow([3], options, num_layers=2)
+    plan = plan_chunkflow([3], options, stages=(2,))
     with pytest.raises(ConfigError, match="set dp to at most 1"):
         join_replicas([plan, plan], [[0], []], [3])
     with pytest.raises(ValueError, match="replica 1 is not one of its sequences"):
         join_replicas([plan, plan], [[0], [1]], [3, 4])
-    taller = plan_chunkflow([3], options, num_layers=3)
+    taller = plan_chunkflow([3], options, stages=(3,))
     with pytest.raises(ValueError, match="replicas differ"):
         join_replicas([plan, taller], [[0], [1]], [3, 3])
 
 
 def test_the_work_grows_like_the_number_of_replicas():
-    plan = plan_chunkflow_pipeline([64] * 4, ChunkOptions(size=64), stages=(4,) * 4)
+    plan = plan_chunkflow([64] * 4, ChunkOptions(size=64), stages=(4,) * 4)
     work = []
     for num_replicas in (16, 32):
         lens = [64] * (num_replicas * 4)

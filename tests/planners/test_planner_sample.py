@@ -1,6 +1,6 @@
 """SpaCO's draws: survival of chains, the table of weights, and what a small batch gives on average.
 
-Numbers with k = 128 and n = 8 follow from the counting in the docstring of `planners.sample`.
+Numbers with k = 128 and n = 8 follow from the counting in the docstring of `sampling.rules`.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
-from furlong.planners.sample import (
+from furlong.planners.sampling.rules import (
     EXACT,
     Factors,
     Sampling,

@@ -3,11 +3,11 @@
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import Factors, Sampling, draw_chunks
-from furlong.planners.sample_use import check_sampling, num_drawn, sampling_in_words
-from furlong.planners.sampled import sample_backwards
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import Factors, Sampling, draw_chunks
+from furlong.planners.sampling.use import check_sampling, num_drawn, sampling_in_words
 
 
 @pytest.mark.parametrize(

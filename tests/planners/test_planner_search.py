@@ -12,13 +12,13 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.planners.balance import deal_sequences
 from furlong.planners.budget import DoesNotFitError, fit
-from furlong.planners.candidates import Room
+from furlong.planners.chunks.balance import deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
-from furlong.planners.methods import PUBLISHED, chunkflow, combined
-from furlong.planners.replicas import join_replicas
-from furlong.planners.search import Problem, search
+from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.search.candidates import Room
+from furlong.planners.search.catalogue import PUBLISHED, chunkflow, combined
+from furlong.planners.search.search import Problem, search
 from furlong.simulate.clock import simulate, time_actions
 
 GIB = 2**30

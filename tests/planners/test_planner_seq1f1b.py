@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.plan.values import Backward, Forward
-from furlong.planners.groups import sliced_groups, whole_groups
-from furlong.planners.pipeline import plan_1f1b
-from furlong.planners.seq1f1b import (
+from furlong.planners.chunks.groups import sliced_groups, whole_groups
+from furlong.planners.chunks.split import equal_work_bounds, split_equal_work
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import (
     backward_places,
     plan_seq1f1b,
     recompute_on_diagonals,
     windows,
 )
-from furlong.planners.split import equal_work_bounds, split_equal_work
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -21,8 +21,8 @@ from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import SHARDED, Backward, Forward, Reduce
-from furlong.planners.balance import sequence_work
-from furlong.planners.skrull import (
+from furlong.planners.chunks.balance import sequence_work
+from furlong.planners.methods.skrull import (
     MicroBatch,
     model_seconds,
     plan_skrull,

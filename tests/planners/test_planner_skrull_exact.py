@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from furlong.cost import skrull
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED
-from furlong.planners.skrull import schedule_skrull, step_s
-from furlong.planners.skrull_exact import Problem, solve_skrull
+from furlong.planners.methods.skrull import schedule_skrull, step_s
+from furlong.planners.methods.skrull_exact import Problem, solve_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time
 FIT = skrull.TimeFit(

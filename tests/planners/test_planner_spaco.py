@@ -11,14 +11,13 @@ from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
 from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.fpdt import plan_fpdt
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
-from furlong.planners.sample import EXACT, Factors, Sampling, draw_chunks
-from furlong.planners.sampled import sample_backwards, sampled
-from furlong.planners.spaco import plan_seco, plan_spaco
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.sampling.plans import sample_backwards, sampled
+from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw_chunks
+from furlong.planners.sampling.spaco import plan_seco, plan_spaco
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -42,14 +41,14 @@ def test_seco_forwards_all_then_recomputes_and_goes_back_from_the_last():
 
 def test_seco_costs_a_third_more_than_a_plain_step():
     for seq_len in (16_384, 16_000, 100):
-        plain = plan_chunkflow([seq_len], ChunkOptions(size=seq_len), num_layers=2)
+        plain = plan_chunkflow([seq_len], ChunkOptions(size=seq_len), stages=(2,))
         seco = plan_seco([seq_len], num_layers=2, chunk_size=128)
         assert step(seco) / step(plain) == pytest.approx(4 / 3)
 
 
 def inference(seq_len, chunk_size=128):
     options = ChunkOptions(size=chunk_size)
-    return step(plan_chunkflow([seq_len], options, num_layers=2, backward=False))
+    return step(plan_chunkflow([seq_len], options, stages=(2,), backward=False))
 
 
 @pytest.mark.parametrize(("t", "of_seco"), [(8, 0.297), (16, 0.344), (32, 0.4375)])
@@ -169,17 +168,17 @@ def test_every_data_parallel_rank_and_every_stage_has_something_to_reduce():
     check(plan)
     sampled = sample_backwards(plan, {1: Factors(4, 1)})
     assert [(a.chunk, a.loss_factor) for a in trained(sampled)] == [(1, 4), (2, 0)]
-    pipeline = plan_chunkflow_pipeline([9, 3], ChunkOptions(size=2), stages=(1, 1, 1))
+    pipeline = plan_chunkflow([9, 3], ChunkOptions(size=2), stages=(1, 1, 1))
     assert [len(trained(sample_backwards(pipeline, {}))), len(pipeline.stages)] == [3, 3]
 
 
 WHOLE = {
-    "chunkflow": plan_chunkflow([23, 9, 2, 2], ChunkOptions(size=3), num_layers=2),
+    "chunkflow": plan_chunkflow([23, 9, 2, 2], ChunkOptions(size=3), stages=(2,)),
     "keeps inputs": plan_chunkflow(
-        [23, 9, 2, 2], ChunkOptions(size=3, keep="input", num_retained=2), num_layers=2
+        [23, 9, 2, 2], ChunkOptions(size=3, keep="input", num_retained=2), stages=(2,)
     ),
-    "pipeline": plan_chunkflow_pipeline([23, 9, 2], ChunkOptions(size=3), stages=(1, 1, 1)),
-    "pipeline of inputs": plan_chunkflow_pipeline(
+    "pipeline": plan_chunkflow([23, 9, 2], ChunkOptions(size=3), stages=(1, 1, 1)),
+    "pipeline of inputs": plan_chunkflow(
         [23, 9, 2], ChunkOptions(size=3, keep="input"), stages=(2, 1), recompute="lazy"
     ),
     "layer-first": plan_fpdt([23, 9, 2], num_layers=4, stage_layers=2, chunk_size=3),

@@ -11,8 +11,8 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import SHARDED
-from furlong.planners.skrull import plan_skrull
-from furlong.planners.ulysses import plan_ulysses, with_zero_3
+from furlong.planners.methods.skrull import plan_skrull
+from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
 
 K = 1024

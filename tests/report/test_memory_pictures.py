@@ -11,8 +11,8 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
 from furlong.plan.values import Tiers
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.fpdt import plan_fpdt
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.report.memory_picture import save_memory_picture
 from furlong.report.plan_report import report_plan
@@ -59,7 +59,7 @@ def test_a_row_per_timeline_with_its_peak(tmp_path):
 
 
 def test_png_grows_with_its_rows_and_names_no_empty_tier(tmp_path):
-    plan = plan_chunkflow([9000], ChunkOptions(size=1024), num_layers=28)
+    plan = plan_chunkflow([9000], ChunkOptions(size=1024), stages=(28,))
     timeline = simulate(plan, MODEL.costs(plan), memory=MODEL.memory())
     heights = []
     for count in (1, 4):
@@ -73,6 +73,6 @@ def test_png_grows_with_its_rows_and_names_no_empty_tier(tmp_path):
 
 
 def test_a_timeline_without_memory_is_refused(tmp_path):
-    plan = plan_chunkflow([9], ChunkOptions(size=4), num_layers=2)
+    plan = plan_chunkflow([9], ChunkOptions(size=4), stages=(2,))
     with pytest.raises(ValueError, match="'bare' has no memory of rank 0"):
         save_memory_picture({"bare": simulate(plan, UnitCosts(plan))}, tmp_path / "a.svg")

@@ -11,14 +11,14 @@ from furlong.cost.known_models import model_shape
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.plan.values import Forward, Tiers
-from furlong.planners.candidates import Candidate
-from furlong.planners.chunkflow import group_chunks
+from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks.placement import shard
 from furlong.planners.layout import Layout
-from furlong.planners.longest import longest_sequence
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_1f1b
-from furlong.planners.placement import shard
-from furlong.planners.replicas import join_replicas
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.search.candidates import Candidate
+from furlong.planners.search.longest import longest_sequence
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.plan_report import Breakdown, report_plan
 from furlong.report.plan_text import format_report, num_retained

@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from furlong.plan.values import Backward, Forward, Recompute
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.report.scene import Panel
 from furlong.report.timeline import save_timelines
 from furlong.simulate.clock import simulate
@@ -35,7 +35,7 @@ class Counted:
 
 def panel(title="a </script> title", num_stages=3):
     options = ChunkOptions(size=4, keep="kv", hybrid=False)
-    plan = plan_chunkflow_pipeline((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
+    plan = plan_chunkflow((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
     timeline = simulate(plan, Linked(plan), memory=Counted())
     return Panel(timeline, plan, title, (6 << 30,) * num_stages, "units")
 

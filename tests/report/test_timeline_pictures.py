@@ -11,9 +11,8 @@ import pytest
 from furlong.errors import ConfigError
 from furlong.plan.text import parse_action
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
-from furlong.planners.chunkflow import plan_chunkflow
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.report.legend import with_shared_owners
 from furlong.report.looks import COLOURS, PACKED_COLOUR, fill, tint
 from furlong.report.picture import MAX_RANKS
@@ -39,7 +38,7 @@ class Counted:
 
 def pipeline(num_stages=2, **dials):
     options = ChunkOptions(size=4, keep="kv", **dials)
-    return plan_chunkflow_pipeline((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
+    return plan_chunkflow((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
 
 
 def panel(plan, **fields):
@@ -85,9 +84,7 @@ def test_png_grows_with_its_panels(tmp_path):
 
 def test_several_panels_have_one_legend_with_one_colour_per_sequence(tmp_path):
     path = tmp_path / "a.svg"
-    backwards = plan_chunkflow_pipeline(
-        (9, 1, 2, 12, 1), ChunkOptions(size=4, keep="kv"), stages=(1, 1)
-    )
+    backwards = plan_chunkflow((9, 1, 2, 12, 1), ChunkOptions(size=4, keep="kv"), stages=(1, 1))
     save_timelines([panel(pipeline(num_retained=1)), panel(backwards)], path)
     words = words_of(path.read_text())
     for word in ("forward", "backward", "idle", "limit of device memory", "packed sequences"):
@@ -156,7 +153,7 @@ def test_memory_is_a_curve_from_the_start_and_has_no_late_sends():
 
 
 def test_one_rank_without_memory_and_a_stage_in_labels(tmp_path):
-    plan = plan_chunkflow([9, 2], ChunkOptions(size=4), num_layers=2)
+    plan = plan_chunkflow([9, 2], ChunkOptions(size=4), stages=(2,))
     scene = make_scene(Panel(simulate(plan, UnitCosts(plan)), plan))
     assert not scene.has_memory
     assert not scene.labels_stages

@@ -30,10 +30,11 @@ from furlong.plan.values import (
     Slice,
     Tiers,
 )
-from furlong.planners.chunkflow import group_chunks, plan_chunkflow
-from furlong.planners.one_device import plan_on_device
+from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_1f1b
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
@@ -64,7 +65,7 @@ def planned(options=LAYER_FIRST, lens=LENS) -> ChunkPlan:
 
 def test_a_plan_of_several_ranks_is_refused() -> None:
     """Half a gradient would look like a whole one."""
-    plan = plan_chunkflow(LENS, OPTIONS, num_layers=3)
+    plan = plan_chunkflow(LENS, OPTIONS, stages=(3,))
     execute(plan)
     two = dataclasses.replace(plan, actions=plan.actions * 2)
     with pytest.raises(PlanError, match="one rank: the plan has 2"):
@@ -75,7 +76,7 @@ def test_a_plan_of_several_ranks_is_refused() -> None:
 
 
 def test_sequences_of_other_lengths_are_refused() -> None:
-    plan = plan_chunkflow([21, 5], OPTIONS, num_layers=3)
+    plan = plan_chunkflow([21, 5], OPTIONS, stages=(3,))
     with pytest.raises(DataError, match="sequences of 21, 4 tokens"):
         execute(plan)
 

@@ -20,8 +20,8 @@ from furlong.kv.pools.staged import StagedPool
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import Tiers
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from furlong.errors import PlanError
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, Recompute, Recv, Send
-from furlong.planners.chunkflow import plan_chunkflow
-from furlong.planners.groups import whole_groups
+from furlong.planners.chunks.groups import whole_groups
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_1f1b, plan_chunkflow_pipeline
+from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -207,7 +207,7 @@ def reference_step(plan, costs):
 
 
 pipelines = st.builds(
-    plan_chunkflow_pipeline,
+    plan_chunkflow,
     st.lists(st.integers(1, 40), min_size=1, max_size=10),
     st.builds(
         ChunkOptions,
@@ -284,9 +284,9 @@ def test_simulates_a_hundred_thousand_actions_in_two_seconds(num_stages):
     seq_lens = [24] * (24_000 // num_stages)
     options = ChunkOptions(size=24 if num_stages > 1 else 12, keep="kv", hybrid=False)
     if num_stages == 1:
-        plan = plan_chunkflow(seq_lens, options, num_layers=2)
+        plan = plan_chunkflow(seq_lens, options, stages=(2,))
     else:
-        plan = plan_chunkflow_pipeline(seq_lens, options, stages=(1,) * num_stages)
+        plan = plan_chunkflow(seq_lens, options, stages=(1,) * num_stages)
     assert sum(map(len, plan.actions)) > 90_000
     costs = UnitCosts(plan)
     start = time.process_time()

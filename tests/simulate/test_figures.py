@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.plan.text import parse_action
+from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import plan_chunkflow_pipeline
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import RankSeconds, measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -88,7 +88,7 @@ def test_an_empty_timeline():
     st.floats(0, 3),
 )
 def test_shares_add_up_to_one(seq_lens, size, num_stages, transfer_s):
-    plan = plan_chunkflow_pipeline(seq_lens, ChunkOptions(size=size), stages=(1,) * num_stages)
+    plan = plan_chunkflow(seq_lens, ChunkOptions(size=size), stages=(1,) * num_stages)
     costs = UnitCosts(plan)
     costs.transfer_s = lambda action, rank: transfer_s
     figures = measure(simulate(plan, costs))

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import Sampling
-from furlong.planners.sampled import sampled
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.sampling.plans import sampled
+from furlong.planners.sampling.rules import Sampling
 from furlong.train.draws import drawn_share, step_options
 
 

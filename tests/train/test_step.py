@@ -18,10 +18,10 @@ from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
 from furlong.plan.text import parse_action
 from furlong.plan.values import ChunkPlan
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample import EXACT
-from furlong.planners.sampled import sample_backwards
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import EXACT
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.fitting import Fitting

@@ -20,7 +20,7 @@ from furlong.cli.main import main
 from furlong.config.data import DataConfig
 from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig, TrainConfig
 from furlong.config.sources import build_run
-from furlong.planners.sample import EXACT, Factors, Sampling, draw
+from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
 from furlong.runtime.loss_head import LossHead
 from furlong.verify import run as verify_run

@@ -12,10 +12,10 @@ from furlong.cli.plan_sample import sample_json, sample_words
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.plan.text import save_plan
-from furlong.planners.candidates import Candidate
-from furlong.planners.longest import Longest, longest_sequence
-from furlong.planners.methods import SEARCHED
-from furlong.planners.search import Found
+from furlong.planners.search.candidates import Candidate
+from furlong.planners.search.catalogue import SEARCHED
+from furlong.planners.search.longest import Longest, longest_sequence
+from furlong.planners.search.search import Found
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line

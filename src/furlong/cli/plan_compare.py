@@ -10,8 +10,8 @@ from furlong.cli.plan_files import save, with_few_ranks
 from furlong.cli.plan_search import OURS, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.planners.flexsp import estimate_flexsp
-from furlong.planners.search import Found, Problem
+from furlong.planners.methods.flexsp import estimate_flexsp
+from furlong.planners.search.search import Found, Problem
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import report_plan

@@ -13,14 +13,14 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import ChunkPlan
-from furlong.planners.auto import FREE_RAM, Decision, decide, dials_of
-from furlong.planners.auto_search import MARGIN, Searched, Tried
-from furlong.planners.candidates import Candidate
+from furlong.planners.auto.decide import FREE_RAM, Decision, decide, dials_of
+from furlong.planners.auto.search import MARGIN, Searched, Tried
 from furlong.planners.layout import Layout
-from furlong.planners.one_device import plan_on_device
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict
-from furlong.planners.search import Found, Outcome, Refusal, Trial
+from furlong.planners.search.candidates import Candidate
+from furlong.planners.search.search import Found, Outcome, Refusal, Trial
 
 
 def with_run_budget(subject: Subject) -> Subject:

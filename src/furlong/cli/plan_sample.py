@@ -9,8 +9,8 @@ from typing import Any
 
 from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan
-from furlong.planners.sample import Sampling
-from furlong.planners.sample_use import check_sampling, num_drawn, sampling_in_words
+from furlong.planners.sampling.rules import Sampling
+from furlong.planners.sampling.use import check_sampling, num_drawn, sampling_in_words
 
 
 def check_dials(

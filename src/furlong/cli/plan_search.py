@@ -11,9 +11,9 @@ from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
-from furlong.planners.candidates import Candidate, Ladder, Room
-from furlong.planners.methods import ABLATIONS, PUBLISHED, Method, combined
-from furlong.planners.search import Found, search
+from furlong.planners.search.candidates import Candidate, Ladder, Room
+from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
+from furlong.planners.search.search import Found, search
 from furlong.report.patience import Tell
 from furlong.report.words import count_words
 

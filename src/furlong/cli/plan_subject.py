@@ -24,10 +24,10 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training, ZeroStage
 from furlong.errors import ConfigError
 from furlong.plan.values import Tier
-from furlong.planners.auto import given_dials
-from furlong.planners.auto import training_of as training_of_run
+from furlong.planners.auto.decide import given_dials
+from furlong.planners.auto.decide import training_of as training_of_run
 from furlong.planners.options import ChunkOptions, checked_tier
-from furlong.planners.search import Problem
+from furlong.planners.search.search import Problem
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count

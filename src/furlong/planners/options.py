@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_args
 
 from furlong.errors import ConfigError
 from furlong.plan.values import Keep, Order, Tier, Tiers
-from furlong.planners.sample import Sampling, sampling_of
+from furlong.planners.sampling.rules import Sampling, sampling_of
 
 TIER_KINDS = tuple(field.name for field in fields(Tiers))
 """Kinds of memory that a mapping of tiers may name."""

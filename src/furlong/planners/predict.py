@@ -14,12 +14,12 @@ from typing import NamedTuple
 from furlong.cost.memory_curve import MemoryCurve
 from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
-from furlong.planners.groups import Groups
+from furlong.planners.chunks.groups import Groups
 from furlong.planners.layout import first_alike
-from furlong.planners.one_device import plan_groups, stages_of, walk_group
 from furlong.planners.options import ChunkOptions
-from furlong.planners.pipeline import number_chunks
-from furlong.planners.sampled import sampled
+from furlong.planners.orders.one_device import plan_groups, stages_of, walk_group
+from furlong.planners.orders.pipeline import number_chunks
+from furlong.planners.sampling.plans import sampled
 from furlong.simulate.clock import Times, time_actions
 
 

@@ -24,7 +24,7 @@ from furlong.errors import ConfigError
 from furlong.models.build import read_config
 from furlong.models.folder import check_folder
 from furlong.plan.lengths import count_lengths
-from furlong.planners.auto import (
+from furlong.planners.auto.decide import (
     FREE_RAM,
     SEARCHED_DIALS,
     Decision,
@@ -32,9 +32,9 @@ from furlong.planners.auto import (
     given_dials,
     training_of,
 )
-from furlong.planners.auto_search import MARGIN
+from furlong.planners.auto.search import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.sample_use import check_sampling
+from furlong.planners.sampling.use import check_sampling
 from furlong.runtime.pools import Storage
 
 DIALS = (*SEARCHED_DIALS, "stage_layers")

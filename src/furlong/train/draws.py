@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample_use import num_drawn
+from furlong.planners.sampling.use import num_drawn
 
 
 def step_options(options: ChunkOptions, step: int) -> ChunkOptions:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from furlong.data.loader import Batch
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sample_use import num_drawn
+from furlong.planners.sampling.use import num_drawn
 from furlong.runtime.memory import give_back_memory
 from furlong.runtime.rng import RNGState
 from furlong.train.fitting import is_out_of_memory
@@ -47,8 +47,8 @@ def check_sample(
     watch: Callable[[], None] = lambda: None,
 ) -> SampleCheck | None:
     """Compares the two gradients of the batch's longest sequence with a label, with the draw that
-    `options` say; None where memory did not suffice for both, or `watch`, called after every action,
-    raises MemoryError.
+    `options` say; None where memory did not suffice for both.
+    `watch` is called after every action, and its MemoryError is a lack of memory.
 
     Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
     modes are afterwards as before.

@@ -10,7 +10,7 @@ from furlong.config.schema import RunConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
-from furlong.planners.auto import given_dials
+from furlong.planners.auto.decide import given_dials
 from furlong.train.run_folder import RunFolder, open_run_folder
 from furlong.train.trackers import check_packages
 

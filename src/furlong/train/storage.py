@@ -13,7 +13,7 @@ from furlong.config.tiers import names_tier
 from furlong.cost.hardware import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
-from furlong.planners.auto import Decision
+from furlong.planners.auto.decide import Decision
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.runtime.pools import Storage
 from furlong.units import format_bytes

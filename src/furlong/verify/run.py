@@ -12,7 +12,7 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
-from furlong.planners.auto import dials_in_words, given_dials
+from furlong.planners.auto.decide import dials_in_words, given_dials
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
 from furlong.units import format_seconds

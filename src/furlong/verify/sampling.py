@@ -18,17 +18,17 @@ import torch
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.auto import given_dials
+from furlong.planners.auto.decide import given_dials
 from furlong.planners.options import fixed_options
-from furlong.planners.sample import (
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import (
     Factors,
     Sampling,
     draw,
     expected_weight,
     fixed_factors,
 )
-from furlong.planners.sample_use import check_sampling, sampling_in_words
-from furlong.planners.sampled import sample_backwards
+from furlong.planners.sampling.use import check_sampling, sampling_in_words
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
 from furlong.verify.checks import Bound, Finding

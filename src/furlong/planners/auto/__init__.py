@@ -1,0 +1,1 @@
+"""The dials of a run on one device: what `auto` means in `furlong train`."""

@@ -1,0 +1,244 @@
+"""The search of `auto` on one device: over orders, stage heights, chunk sizes, keeps and tiers.
+
+    found = search_device(Space(model, ...), Budgets(24 * 2**30, disk_bytes=10**12))
+    found.best.options, found.best.step_s, found.best.needs
+
+Every candidate has closed forms (`auto_estimate`): those whose least bytes exceed a budget are left
+out, the others are taken by their estimated seconds, simulated, and walked on the longest sequence,
+which must fit. Work is bounded by counts, never by a clock: equal questions have equal answers.
+
+Where the given dials sample, seconds are those of a draw, which is the same for all candidates; but
+memory must hold the exact plan, for any draw may be of all chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from furlong.cost.memory_curve import MemoryCurve
+from furlong.plan.values import Chunk, Tier, Tiers
+from furlong.planners.auto.candidates import (
+    Space,
+    groups_of_steps,
+    longest_step,
+    options_of,
+    sizes,
+)
+from furlong.planners.auto.estimate import ByteBound, TimeEstimate
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device, stages_of
+from furlong.planners.predict import Needs, needs_of, simulated_s
+
+SLACK = 0.02
+"""Plans whose times differ by less are alike: no prediction is better."""
+MARGIN = 0.10
+"""Share of the device's budget that plans leave free: what a prediction of peak memory may miss.
+A calibration whose residuals are smaller sets a smaller one."""
+_NEAR = 0.005
+"""What a message of what would fit may be wrong by, as a share of it."""
+_MAX_ACTIONS = 16_000
+"""Walked and simulated in all once a plan fits, twice as many while none does: then the search
+ends."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that a step may use in each tier; 0: the tier is not there; None: no limit."""
+
+    device_bytes: int
+    host_bytes: int | None = 0
+    disk_bytes: int | None = 0
+    margin: float = MARGIN
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of the device, without the margin."""
+        return int(self.device_bytes * (1 - self.margin))
+
+    @property
+    def lower_tiers(self) -> tuple[Tier, ...]:
+        """Those that are there, besides the device."""
+        budgets: tuple[tuple[Tier, int | None], ...] = (
+            ("host", self.host_bytes),
+            ("disk", self.disk_bytes),
+        )
+        return tuple(tier for tier, budget in budgets if budget != 0)
+
+    def hold(self, needs: Needs) -> bool:
+        """Whether each tier has room for what is needed of it."""
+        return not self.lacks(needs)
+
+    def lacks(self, needs: Needs) -> int:
+        """Bytes that do not fit, of all tiers together."""
+        limits = self.limit_bytes, self.host_bytes, self.disk_bytes
+        return sum(
+            max(0, used - limit)
+            for used, limit in zip(needs, limits, strict=True)
+            if limit is not None
+        )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One plan, simulated and walked."""
+
+    options: ChunkOptions
+    step_s: float
+    """Of all steps of the search's batch together."""
+    needs: Needs
+    curve: MemoryCurve
+    """Of the longest sequence."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search has found."""
+
+    tried: tuple[Tried, ...]
+    """Those that fit, the chosen one first, then by their seconds."""
+    refused: tuple[Tried, ...]
+    """Those that do not fit after all, the one that lacks least first."""
+    alike: int
+    """Plans of the chosen one's order, heights and tiers within the slack of its time."""
+    num_pruned: int
+    """Left out by their bounds: their least bytes, or their seconds."""
+    seconds: float = field(default=0.0, compare=False)
+    """Of the search."""
+
+    @property
+    def best(self) -> Tried:
+        return self.tried[0]
+
+
+def search_device(space: Space, budgets: Budgets) -> Searched:
+    """The fastest plan that fits; of those alike the one that needs least memory on the device.
+    Where none fits, not with four times as many chunks and cells either, nothing is in `tried`."""
+    started_s = time.monotonic()
+    state = _Search(space, budgets)
+    if not state.run():
+        finer = replace(space, most_chunks=4 * space.most_chunks, most_cells=4 * space.most_cells)
+        state = _Search(finer, budgets)
+        if not state.run():
+            state.try_least()
+    return state.found(started_s)
+
+
+class _Search:
+    def __init__(self, space: Space, budgets: Budgets) -> None:
+        self._space, self._budgets = space, budgets
+        self._groups: dict[int, list[list[Chunk]]] = {}
+        self._fitting: list[Tried] = []
+        self._refused: list[Tried] = []
+        self._num_actions = 0
+        self._all = list(self._candidates())
+
+    def run(self) -> bool:
+        """Whether a plan fits."""
+        open_ones = [c for c in self._all if self._budgets.hold(c[1])]
+        open_ones.sort(key=lambda c: (c[0], _num_lowered(c[2].tiers), c[1]))
+        for estimate_s, _, options in open_ones:
+            if self._is_done(estimate_s):
+                break
+            self._try(options)
+        return bool(self._fitting)
+
+    def found(self, started_s: float) -> Searched:
+        num_tried = len(self._fitting) + len(self._refused)
+        tried, alike = self._ranked()
+        refused = sorted(self._refused, key=lambda t: self._budgets.lacks(t.needs))
+        return Searched(
+            tried, tuple(refused), alike, len(self._all) - num_tried,
+            seconds=time.monotonic() - started_s,
+        )  # fmt: skip
+
+    def try_least(self) -> None:
+        """Finds what lacks least, for the message that no plan fits."""
+        lacks = self._budgets.lacks
+        known = {tried.options for tried in self._refused}
+        for _, needs, options in sorted(self._all, key=lambda c: (lacks(c[1]), c[0])):
+            nearest = min((lacks(t.needs) for t in self._refused), default=inf)
+            if self._fitting or nearest <= lacks(needs) + _NEAR * sum(needs):
+                break
+            if options not in known:
+                self._try(options)
+
+    def _is_done(self, estimate_s: float) -> bool:
+        if self._num_actions > _MAX_ACTIONS * (1 if self._fitting else 2):
+            return True
+        if len(self._fitting) < 2 or "sample" in self._space.given:
+            return False  # the estimates are of whole backwards
+        return estimate_s > self._fastest.step_s * (1 + SLACK)
+
+    @property
+    def _fastest(self) -> Tried:
+        return min(self._fitting, key=lambda t: (t.step_s, _num_lowered(t.options.tiers)))
+
+    def _ranked(self) -> tuple[tuple[Tried, ...], int]:
+        """Those that fit: the chosen one, then the others by their seconds."""
+        if not self._fitting:
+            return (), 0
+        fastest = self._fastest
+        alike = [
+            tried
+            for tried in self._fitting
+            if _walk_of(tried.options) == _walk_of(fastest.options)
+            and tried.step_s <= fastest.step_s * (1 + SLACK)
+        ]
+        best = min(alike, key=lambda tried: (tried.needs, tried.step_s))
+        others = sorted((t for t in self._fitting if t is not best), key=lambda t: t.step_s)
+        return (best, *others), len(alike)
+
+    def _try(self, options: ChunkOptions) -> None:
+        space = self._space
+        plan = plan_on_device(
+            longest_step(space, options.size), options, num_layers=space.model.shape.num_layers
+        )
+        curve = space.model.memory().curve(plan, 0)
+        needs = needs_of(curve)
+        self._num_actions += len(plan.actions[0])
+        if not self._budgets.hold(needs):
+            self._refused.append(Tried(options, 0.0, needs, curve))
+            return
+        groups = self._chunks(options.size)
+        step_s = simulated_s(space.model, space.seq_lens, groups, options)
+        self._num_actions += sum(map(len, groups)) * self._simulated(options)
+        self._fitting.append(Tried(options, step_s, needs, curve))
+
+    def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
+        """(about its seconds, its least bytes, options) of each."""
+        space = self._space
+        for size in sizes(space):
+            estimate = TimeEstimate(space.model, space.seq_lens, self._chunks(size))
+            others = sum(longest_step(space, size)) - space.longest
+            bound = ByteBound(space.model, space.longest, size, others)
+            for options in options_of(space, size, self._budgets.lower_tiers):
+                yield estimate.seconds(options), bound.needs(options), options
+
+    def _simulated(self, options: ChunkOptions) -> int:
+        """Actions of a chunk in a simulation, about: layer-first that of four stages, of a draw all
+        of them."""
+        if options.order == "chunk-first":
+            return 3
+        if options.sampling is None:
+            return 14
+        return 4 * len(stages_of(self._space.model.shape.num_layers, options))
+
+    def _chunks(self, size: int) -> list[list[Chunk]]:
+        if size not in self._groups:
+            self._groups[size] = groups_of_steps(
+                self._space.seq_lens, size, self._space.sequences_per_step
+            )
+        return self._groups[size]
+
+
+def _walk_of(options: ChunkOptions) -> tuple[object, ...]:
+    return options.order, options.stage_layers, options.tiers
+
+
+def _num_lowered(tiers: Tiers) -> int:
+    """Kinds of memory that leave the device, for one of two plans that are as fast."""
+    kinds = (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs)
+    return sum(tier != "device" for tier in kinds)

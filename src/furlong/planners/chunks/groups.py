@@ -1,0 +1,102 @@
+"""Ways to make groups of chunks.
+
+A group is all pieces of one sequence in order, or one packed chunk. Groups run in the order in
+which they are listed; these functions list the one with most tokens first, since a short sequence
+before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from furlong.errors import DataError
+from furlong.plan.values import Chunk, Slice
+from furlong.planners.chunks.pack import pack
+from furlong.planners.chunks.split import split_equal_work, split_long
+from furlong.planners.options import ChunkOptions
+
+Groups = Sequence[Sequence[Chunk]]
+
+
+def group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[Chunk]]:
+    """The chunks of every cut sequence, and every packed chunk by itself; most tokens first."""
+    refuse_unusable(seq_lens)
+    long = split_long(seq_lens, options.size)
+    short = {seq_id: n for seq_id, n in enumerate(seq_lens) if seq_id not in long}
+    tails = [pieces[-1].num_tokens for pieces in long.values()] if options.hybrid else []
+    bins = [
+        [Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids]
+        for seq_ids in pack(short, options.size, taken=tails)
+    ]
+    groups = [[Chunk((piece,)) for piece in pieces] for pieces in long.values()]
+    if options.hybrid:
+        for group, joined in zip(groups, bins, strict=False):
+            # a chunk's piece with a prefix comes first
+            group[-1] = Chunk((*group[-1].slices, *joined))
+    groups += [[Chunk(tuple(slices))] for slices in bins[len(tails) :]]
+    return longest_first(groups)
+
+
+def whole_groups(seq_lens: Sequence[int]) -> list[list[Chunk]]:
+    """Every sequence is one chunk."""
+    return sliced_groups(seq_lens, num_slices=1)
+
+
+def padded_groups(
+    seq_lens: Sequence[int], *, pad_to: int | None = None
+) -> tuple[tuple[int, ...], list[list[Chunk]]]:
+    """Every sequence padded to `pad_to` tokens (None: as long as the longest) is one chunk.
+
+    Returns the padded lengths too: for a plan a padding token is a token, only without a label.
+    """
+    longest = max(seq_lens, default=0)
+    target = longest if pad_to is None else pad_to
+    if target < longest:
+        raise DataError(
+            given=f"a sequence of {longest} tokens that is to be padded to {target}",
+            required=f"at least {longest} tokens",
+            source="the lengths of the global batch",
+            change="pad to more tokens, or cut the sequence",
+        )
+    padded = (target,) * len(seq_lens)
+    return padded, whole_groups(padded)
+
+
+def packed_groups(seq_lens: Sequence[int], chunk_size: int) -> list[list[Chunk]]:
+    """Whole sequences packed into chunks of at most `chunk_size` tokens; none is cut."""
+    refuse_unusable(seq_lens)
+    bins = pack(dict(enumerate(seq_lens)), chunk_size)
+    return longest_first(
+        [Chunk(tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids))] for seq_ids in bins
+    )
+
+
+def sliced_groups(
+    seq_lens: Sequence[int], *, num_slices: int, quadratic: float = 0.0, linear: float = 1.0
+) -> list[list[Chunk]]:
+    """Every sequence cut into `num_slices` chunks of equal tokens, or with `quadratic` of equal
+    work (`planners.chunks.split.split_equal_work`); Seq1F1B's two ways."""
+    refuse_unusable(seq_lens)
+    work = {"quadratic": quadratic, "linear": linear}
+    return longest_first(
+        [Chunk((piece,)) for piece in split_equal_work(seq_id, seq_len, num_slices, **work)]
+        for seq_id, seq_len in enumerate(seq_lens)
+    )
+
+
+def refuse_unusable(seq_lens: Sequence[int]) -> None:
+    """Raise DataError for a batch without sequences and for a sequence without tokens."""
+    empty = next((seq_id for seq_id, seq_len in enumerate(seq_lens) if seq_len < 1), None)
+    if seq_lens and empty is None:
+        return
+    raise DataError(
+        given="no sequences" if empty is None else f"sequence {empty} has {seq_lens[empty]} tokens",
+        required="at least one sequence, and at least one token in each",
+        source="the lengths of the global batch",
+        change="give every rank a sequence; one token without a label will do",
+    )
+
+
+def longest_first(groups: Iterable[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """The groups by falling tokens; equal ones stay in their order."""
+    return sorted(map(list, groups), key=lambda group: -sum(chunk.num_tokens for chunk in group))

@@ -1,0 +1,223 @@
+"""Plans of whole sequences on one stage: every chunk runs forward and backward before the next.
+
+What data parallelism, Ulysses and Skrull have in common. A device holds one chunk at a time, so its
+memory says how many tokens that may have; checkpointed layers buy more tokens with time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
+from furlong.plan.check import check
+from furlong.plan.values import (
+    SHARDED,
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Reduce,
+    Slice,
+)
+from furlong.planners.chunks.pack import pack
+from furlong.simulate.clock import time_actions
+from furlong.units import format_bytes
+
+Replicas = Sequence[Sequence[Chunk]]
+"""The chunks of each replica in their order."""
+
+
+def chunk_by_chunk(
+    seq_lens: Sequence[int],
+    replicas: Replicas,
+    *,
+    num_layers: int,
+    sp_size: int = 1,
+    recompute_layers: int = 0,
+) -> ChunkPlan:
+    """The plan, not checked yet; replica d is rank d. `recompute_layers`: that many first layers
+    are checkpointed, each by its own input."""
+    chunks: list[Chunk] = []
+    lists: list[tuple[Action, ...]] = []
+    for own in replicas:
+        actions: list[Action] = []
+        for chunk in range(len(chunks), len(chunks) + len(own)):
+            actions += Forward(chunk, 0, "all", recompute_layers), Backward(chunk, 0)
+        chunks += own
+        lists.append((*actions, Reduce(0)))
+    return ChunkPlan(
+        seq_lens=tuple(seq_lens),
+        chunks=tuple(chunks),
+        stages=(num_layers,),
+        actions=tuple(lists),
+        sp_size=sp_size,
+    )
+
+
+def packed_chunks(
+    seq_ids: Sequence[int], seq_lens: Sequence[int], chunk_size: int | None, *, placement: int
+) -> list[Chunk]:
+    """The sequences of one replica as chunks of at most `chunk_size` tokens, or (None) one by one;
+    all at one placement."""
+    bins = [[seq_id] for seq_id in seq_ids]
+    if chunk_size is not None:
+        bins = pack({seq_id: seq_lens[seq_id] for seq_id in seq_ids}, chunk_size)
+    return [Chunk(tuple(Slice(i, 0, seq_lens[i], placement) for i in own)) for own in bins]
+
+
+def chunk_seconds(
+    seq_lens: Sequence[int],
+    chunks: Sequence[Chunk],
+    model: CostModel,
+    *,
+    sp_size: int,
+    dp_size: int = 1,
+    recompute_layers: int = 0,
+) -> list[float]:
+    """Forward and backward of each chunk by itself, on one of `dp_size` groups whose devices share
+    the state."""
+    num_layers = model.shape.num_layers
+    plan = chunk_by_chunk(
+        seq_lens,
+        [chunks],
+        num_layers=num_layers,
+        sp_size=sp_size,
+        recompute_layers=recompute_layers,
+    )
+    costs = model.costs(replace(plan, actions=plan.actions * dp_size))
+    *cells, _ = plan.actions[0]
+    seconds = [costs.compute_s(action, 0) for action in cells]
+    return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
+
+
+def peak_bytes(
+    model: CostModel, device_tokens: int, *, dp_size: int, sp_size: int, recompute_layers: int
+) -> int:
+    """Bytes that a device needs with `device_tokens` tokens at a time."""
+    num_tokens = device_tokens * sp_size
+    chunk = Chunk((Slice(0, 0, num_tokens, SHARDED if sp_size > 1 else 0),))
+    num_layers = model.shape.num_layers
+    plan = chunk_by_chunk(
+        (num_tokens,),
+        [[chunk]],
+        num_layers=num_layers,
+        sp_size=sp_size,
+        recompute_layers=recompute_layers,
+    )
+    # the other replicas share the state; one that runs is enough
+    plan = replace(plan, actions=plan.actions * dp_size)
+    return max(model.memory().bytes_after(plan, 0))
+
+
+def fitting_tokens(
+    model: CostModel,
+    budget_bytes: int,
+    *,
+    dp_size: int,
+    sp_size: int,
+    recompute_layers: int = 0,
+) -> int:
+    """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits."""
+
+    def fits(num_tokens: int) -> bool:
+        layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
+        return peak_bytes(model, num_tokens, **layout) <= budget_bytes
+
+    if not fits(1):
+        return 0
+    low, high = 1, 1024
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fastest_plan(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    deal: Callable[[int], Replicas],
+    *,
+    dp_size: int,
+    sp_size: int,
+    recompute_layers: int | None = None,
+    budget_bytes: int | None = None,
+    device_tokens: int | None = None,
+) -> ChunkPlan:
+    """The checked plan of the chunks that `deal` makes for a number of tokens per device.
+
+    `recompute_layers`: None takes the number whose plan is predicted to be fastest, of a few.
+    `device_tokens`: None takes what memory allows.
+    Raises ConfigError where the longest sequence fits with no number of recomputed layers.
+    """
+    num_layers = model.shape.num_layers
+    budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
+    layout = {"dp_size": dp_size, "sp_size": sp_size}
+    needed = -(-max(seq_lens) // sp_size) if device_tokens is None else device_tokens
+    best_s, best = float("inf"), None
+    tried = recompute_choices(num_layers) if recompute_layers is None else [recompute_layers]
+    for layers in tried:
+        tokens = fitting_tokens(model, budget, recompute_layers=layers, **layout)
+        if tokens < needed:
+            continue
+        plan = chunk_by_chunk(
+            seq_lens,
+            deal(tokens if device_tokens is None else device_tokens),
+            num_layers=num_layers,
+            sp_size=sp_size,
+            recompute_layers=layers,
+        )
+        seconds = time_actions(plan, model.costs(plan)).duration_s
+        if seconds < best_s:
+            best_s, best = seconds, plan
+        if device_tokens is not None:
+            break
+    if best is None:
+        sizes = layout | {"recompute_layers": tried[-1]}
+        raise does_not_fit(seq_lens, model, budget, device_tokens=device_tokens, **sizes)
+    check(best, model.memory(budget))
+    return best
+
+
+def recompute_choices(num_layers: int) -> list[int]:
+    """Numbers of recomputed layers that are tried: none, all, and eighths between them."""
+    return sorted({round(num_layers * eighth / 8) for eighth in range(9)})
+
+
+def does_not_fit(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    budget_bytes: int,
+    *,
+    dp_size: int,
+    sp_size: int,
+    recompute_layers: int,
+    device_tokens: int | None = None,
+) -> ConfigError:
+    """The error for a longest sequence, or a wanted number of tokens, that is too much."""
+    layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
+    fitting = fitting_tokens(model, budget_bytes, **layout)
+    seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
+    needed = -(-seq_lens[seq_id] // sp_size) if device_tokens is None else device_tokens
+    each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
+    given = f"sequence {seq_id} of {seq_lens[seq_id]:,} tokens{each}"
+    ways = [f"give each device {format_bytes(peak_bytes(model, needed, **layout))}"]
+    if device_tokens is not None:
+        given = f"{device_tokens:,} tokens on a device at a time"
+        ways.append(f"ask for {fitting:,} tokens")
+    elif fitting:
+        least, num_heads = -(-seq_lens[seq_id] // fitting), model.shape.num_heads
+        # Ulysses divides the heads; beyond their number it takes another way to share a sequence
+        size = next((n for n in range(least, num_heads + 1) if num_heads % n == 0), least)
+        ways.append(f"spread a sequence over {size} devices")
+    return ConfigError(
+        given=given,
+        required=f"at most {fitting:,} tokens on a device, with {recompute_layers} of "
+        f"{model.shape.num_layers} layers recomputed",
+        source=f"a budget of {format_bytes(budget_bytes)} per device",
+        change=", ".join(ways) + ", or cut the sequence",
+    )

@@ -1,0 +1,1 @@
+"""InfiniPipe: equal-time chunks, elastic pipelines, recomputation by integer programs."""

@@ -1,0 +1,147 @@
+"""InfiniPipe: elastic pipelines over chunks of equal time, with checkpointing chosen per cell.
+
+Wang et al., arXiv 2509.21275. The longest sequence is cut into `num_slices` slices of equal time
+and the batch with it (`mesh`); chunks run in token-level 1F1B (`orders.seq1f1b`), those of the
+longest sequences first; how many layers each cell recomputes is the least that fits
+(`checkpointing`), and where two pipelines in a row are cheaper than one, sequences are parted
+(`grouping`). Slice numbers are tried from the smallest that fits with everything recomputed; the
+plan that the simulator finds fastest is returned.
+
+Bytes and seconds are the cost model's own. The times that balance chunks are a fit to them of the
+paper's form, a1 x^2 + a2 x.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from furlong.cost.model import CostModel
+from furlong.plan.check import check
+from furlong.plan.values import ON_DEVICE, Tiers
+from furlong.planners.budget import DoesNotFitError
+from furlong.planners.chunks.groups import Groups, refuse_unusable
+from furlong.planners.chunks.placement import shard
+from furlong.planners.infinipipe.checkpointing import Mode
+from furlong.planners.infinipipe.elastic import ElasticPlan, Map, NoRoom, Setting, plan_elastic
+from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
+from furlong.planners.infinipipe.mesh_fit import fit_work
+from furlong.planners.layout import cut_layers, mean_attended_keys
+
+Balance = Literal["time", "tokens"]
+
+_PATIENCE = 3
+"""Slice numbers in a row that bring nothing before the search ends."""
+
+
+@dataclass(frozen=True)
+class InfiniPipePlan(ElasticPlan):
+    num_slices: int
+    """Chunks of the longest sequence."""
+    tried: tuple[tuple[int, float], ...]
+    """(num_slices, predicted_s) of every candidate that was worked out."""
+
+
+def plan_infinipipe(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    *,
+    num_stages: int,
+    sp_size: int = 1,
+    budget_bytes: int | None = None,
+    stages: Sequence[int] | None = None,
+    tiers: Tiers = ON_DEVICE,
+    balance: Balance = "time",
+    checkpointing: Mode = "adaptive",
+    max_slices: int = 64,
+    mip_gap: float = 0.02,
+    time_limit_s: float = 60.0,
+    solve_map: Map = map,
+) -> InfiniPipePlan:
+    """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
+
+    `stages`: layers per stage, default those that balance the stages' work; rank s holds stage s.
+    With sp_size > 1 every slice is sharded over the sp group. `balance` and `checkpointing` switch
+    parts of the method off. `mip_gap`: how much of the overhead may be too much (0: proven least);
+    when `time_limit_s` is up the search ends with the first plan that it has.
+    `solve_map` may be that of a process pool (`planners.infinipipe.workers`).
+
+    Raises DataError for unusable lengths, and DoesNotFitError for the plan that lacks least if no
+    slice number up to `max_slices` fits.
+    """
+    refuse_unusable(seq_lens)
+    setting = Setting(
+        seq_lens=tuple(seq_lens),
+        model=model,
+        memory=model.memory(budget_bytes),
+        stages=tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
+        sp_size=sp_size,
+        tiers=tiers,
+        mode=checkpointing,
+        mip_gap=mip_gap,
+        solve_map=solve_map,
+        stop_at=time.monotonic() + time_limit_s,
+    )
+    return _search(setting, balance, max_slices)
+
+
+def _search(setting: Setting, balance: Balance, max_slices: int) -> InfiniPipePlan:
+    """Tries rising slice numbers until some in a row bring nothing."""
+    longest = max(setting.seq_lens)
+    best: tuple[ElasticPlan, int] | None = None
+    nearest: tuple[NoRoom, int] | None = None
+    tried: list[tuple[int, float]] = []
+    without_gain = 0
+    for num_slices in slice_numbers(min(max_slices, longest)):
+        if best and (without_gain >= _PATIENCE or time.monotonic() > setting.stop_at):
+            break
+        groups = _chunks(setting, balance, num_slices)
+        found = plan_elastic(setting, groups, beat_s=best[0].predicted_s if best else inf)
+        without_gain += best is not None
+        if isinstance(found, ElasticPlan):
+            tried.append((num_slices, found.predicted_s))
+            if best is None or found.predicted_s < best[0].predicted_s:
+                best, without_gain = (found, num_slices), 0
+        elif found and (nearest is None or found.lacking_bytes < nearest[0].lacking_bytes):
+            nearest = found, num_slices
+    if best is None:
+        assert nearest is not None
+        raise _no_room(setting, *nearest)
+    check(best[0].plan, setting.memory)
+    return InfiniPipePlan(**vars(best[0]), num_slices=best[1], tried=tuple(tried))
+
+
+def _chunks(setting: Setting, balance: Balance, num_slices: int) -> Groups:
+    work = EQUAL_TOKENS
+    if balance == "time":
+        work = fit_work(
+            setting.model,
+            max(setting.seq_lens),
+            num_slices,
+            stages=setting.stages,
+            sp_size=setting.sp_size,
+            tiers=setting.tiers,
+        )
+    return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
+
+
+def slice_numbers(most: int) -> Iterator[int]:
+    """1, 2, 3, .. and from 8 on by about a fifth more each time, up to `most`."""
+    number = 1
+    while number <= most:
+        yield number
+        number += max(1, (number + 2) // 5)
+
+
+def _no_room(setting: Setting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
+    number = "no" if setting.mode == "none" else "every"
+    return DoesNotFitError(
+        nearest.rank,
+        setting.memory.curve(nearest.plan, nearest.rank).peak,
+        setting.memory.device_budget_bytes,
+        with_what=f"the longest sequence of {max(setting.seq_lens):,} tokens cut into {num_slices} "
+        f"chunks and {number} layer recomputed",
+    )

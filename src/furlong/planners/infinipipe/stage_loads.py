@@ -1,0 +1,178 @@
+"""What the stages of any pipeline hold, from one walk of the cost model over the whole batch.
+
+InfiniPipe's Eqs. 5 to 10 with the bytes of `cost.memory` in the place of fitted constants. The
+exact walk of one plan without checkpointing gives what every forward and every backward needs for
+itself; the graphs, inputs, K,V and dK,dV that lie there beside it are added for each grouping into
+pipelines. The sums are those of the walk (the tests compare), for a matrix product.
+
+    P stages, K chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.cost.cells import StageBytes, stage_bytes
+from furlong.cost.memory import PlanMemory
+from furlong.cost.stored_layers import stored_layers
+from furlong.plan.values import Backward, ChunkPlan, Forward
+from furlong.planners.infinipipe.checkpointing import Array, Problem, StageLoad
+from furlong.planners.orders.seq1f1b import backward_places, count_ahead
+
+
+@dataclass(frozen=True)
+class BatchLoads:
+    """Bytes of a batch's chunks on every stage, of the process of an sp group that needs most."""
+
+    counts: tuple[int, ...]
+    """Chunks of each group, in forward order."""
+    heights: tuple[int, ...]
+    held_bytes: Array
+    """(P, K) from forward to backward: stage input and graph."""
+    saved_bytes: Array
+    """(P, K) less for each checkpointed layer."""
+    again_bytes: Array
+    """(P, K) more while a backward recomputes."""
+    forward_bytes: Array
+    """(P, K) of a forward besides what is held: weights, optimizer, all that works."""
+    backward_bytes: Array
+    """(P, K) the same of a backward."""
+    kv_bytes: Array
+    """(P, K) stored K,V that go with a chunk's backward: the segments whose first token is in the
+    chunk."""
+    kv_gradient_bytes: Array
+    """(P, K) their gradients."""
+
+    @classmethod
+    def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
+        """From a plan of all groups in one pipeline with nothing checkpointed.
+
+        All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
+        """
+        cells = [
+            stage_bytes(
+                memory.shape, plan.stages, stage, memory.training, memory.activations,
+                memory.activation_factor,
+            )
+            for stage in range(len(plan.stages))
+        ]  # fmt: skip
+        tokens = np.array([chunk.num_tokens for chunk in plan.chunks]) / plan.sp_size
+        # the input of a later stage is the message that brought it
+        inputs = [cell.message if stage else cell.input for stage, cell in enumerate(cells)]
+        held = np.array(
+            [(i + cell.graph()) * tokens for i, cell in zip(inputs, cells, strict=True)]
+        )
+        saved = np.array([_saved_per_layer(cell) * tokens for cell in cells])
+        again = np.array([max(cell.graph_layers) * tokens for cell in cells])
+        kv, kv_gradients = _stored(plan, cells, memory)
+        alone = cls(
+            tuple(counts), plan.stages, held, saved, again,
+            np.zeros_like(held), np.zeros_like(held), kv, kv_gradients,
+        )  # fmt: skip
+        forward, backward = alone._besides(plan, memory)
+        return cls(
+            alone.counts, plan.stages, held, saved, again, forward, backward, kv, kv_gradients
+        )
+
+    def problem(self, first: int, stop: int, room_bytes: float | Array) -> Problem:
+        """The pipeline of the groups [first, stop). `room_bytes`: of a rank, or of each."""
+        counts = self.counts[first:stop]
+        rooms = np.broadcast_to(np.asarray(room_bytes, dtype=float), (len(self.heights),))
+        chunks = self._chunks(first, stop)
+        loads = []
+        for stage, room in enumerate(rooms):
+            moments = _Moments(counts, len(self.heights), stage)
+            lying = self._lying(moments, first, stop, stage)
+            own = np.where(
+                moments.is_backward,
+                self.backward_bytes[stage, chunks][moments.acting],
+                self.forward_bytes[stage, chunks][moments.acting],
+            )
+            again = self.again_bytes[stage, chunks][moments.acting] * moments.is_backward
+            loads.append(
+                StageLoad(
+                    moments.alive, lying + own, moments.acting, again,
+                    self.saved_bytes[stage, chunks], float(room),
+                )
+            )  # fmt: skip
+        return Problem(counts, self.heights, tuple(loads))
+
+    def _chunks(self, first: int, stop: int) -> slice:
+        start = sum(self.counts[:first])
+        return slice(start, start + sum(self.counts[first:stop]))
+
+    def _lying(self, moments: _Moments, first: int, stop: int, stage: int) -> Array:
+        """(W,) bytes of what is kept for later at each moment."""
+        chunks = self._chunks(first, stop)
+        held = moments.alive @ self.held_bytes[stage, chunks]
+        kv = moments.kv_alive @ self.kv_bytes[stage, chunks]
+        gradients = moments.kv_gradients_alive @ self.kv_gradient_bytes[stage, chunks]
+        total: Array = held + kv + gradients
+        return total
+
+    def _besides(self, plan: ChunkPlan, memory: PlanMemory) -> tuple[Array, Array]:
+        """(P, K) of every forward and every backward, what the walk finds beside what is held."""
+        found = np.zeros((2, *self.held_bytes.shape))
+        for stage, actions in enumerate(plan.actions):
+            cells = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
+            walked = np.array(memory.bytes_after(plan, stage), dtype=float)[cells]
+            moments = _Moments(self.counts, len(self.heights), stage)
+            own = walked - self._lying(moments, 0, len(self.counts), stage)
+            found[moments.is_backward.astype(int), stage, moments.acting] = own
+        return found[0], found[1]
+
+
+class _Moments:
+    """The cells of one stage of a pipeline in the order in which they run (W of them)."""
+
+    def __init__(self, counts: Sequence[int], num_stages: int, stage: int) -> None:
+        number = sum(counts)
+        ahead = count_ahead(counts, num_stages, stage)
+        chunks = np.arange(number)
+        starts = np.where(chunks < ahead, chunks, 2 * chunks - ahead)
+        places = np.array(backward_places(counts))
+        stops = np.where(places + ahead < number, ahead + 2 * places + 1, number + places)
+        self.acting: NDArray[np.int64] = np.zeros(2 * number, dtype=np.int64)
+        self.acting[starts], self.acting[stops] = chunks, chunks
+        self.is_backward = np.zeros(2 * number, dtype=bool)
+        self.is_backward[stops] = True
+        moment = np.arange(2 * number)[:, None]
+        self.alive: NDArray[np.bool_] = (starts <= moment) & (moment <= stops)
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        ends = moment <= stops
+        # a sequence's K,V come as one with its first forward, their gradients with its first
+        # backward
+        self.kv_alive: NDArray[np.bool_] = (np.repeat(starts[bounds[:-1]], counts) <= moment) & ends
+        tails = np.repeat(stops[bounds[1:] - 1], counts)
+        self.kv_gradients_alive: NDArray[np.bool_] = (tails <= moment) & ends
+
+
+def _saved_per_layer(cell: StageBytes) -> float:
+    """By which the graph shrinks with each checkpointed layer, at least: layers may differ."""
+    sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
+    return min(
+        ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
+    )
+
+
+def _stored(
+    plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
+) -> tuple[Array, Array]:
+    """(P, K) bytes of the store's K,V and of their gradients on one process, by the chunk that
+    holds a segment's first token; none where K,V are in another tier."""
+    kv, gradients = np.zeros((2, len(cells), len(plan.chunks)))
+    groups = plan.groups if plan.tiers.kv == "device" else {}
+    for seq_id, group in groups.items():
+        for stage, cell in enumerate(cells):
+            for stored in stored_layers(
+                memory.shape, plan, cell, seq_id, stage, 0, memory.device_type
+            ):
+                for size, pieces in zip(stored.sizes, stored.pieces, strict=True):
+                    tokens = size * len(stored.layers)
+                    kv[stage, group[pieces[0]]] += tokens * stored.kv_token_bytes
+                    gradients[stage, group[pieces[0]]] += tokens * stored.gradient_token_bytes
+    return kv, gradients

@@ -1,0 +1,1 @@
+"""Published methods, a file each: they say which chunks, in which order."""

@@ -1,0 +1,120 @@
+"""One plan of a global batch from the plans of its data-parallel replicas.
+
+Replica d of plans with p ranks each becomes the ranks d * p and following. The replicas share
+nothing but the Reduce of each stage, which all ranks of that stage join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from furlong.plan.check import check
+from furlong.plan.values import (
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Send,
+    Slice,
+)
+from furlong.planners.chunks.balance import refuse_idle
+
+
+def join_replicas(
+    plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
+) -> ChunkPlan:
+    """A checked plan of the global batch `seq_lens`.
+
+    `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
+    in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
+    tiers. A rank with a Backward whose plan left out the Reduce of a stage gets it at its end.
+    Raises ConfigError where there are fewer sequences than replicas, and ValueError for plans that
+    differ or do not belong to the sequences.
+    """
+    refuse_idle(len(seq_lens), len(plans))
+    _refuse_different(plans, seq_ids, seq_lens)
+    first = plans[0]
+    num_ranks = len(first.actions)
+    chunks: list[Chunk] = []
+    actions: list[tuple[Action, ...]] = []
+    for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
+        first_chunk, first_rank = len(chunks), replica * num_ranks
+        chunks += _renamed(plan.chunks, own)
+        for listed in plan.actions:
+            moved = _moved(listed, first_chunk, first_rank)
+            actions.append((*moved, *_missing_reduces(listed)))
+    joined = ChunkPlan(
+        seq_lens=tuple(seq_lens),
+        chunks=tuple(chunks),
+        stages=first.stages,
+        actions=tuple(actions),
+        tiers=first.tiers,
+        sp_size=first.sp_size,
+        sampled=any(plan.sampled for plan in plans),
+        frozen_stages=first.frozen_stages,
+    )
+    check(joined)
+    return joined
+
+
+def _refuse_different(
+    plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
+) -> None:
+    layouts = {
+        (plan.stages, len(plan.actions), plan.sp_size, plan.tiers, plan.frozen_stages)
+        for plan in plans
+    }
+    if len(layouts) > 1:
+        shown = "; ".join(sorted(map(str, layouts)))
+        raise ValueError(f"replicas differ in (stages, ranks, sp_size, tiers, frozen): {shown}")
+    for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
+        if plan.seq_lens != tuple(seq_lens[seq_id] for seq_id in own):
+            raise ValueError(f"the plan of replica {replica} is not one of its sequences")
+
+
+def _renamed(chunks: Iterable[Chunk], seq_ids: Sequence[int]) -> list[Chunk]:
+    return [
+        Chunk(tuple(Slice(seq_ids[s.seq_id], s.start, s.stop, s.placement) for s in chunk.slices))
+        for chunk in chunks
+    ]
+
+
+def _moved(actions: Sequence[Action], chunks: int, ranks: int) -> list[Action]:
+    """The actions with chunk numbers and peers raised by so many."""
+    if not chunks and not ranks:
+        return list(actions)
+    moved: list[Action] = []
+    for action in actions:
+        if isinstance(action, (Send, Recv)):
+            payload, chunk, peer = action.payload, action.chunk + chunks, action.peer + ranks
+            action = type(action)(payload, chunk, action.stage, peer)
+        elif isinstance(action, Forward):
+            layers = action.recompute_layers
+            action = Forward(action.chunk + chunks, action.stage, action.keep, layers)
+        elif isinstance(action, Backward):
+            factors = action.loss_factor, action.relay_factor
+            action = Backward(action.chunk + chunks, action.stage, *factors)
+        elif isinstance(action, Recompute):
+            action = Recompute(action.chunk + chunks, action.stage, action.recompute_layers)
+        elif isinstance(action, RebuildKV):
+            action = RebuildKV(action.chunk + chunks, action.stage)
+        moved.append(action)
+    return moved
+
+
+def _missing_reduces(actions: Iterable[Action]) -> list[Action]:
+    """Of the stages with a Backward, those without a Reduce, in the order of their last one."""
+    trained: dict[int, None] = {}
+    reduced: set[int] = set()
+    for action in actions:
+        if isinstance(action, Backward):
+            trained.pop(action.stage, None)
+            trained[action.stage] = None
+        elif isinstance(action, Reduce):
+            reduced.add(action.stage)
+    return [Reduce(stage) for stage in trained if stage not in reduced]

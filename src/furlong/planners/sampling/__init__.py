@@ -1,0 +1,1 @@
+"""Which chunks of a plan get a backward (SpaCO): rules, plans, what is refused."""

@@ -1,0 +1,1 @@
+"""The fastest plan over all methods and layouts: candidates, bounds, simulation."""
