@@ -18,11 +18,11 @@ from pathlib import Path
 
 from harness import console
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.planners.methods.flexsp import estimate_flexsp
 from furlong.planners.search.catalogue import PUBLISHED, combined

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from furlong.cost.device_names import EXACT_NAMES
-from furlong.cost.known_hardware import KNOWN
-from furlong.cost.known_models import MODELS as KNOWN_MODELS
-from furlong.cost.shape import ModelShape
+from furlong.cost.devices.known_hardware import KNOWN
+from furlong.cost.devices.names import EXACT_NAMES
+from furlong.cost.shapes.known_models import MODELS as KNOWN_MODELS
+from furlong.cost.shapes.shape import ModelShape
 
 _QWEN_1_5B = KNOWN_MODELS["Qwen2.5-0.5B"] | {
     "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,

@@ -20,7 +20,7 @@ from typing import Any
 from contenders import SHAPES, Trial, build
 from harness import console, machine, read_alone
 
-from furlong.report.memory_picture import save_memory_picture
+from furlong.report.pictures.memory import save_memory_picture
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
@@ -78,11 +78,11 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
 
 
 def _simulated(config: Any, plan: Any) -> Timeline:
-    from furlong.cost.hardware import this_cpu
-    from furlong.cost.memory import TierMemory
+    from furlong.cost.devices.hardware import this_cpu
+    from furlong.cost.memory.plan_memory import TierMemory
+    from furlong.cost.memory.training import Training
     from furlong.cost.model import CostModel
-    from furlong.cost.shape import ModelShape
-    from furlong.cost.training import Training
+    from furlong.cost.shapes.shape import ModelShape
     from furlong.simulate.clock import simulate
 
     shape = ModelShape.from_config(config.to_dict())

@@ -7,14 +7,14 @@ from itertools import combinations, pairwise
 from paper_tables import Row, Table, printed
 
 from furlong.cost import skrull
-from furlong.cost.known_models import model_shape
 from furlong.cost.lengths import K
-from furlong.cost.streaming import (
+from furlong.cost.seconds.streaming import (
     fpdt_forward_slowdown,
     num_kv_loads,
     smallest_hidden_backward_chunk_tokens,
     smallest_hidden_chunk_tokens,
 )
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED, Backward, ChunkPlan
 from furlong.planners.chunks.dacp import place_by_load

@@ -16,12 +16,12 @@ import numpy as np
 from paper_tables import Row, Table, count_faster, printed, within_factor
 from paper_times import step_s
 
-from furlong.cost.hardware import hardware
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.infinipipe import Layout, chunk_bytes
-from furlong.cost.known_models import model_shape
 from furlong.cost.lengths import K, sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Chunk, Slice
 from furlong.planners.chunks.split import equal_work_bounds
 from furlong.planners.infinipipe.checkpointing import (

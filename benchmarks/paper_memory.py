@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from paper_tables import Row, Table
 
-from furlong.cost.activations import Activations, eager, fused
-from furlong.cost.cells import StageBytes, stage_bytes
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K
-from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
+from furlong.cost.memory.activations import Activations, eager, fused
+from furlong.cost.memory.cells import StageBytes, stage_bytes
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Lora, Training, ZeroStage
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.cost.skrull import bucket_tokens
-from furlong.cost.training import Lora, Training, ZeroStage
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 

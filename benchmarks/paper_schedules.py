@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from paper_tables import Row, Table, printed
 
-from furlong.cost.known_models import model_shape
 from furlong.cost.lengths import K
-from furlong.cost.memory import PlanMemory
-from furlong.cost.training import Training
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.text import parse_chunk
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute
 from furlong.planners.chunks.groups import whole_groups

@@ -19,11 +19,11 @@ from paper_infinipipe import infinipipe_over_others
 from paper_tables import Row, Table, count_faster, run_tables, shown, within_factor
 from paper_times import CARD, TABLE_4, chunkflow_plan, step_s
 
-from furlong.cost.hardware import Efficiency, HardwareSpec, hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import Efficiency, HardwareSpec, hardware
 from furlong.cost.lengths import K, sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel, Hidden
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.planners.methods.skrull import plan_skrull
 from furlong.planners.methods.ulysses import plan_ulysses

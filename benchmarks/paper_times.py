@@ -9,16 +9,16 @@ from itertools import product
 from paper_memory import TABLE_5
 from paper_tables import Bound, Row, Table
 
-from furlong.cost.activations import fused
-from furlong.cost.fitting import relative_fit
-from furlong.cost.flops import step_flops
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.calibration.fitting import relative_fit
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.devices.links import Link, Links
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.links import Link, Links
-from furlong.cost.memory import PlanMemory
+from furlong.cost.memory.activations import fused
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel, Hidden
-from furlong.cost.training import Training
+from furlong.cost.seconds.flops import step_flops
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import ChunkPlan
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions

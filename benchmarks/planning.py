@@ -25,11 +25,11 @@ from pathlib import Path
 
 from harness import Promise, console, machine, print_promises
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.values import ChunkPlan

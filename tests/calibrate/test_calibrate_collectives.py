@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from furlong.cost.links import Collective
+from furlong.cost.devices.links import Collective
 
 PROGRAM = """
 import json, sys, torch

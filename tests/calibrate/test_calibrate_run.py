@@ -8,10 +8,10 @@ from furlong import ChunkOptions
 from furlong.calibrate.measure import Measured
 from furlong.calibrate.run import _fitted
 from furlong.calibrate.trials import trials
-from furlong.cost.hardware import this_cpu
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import this_cpu
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.simulate.clock import time_actions
 

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.calibration import load_calibration
-from furlong.cost.calibration_file import calibration_file, check_place, machine_of
-from furlong.cost.hardware import THIS_CPU
+from furlong.cost.calibration.file import calibration_file, check_place, machine_of
+from furlong.cost.calibration.values import load_calibration
+from furlong.cost.devices.hardware import THIS_CPU
 from furlong.errors import ConfigError
 
 

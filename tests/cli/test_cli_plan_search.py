@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.known_models import MODELS
+from furlong.cost.shapes.known_models import MODELS
 from furlong.plan.check import check
 from furlong.plan.text import load_plan
 from furlong.plan.values import Tiers

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.activations import eager, fused
-from furlong.cost.cells import stage_bytes
-from furlong.cost.known_models import model_shape
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training
+from furlong.cost.memory.activations import eager, fused
+from furlong.cost.memory.cells import stage_bytes
+from furlong.cost.memory.training import Lora, Training
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 8,

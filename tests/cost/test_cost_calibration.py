@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.calibration import Calibration, load_calibration
-from furlong.cost.cells import stage_bytes
-from furlong.cost.fitting import relative_fit, relative_line
-from furlong.cost.hardware import Efficiency, hardware
-from furlong.cost.heap import Heap
-from furlong.cost.known_models import model_shape
-from furlong.cost.links import Link
+from furlong.cost.calibration.fitting import relative_fit, relative_line
+from furlong.cost.calibration.values import Calibration, load_calibration
+from furlong.cost.devices.hardware import Efficiency, hardware
+from furlong.cost.devices.links import Link
+from furlong.cost.memory.cells import stage_bytes
+from furlong.cost.memory.heap import Heap
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device

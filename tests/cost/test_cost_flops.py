@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.cost.flops import attended_keys, sequence_flops, stage_flops, step_flops
-from furlong.cost.hardware import Efficiency, HardwareSpec, hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import Efficiency, HardwareSpec, hardware
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training
+from furlong.cost.seconds.flops import attended_keys, sequence_flops, stage_flops, step_flops
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from furlong.cost.hardware import (
+from furlong.cost.devices.hardware import (
     THIS_CPU,
     Efficiency,
     _free_in_control_group,
@@ -11,8 +11,8 @@ from furlong.cost.hardware import (
     rounded_budget,
     this_cpu,
 )
-from furlong.cost.known_hardware import KNOWN
-from furlong.cost.links import Link, Links
+from furlong.cost.devices.known_hardware import KNOWN
+from furlong.cost.devices.links import Link, Links
 from furlong.cost.skrull import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
 from furlong.errors import ConfigError
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.cells import stage_bytes
-from furlong.cost.hardware import hardware, this_cpu
-from furlong.cost.known_models import model_shape
-from furlong.cost.levels import PARTS
-from furlong.cost.memory import PlanMemory
+from furlong.cost.devices.hardware import hardware, this_cpu
+from furlong.cost.memory.cells import stage_bytes
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.values import (

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.hardware import Efficiency, hardware
-from furlong.cost.known_models import model_shape
-from furlong.cost.links import Link
+from furlong.cost.devices.hardware import Efficiency, hardware
+from furlong.cost.devices.links import Link
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Lora, Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import (
     SHARDED,
     Backward,

@@ -5,13 +5,13 @@ from math import inf
 
 import pytest
 
-from furlong.cost.activations import eager
-from furlong.cost.chunks import chunk_table
-from furlong.cost.flops import attended_keys
-from furlong.cost.hardware import Efficiency, hardware
+from furlong.cost.devices.hardware import Efficiency, hardware
+from furlong.cost.memory.activations import eager
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.seconds.chunks import chunk_table
+from furlong.cost.seconds.flops import attended_keys
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
 
 SHAPE = ModelShape.from_config({

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.levels import PARTS
-from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
-from furlong.cost.traffic import KINDS
-from furlong.cost.training import Training
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.traffic import KINDS
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
 from furlong.plan.values import Reduce, Tiers

@@ -5,10 +5,10 @@ from unittest.mock import patch
 
 import pytest
 
-from furlong.cost.levels import PARTS
-from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Backward
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
@@ -40,7 +40,7 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
     arena = Arena(torch.device("cpu"))
     with (
         patch("furlong.kv.store.segment_tokens", lambda *_: 32),
-        patch("furlong.cost.stored_layers.segment_tokens", lambda *_: 32),
+        patch("furlong.cost.memory.stored_layers.segment_tokens", lambda *_: 32),
     ):
         curve, _ = memory(window).walk(plan, 0)
         lens = piece_lens(plan)[0]

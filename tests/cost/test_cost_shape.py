@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from furlong.cost.known_models import MODELS, model_shape
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.known_models import MODELS, model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 TINY = {

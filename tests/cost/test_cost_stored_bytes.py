@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.known_models import model_shape
-from furlong.cost.levels import PARTS
-from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
-from furlong.cost.stored_bytes import (
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.stored_bytes import (
     checkpoint_bytes_per_token,
     kv_bytes_per_token,
     kv_gradient_bytes_per_token,
     layer_first_bytes_per_token,
     smallest_stage_layers,
 )
-from furlong.cost.training import Training
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.orders.layer_first import stage_heights
 

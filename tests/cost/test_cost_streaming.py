@@ -2,8 +2,8 @@
 
 import pytest
 
-from furlong.cost import streaming
-from furlong.cost.streaming import (
+from furlong.cost.seconds import streaming
+from furlong.cost.seconds.streaming import (
     fpdt_forward_slowdown,
     num_kv_loads,
     predicted_stalls,

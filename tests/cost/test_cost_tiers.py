@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from furlong.cost.cells import stage_bytes
-from furlong.cost.levels import PARTS
-from furlong.cost.memory import PlanMemory, TierMemory
-from furlong.cost.shape import ModelShape
-from furlong.cost.traffic import KINDS
-from furlong.cost.training import Training
+from furlong.cost.memory.cells import stage_bytes
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.plan_memory import PlanMemory, TierMemory
+from furlong.cost.memory.traffic import KINDS
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens

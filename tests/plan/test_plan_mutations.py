@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from helpers.toy_model import StuckError, gradient, obey
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import format_action, parse_action, parse_chunk

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from furlong.cost.hardware import hardware, this_cpu
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware, this_cpu
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.hardware import hardware, this_cpu
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware, this_cpu
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.planners.auto.estimate import ByteBound, TimeEstimate
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.options import ChunkOptions

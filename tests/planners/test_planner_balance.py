@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.known_models import model_shape
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.planners.chunks.balance import by_cost, by_order, by_tokens, by_work, sequence_work
 

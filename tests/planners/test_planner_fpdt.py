@@ -8,9 +8,9 @@ from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import DataError
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers

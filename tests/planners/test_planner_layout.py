@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.cost.known_models import model_shape
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.values import SHARDED
 from furlong.planners.chunks.groups import group_chunks

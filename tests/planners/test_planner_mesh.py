@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import DataError
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, Work, cut, cut_and_pack, pack_balanced

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from furlong.cost.hardware import hardware
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.infinipipe.workers import PlanWorkers

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from helpers.toy_model import gradient, obey
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
-from furlong.cost.levels import PARTS
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.levels import PARTS
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.cost import skrull
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan

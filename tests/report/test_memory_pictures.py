@@ -6,15 +6,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Lora, Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Tiers
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
-from furlong.report.memory_picture import save_memory_picture
+from furlong.report.pictures.memory import save_memory_picture
 from furlong.report.plan_report import report_plan
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts

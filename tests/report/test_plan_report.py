@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.hardware import hardware
-from furlong.cost.known_models import model_shape
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Training
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Forward, Tiers
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
@@ -20,10 +20,10 @@ from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.longest import longest_sequence
 from furlong.report.comparison import Row, comparison_json, format_comparison
+from furlong.report.pictures.ranks import choose_ranks, ranks_per_replica
+from furlong.report.pictures.scene import make_scene
 from furlong.report.plan_report import Breakdown, report_plan
 from furlong.report.plan_text import format_report, num_retained
-from furlong.report.ranks import choose_ranks, ranks_per_replica
-from furlong.report.scene import make_scene
 from furlong.units import format_bytes
 
 SHAPE = model_shape("Qwen2.5-0.5B")

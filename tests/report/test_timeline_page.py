@@ -11,8 +11,8 @@ import pytest
 from furlong.plan.values import Backward, Forward, Recompute
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.report.scene import Panel
-from furlong.report.timeline import save_timelines
+from furlong.report.pictures.scene import Panel
+from furlong.report.pictures.timeline import save_timelines
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -13,11 +13,11 @@ from furlong.plan.text import parse_action
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.report.legend import with_shared_owners
-from furlong.report.looks import COLOURS, PACKED_COLOUR, fill, tint
-from furlong.report.picture import MAX_RANKS
-from furlong.report.scene import PACKED, Panel, make_scene
-from furlong.report.timeline import save_timelines
+from furlong.report.pictures.legend import with_shared_owners
+from furlong.report.pictures.looks import COLOURS, PACKED_COLOUR, fill, tint
+from furlong.report.pictures.picture import MAX_RANKS
+from furlong.report.pictures.scene import PACKED, Panel, make_scene
+from furlong.report.pictures.timeline import save_timelines
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 from furlong.timeline import Record, Timeline

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.cost.known_models import model_shape
+from furlong.cost.shapes.known_models import model_shape
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError

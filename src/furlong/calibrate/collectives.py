@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from furlong.cost.fitting import relative_line
-from furlong.cost.links import Collective, Link
+from furlong.cost.calibration.fitting import relative_line
+from furlong.cost.devices.links import Collective, Link
 
 _BYTES = (2**14, 2**18, 2**21, 2**23)
 """At the wide end of a collective."""
@@ -40,7 +40,7 @@ def processes(device: torch.device) -> Iterator[bool]:
 
 def collective_links(device: torch.device) -> dict[str, Link]:
     """A link by the name of each collective, over all processes; ` between nodes` behind it where
-    they are on several. A bandwidth is a bus bandwidth, as `cost.links` counts it.
+    they are on several. A bandwidth is a bus bandwidth, as `cost.devices.links` counts it.
 
     Every process of the group calls it. A collective that the backend does not have is left out.
     """

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.fitting import nonnegative, relative_fit
-from furlong.cost.hardware import Efficiency, HardwareSpec
+from furlong.cost.calibration.fitting import nonnegative, relative_fit
+from furlong.cost.devices.hardware import Efficiency, HardwareSpec
 from furlong.cost.model import CostModel
 from furlong.plan.passes import Computed, passes
 from furlong.plan.values import ChunkPlan

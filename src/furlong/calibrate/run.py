@@ -18,14 +18,14 @@ from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, resi
 from furlong.calibrate.measure import Bench, Measured, merged, tidy
 from furlong.calibrate.subject import build, narrow_config, own_config
 from furlong.calibrate.trials import Subject, Trial, trials
-from furlong.cost.calibration import Calibration
-from furlong.cost.calibration_file import machine_of
-from furlong.cost.device_names import nearest_hardware
-from furlong.cost.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
-from furlong.cost.heap import Heap
+from furlong.cost.calibration.file import machine_of
+from furlong.cost.calibration.values import Calibration
+from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cost.devices.names import nearest_hardware
+from furlong.cost.memory.heap import Heap
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.planners.predict import predict
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.models.build import build_model, read_config
 from furlong.models.folder import check_folder
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from furlong.errors import ConfigError
-from furlong.report.ranks import choose_ranks
-from furlong.report.scene import Panel
-from furlong.report.timeline import save_timelines
+from furlong.report.pictures.ranks import choose_ranks
+from furlong.report.pictures.scene import Panel
+from furlong.report.pictures.timeline import save_timelines
 
 
 def draw(panel: Panel, chosen: argparse.Namespace) -> None:

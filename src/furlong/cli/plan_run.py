@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cli.plan_subject import Subject
-from furlong.cost.calibration_file import Calibrated, uncalibrated
-from furlong.cost.hardware import THIS_CPU, free_ram_budget_bytes, this_cpu
+from furlong.cost.calibration.file import Calibrated, uncalibrated
+from furlong.cost.devices.hardware import THIS_CPU, free_ram_budget_bytes, this_cpu
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths

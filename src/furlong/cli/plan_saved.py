@@ -14,7 +14,7 @@ from furlong.plan.lengths import read_lengths
 from furlong.plan.text import format_plan, load_plan
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
-from furlong.report.scene import Panel
+from furlong.report.pictures.scene import Panel
 from furlong.report.tables import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
@@ -73,7 +73,7 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
 
 
 def _show_predicted(plan: ChunkPlan, file: str, chosen: argparse.Namespace) -> None:
-    from furlong.cost.hardware import hardware
+    from furlong.cost.devices.hardware import hardware
     from furlong.cost.model import CostModel
     from furlong.report.plan_report import report_plan
     from furlong.report.plan_text import format_report

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
 from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cli.plan_sample import check_dials
-from furlong.cost.calibration_file import Calibrated, calibrated, uncalibrated
-from furlong.cost.hardware import THIS_CPU, hardware
-from furlong.cost.known_models import MODELS, model_shape
+from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
+from furlong.cost.devices.hardware import THIS_CPU, hardware
+from furlong.cost.memory.training import Lora, Training, ZeroStage
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training, ZeroStage
+from furlong.cost.shapes.known_models import MODELS, model_shape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.values import Tier
 from furlong.planners.auto.decide import given_dials

@@ -15,16 +15,16 @@ from typing import Literal
 
 import numpy as np
 
-from furlong.cost.activations import eager
-from furlong.cost.chunks import chunk_table
-from furlong.cost.flops import StageFlops, stage_flops
-from furlong.cost.hardware import THIS_CPU, HardwareSpec
-from furlong.cost.heap import NO_HEAP, Heap
-from furlong.cost.links import Collective, Link
-from furlong.cost.memory import PlanMemory
-from furlong.cost.rates import Part, StageRates
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Training
+from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec
+from furlong.cost.devices.links import Collective, Link
+from furlong.cost.memory.activations import eager
+from furlong.cost.memory.heap import NO_HEAP, Heap
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
+from furlong.cost.seconds.chunks import chunk_table
+from furlong.cost.seconds.flops import StageFlops, stage_flops
+from furlong.cost.seconds.rates import Part, StageRates
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.passes import Pass, passes
 from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
-from furlong.cost.fitting import relative_line
+from furlong.cost.calibration.fitting import relative_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def flops(seq_len: float, hidden_size: int, kv_size: int) -> float:
     """Eq. 13: forward of one layer, batch size 1: 20 h^2 S + 4 h h_kv S + 4 h S^2.
 
     Its MLP is the two-matrix one of width 4 h, and attention is counted without the causal half;
-    `cost.flops` has the exact counts.
+    `cost.seconds.flops` has the exact counts.
     """
     linear = 20 * hidden_size**2 + 4 * hidden_size * kv_size
     return seq_len * linear + 4 * hidden_size * seq_len**2

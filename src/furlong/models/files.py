@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.config_values import MAX_LAYERS
+from furlong.cost.shapes.config_values import MAX_LAYERS
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.folder import CONFIG
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from furlong.cost.levels import Part
+from furlong.cost.memory.levels import Part
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from furlong.cost.memory_curve import MemoryCurve
+from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.chunks.groups import Groups

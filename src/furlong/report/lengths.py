@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
-from furlong.report.looks import FAINT, INK, LIMIT, tint
+from furlong.report.pictures.looks import FAINT, INK, LIMIT, tint
 from furlong.units import format_count
 
 PICTURES = (".png", ".svg")

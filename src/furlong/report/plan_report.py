@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.cost.levels import PARTS, Part
-from furlong.cost.memory_curve import MemoryCurve
+from furlong.cost.memory.curve import MemoryCurve
+from furlong.cost.memory.levels import PARTS, Part
+from furlong.cost.memory.traffic import PlanTraffic, tier_of
 from furlong.cost.model import CostModel, Hidden, PlanCosts
-from furlong.cost.traffic import PlanTraffic, tier_of
 from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, RebuildKV, Recompute
-from furlong.report.scene import Panel
+from furlong.report.pictures.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
 from furlong.timeline import Timeline

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from furlong.cost.levels import PARTS
-from furlong.cost.traffic import tier_of
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.traffic import tier_of
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ChunkPlan, Forward, Recompute
+from furlong.report.pictures.ranks import choose_ranks, held_stages, ranks_per_replica
 from furlong.report.plan_report import PlanReport
-from furlong.report.ranks import choose_ranks, held_stages, ranks_per_replica
 from furlong.report.tables import align
 from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, count_words, share_words
 from furlong.units import format_bytes, format_count, format_seconds

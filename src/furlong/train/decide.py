@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.cost.calibration_file import calibrated
-from furlong.cost.device_names import nearest_hardware
-from furlong.cost.hardware import (
+from furlong.cost.calibration.file import calibrated
+from furlong.cost.devices.hardware import (
     HardwareSpec,
     free_ram_budget_bytes,
     hardware,
     rounded_budget,
     this_cpu,
 )
+from furlong.cost.devices.names import nearest_hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.models.build import read_config

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from furlong.cost.device_names import EXACT_NAMES
-from furlong.cost.flops import sequence_flops
-from furlong.cost.known_hardware import KNOWN
-from furlong.cost.shape import ModelShape
+from furlong.cost.devices.known_hardware import KNOWN
+from furlong.cost.devices.names import EXACT_NAMES
+from furlong.cost.seconds.flops import sequence_flops
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.values import ChunkPlan

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.cells import TOKEN_BYTES, StageBytes, stage_bytes
+from furlong.cost.memory.cells import TOKEN_BYTES, StageBytes, stage_bytes
 from furlong.cost.model import CostModel
 from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.plan.values import Action, Backward, ChunkPlan, Forward, Recompute, Tier

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from furlong.cost.memory_curve import MemoryCurve
+from furlong.cost.memory.curve import MemoryCurve
 from furlong.plan.values import Chunk, Tier, Tiers
 from furlong.planners.auto.candidates import (
     Space,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import Literal
 
-from furlong.cost.flops import stage_flops
-from furlong.cost.shape import ModelShape
+from furlong.cost.seconds.flops import stage_flops
+from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 Balance = Literal["none", "tokens", "flops"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from furlong.cost.shape import ModelShape
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import SHARDED, Chunk, Slice
 from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.chunks.dacp import place_by_load

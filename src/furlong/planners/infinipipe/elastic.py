@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from furlong.cost.memory import PlanMemory
+from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, ChunkPlan, Tiers
 from furlong.planners.chunks.groups import Groups

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.cells import StageBytes, stage_bytes
-from furlong.cost.memory import PlanMemory
-from furlong.cost.stored_layers import stored_layers
+from furlong.cost.memory.cells import StageBytes, stage_bytes
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
 from furlong.planners.infinipipe.checkpointing import Array, Problem, StageLoad
 from furlong.planners.orders.seq1f1b import backward_places, count_ahead

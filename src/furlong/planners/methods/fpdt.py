@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from math import ceil, log2
 
 from furlong.cost.model import CostModel
-from furlong.cost.streaming import (
+from furlong.cost.seconds.streaming import (
     smallest_hidden_chunk_tokens,
     smallest_hidden_relay_chunk_tokens,
 )

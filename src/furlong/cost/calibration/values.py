@@ -1,0 +1,153 @@
+"""Calibration: what was measured on a machine, as a value and as a JSON file.
+
+`furlong calibrate` fits it on the executor; `apply` puts it in the place of a HardwareSpec's
+assumptions. Every field may be missing: then the assumption stays.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from furlong.cost.devices.hardware import Efficiency, HardwareSpec
+from furlong.cost.devices.links import Collective, Link, Links
+from furlong.cost.memory.heap import Heap
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
+
+VERSION = 1
+_EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
+_LINKS = ("within_node", "between_nodes", "host", "disk")
+_BETWEEN = " between nodes"
+_TEXTS = ("hardware", "machine", "dtype", "measured_on")
+_RATES = (
+    "peak_flops_per_s", "pass_launch_s", "layer_launch_s", "slice_launch_s",
+    "activation_bytes_per_s", "optimizer_parameters_per_s",
+)  # fmt: skip
+_NUMBERS = (
+    *_RATES, "activation_factor", "heap_blocks", "heap_share", "time_error", "memory_error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured values; None: not measured."""
+
+    hardware: str
+    """The device that was measured, a name for `hardware`."""
+    machine: str = ""
+    """Which one: a calibration of a CPU is of no use on another."""
+    dtype: str = ""
+    """Of the computation."""
+    measured_on: str = ""
+    """What ran: model, dtype, versions."""
+    peak_flops_per_s: float | None = None
+    linear: Efficiency | None = None
+    attention_forward: Efficiency | None = None
+    attention_backward: Efficiency | None = None
+    layer_launch_s: float | None = None
+    pass_launch_s: float | None = None
+    slice_launch_s: float | None = None
+    activation_bytes_per_s: float | None = None
+    optimizer_parameters_per_s: float | None = None
+    activation_factor: float | None = None
+    """Measured over counted bytes of a chunk's graph."""
+    heap_blocks: float | None = None
+    """See `heap.Heap`; so is the next."""
+    heap_share: float | None = None
+    time_error: float | None = None
+    """Largest relative error of the predicted steps that the fit has not seen."""
+    memory_error: float | None = None
+    """Largest share of a measured peak that a prediction lacked."""
+    links: dict[str, Link] = field(default_factory=dict)
+    """By the fields of `Links`: within_node, between_nodes, host, disk; and the collectives, by
+    name, such as `all_reduce` or `all_reduce between nodes`."""
+
+    def apply(self, spec: HardwareSpec) -> HardwareSpec:
+        """`spec` with what was measured in the place of what was assumed."""
+        changed = {
+            n: value for n in (*_RATES, *_EFFICIENCIES) if (value := getattr(self, n)) is not None
+        }
+        sources = dict.fromkeys((*changed, *self.links), f"measured: {self.measured_on}")
+        plain = {name: link for name, link in self.links.items() if name in _LINKS}
+        collectives = {
+            _collective(name): link for name, link in self.links.items() if name not in _LINKS
+        }
+        links: Links = replace(
+            spec.links,
+            **dict[str, Any](plain),
+            collectives={**(spec.links.collectives or {}), **collectives} or None,
+        )
+        return replace(spec, links=links, sources={**spec.sources, **sources}, **changed)
+
+    def apply_to(self, model: CostModel) -> CostModel:
+        """A cost model with all that was measured in the place of what was assumed."""
+        names = ("activation_factor",)
+        changed = {n: value for n in names if (value := getattr(self, n)) is not None}
+        heap = Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
+        return replace(model, hardware=self.apply(model.hardware), heap=heap, **changed)
+
+    def save(self, file: str | Path) -> None:
+        values = {name: value for name, value in asdict(self).items() if value not in (None, {})}
+        text = json.dumps({"version": VERSION, **values}, indent=2)
+        Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+def load_calibration(file: str | Path) -> Calibration:
+    """The calibration of a file. Raises ConfigError for anything that `save` has not written."""
+    source = f"the calibration file {file}"
+    again = "run furlong calibrate again"
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            given=f"{file}: {error.strerror}", required="a file that can be read",
+            source="the path of the calibration", change="check the path, or run furlong calibrate",
+        ) from error  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(given=str(error), required="JSON", source=source, change=again) from error
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version != VERSION:
+        raise ConfigError(
+            given=f"version {version}", required=f"version {VERSION}", source=source, change=again
+        )
+    try:
+        return _from_json(values)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            given=str(error), required="what furlong calibrate writes", source=source, change=again
+        ) from error
+
+
+def _from_json(values: dict[str, Any]) -> Calibration:
+    known: dict[str, Any] = {name: str(values.pop(name)) for name in _TEXTS}
+    for name in _NUMBERS:
+        if name in values:
+            known[name] = _positive(name, values.pop(name))
+    for name in _EFFICIENCIES:
+        if name in values:
+            fields = values.pop(name)
+            numbers = {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
+            known[name] = Efficiency(**numbers)
+    links = values.pop("links", {})
+    names = {*_LINKS, *(n + more for n in get_args(Collective) for more in ("", _BETWEEN))}
+    if unknown := [*values, *(set(links) - names)]:
+        raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
+    known["links"] = {
+        name: Link(**{key: _positive(f"{name}.{key}", value) for key, value in fields.items()})
+        for name, fields in links.items()
+    }
+    return Calibration(**known)
+
+
+def _collective(name: str) -> tuple[Any, bool]:
+    """A key of `Links.collectives`."""
+    return name.removesuffix(_BETWEEN), name.endswith(_BETWEEN)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} = {value!r} is no number of at least 0")
+    return value

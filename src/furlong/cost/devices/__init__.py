@@ -1,0 +1,1 @@
+"""What hardware can do: rates, memory, links, by name or of this machine."""

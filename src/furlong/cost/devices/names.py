@@ -1,0 +1,27 @@
+"""Which known device a driver's name stands for."""
+
+from __future__ import annotations
+
+from furlong.cost.devices.known_hardware import KNOWN
+
+# The driver's whole names: cards of one family and another form have other peaks.
+EXACT_NAMES = {
+    "NVIDIA A100-PCIE-40GB": "A100-40",
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A800-SXM4-80GB": "A800",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 3090": "RTX3090",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+}
+
+
+def nearest_hardware(device_name: str, memory_bytes: int) -> str:
+    """The known hardware of that name, else the one whose memory is nearest: good enough to rank
+    plans by, not to tell a peak."""
+    if device_name in EXACT_NAMES:
+        return EXACT_NAMES[device_name]
+    return min(KNOWN, key=lambda name: abs(KNOWN[name].memory_bytes - memory_bytes))

@@ -1,0 +1,144 @@
+"""What a layer's graph holds between forward and backward, as multiples of its widths.
+
+N H queries' width, K H keys' width, D hidden size, F MLP width that one token passes, e element
+size; log-sum-exp and experts' routes included, id and position tensors left out
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from furlong.cost.memory.training import Lora
+from furlong.cost.shapes.shape import ModelShape
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Tensors that one layer saves, per token; e bytes an element, 4 where it says float32."""
+
+    hidden: float
+    """Of width D, from norms and residual stream."""
+    hidden_float32: float = 0.0
+    query: float = 2.0
+    """Of width N H: q, and attention's output."""
+    kv: float = 1.0
+    """Of width 2 K H: k and v."""
+    qk: float = 0.0
+    """Of width N H + K H, from norms of q and k."""
+    qk_float32: float = 0.0
+    mlp: float = 4.0
+    """Of width F."""
+    routed: float = 0.0
+    """Of width D for every expert that the token visits."""
+    end_hidden: float = 0.0
+    """Of width D: the final norm's, and the hidden states that the loss waits for."""
+    end_float32: float = 0.0
+    logit_bytes: float = 0.0
+    """Of one logit at the peak of the loss, its gradient included."""
+
+    def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
+        """Of one layer's graph."""
+        mlp = shape.mlps[layer]
+        routed = self.routed * (mlp.num_active if mlp.router else 0)
+        qk_size = shape.q_size + shape.kv_size
+        narrow = (
+            (self.hidden + routed) * shape.hidden_size
+            + self.query * shape.q_size
+            + self.kv * 2 * shape.kv_size
+            + self.qk * qk_size
+            + self.mlp * mlp.active_width
+        )
+        wide = self.hidden_float32 * shape.hidden_size + self.qk_float32 * qk_size + shape.num_heads
+        return element_bytes * narrow + _FLOAT32 * wide
+
+    def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
+        """Behind the last layer."""
+        each = element_bytes * self.end_hidden + _FLOAT32 * self.end_float32
+        return each * shape.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """How transformers writes a family's layer. The defaults are Llama's."""
+
+    norm: Literal["rms", "rms32", "layer", "layer32"] = "rms"
+    """rms32: times the weight in float32 (Gemma, OLMo); layer: torch's own; layer32: Cohere's."""
+    pre: int = 2
+    """Norms, or residual inputs, whose output a matrix saves."""
+    post: int = 0
+    """Norms whose output is only added to the residual stream."""
+    qk_norm: bool = False
+    fused_qkv: bool = False
+    """v is a view of one q, k, v tensor and keeps all of it."""
+    mlp: float = 4.0
+
+
+# (float32 tensors, narrow ones) that a norm saves beside its output; float32 ones are copies that
+# exist only where the computation is narrower. A frozen weight needs no factor of its product.
+_NORM_SAVES = {"rms": (1, 1), "rms32": (2, 0), "layer": (0, 1), "layer32": (3, 0)}
+_FROZEN_NORM_SAVES = {"rms": (1, 0), "rms32": (1, 0), "layer": (0, 1), "layer32": (2, 0)}
+_MODULES = {
+    "cohere": _Modules(norm="layer32", pre=1),
+    "exaone4": _Modules(qk_norm=True),
+    "gemma": _Modules(norm="rms32"),
+    "gemma2": _Modules(norm="rms32", post=2),
+    "gemma3_text": _Modules(norm="rms32", post=2, qk_norm=True),
+    "glm4": _Modules(post=2),
+    "gpt_neox": _Modules(norm="layer", fused_qkv=True, mlp=2),
+    "gpt_oss": _Modules(mlp=7),
+    "olmo2": _Modules(norm="rms32", qk_norm=True),
+    "olmo3": _Modules(norm="rms32", qk_norm=True),
+    "phi": _Modules(norm="layer", pre=1, mlp=5),
+    "phi3": _Modules(fused_qkv=True),
+    "qwen3": _Modules(qk_norm=True),
+    "qwen3_moe": _Modules(qk_norm=True),
+    "stablelm": _Modules(norm="layer"),
+    "starcoder2": _Modules(norm="layer", mlp=2),
+}
+
+
+def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Activations:
+    """What transformers' own modules save around chunk attention (the tests count it on them).
+
+    Norms save their input, in float32 where they compute in it, the normalised input and, unless it
+    is only added, their output; attention q, k, v, its output; a gated MLP the outputs of gate,
+    activation and up, and their product. Under LoRA a matrix without adapter saves no input. Logits
+    exist for a tile: in compute dtype and in float32, with their log-softmax and both gradients.
+    """
+    modules = _MODULES.get(shape.family, _Modules())
+    in_float32, narrow = (_FROZEN_NORM_SAVES if lora else _NORM_SAVES)[modules.norm]
+    if element_bytes >= _FLOAT32:  # nothing is copied: float32 tensors are the only ones
+        in_float32, narrow = 0, in_float32 + narrow
+    norms = modules.pre + modules.post
+    outputs, mlp = float(modules.pre), modules.mlp
+    if lora is not None and not lora.mlp:
+        outputs, mlp = (modules.pre / 2 if lora.attention else 0), mlp - 1
+    wide, loss = element_bytes >= _FLOAT32, 3 * max(element_bytes, _FLOAT32)
+    return Activations(
+        hidden=norms * narrow + outputs,
+        hidden_float32=norms * in_float32,
+        query=3 if modules.fused_qkv else 2,
+        kv=1.5 if modules.fused_qkv else 1,
+        qk=narrow if modules.qk_norm else 0,
+        qk_float32=in_float32 if modules.qk_norm else 0,
+        mlp=mlp,
+        routed=2,
+        end_hidden=narrow + 1,
+        end_float32=in_float32,
+        logit_bytes=loss if wide else loss + 2 * element_bytes,
+    )
+
+
+def fused(shape: ModelShape) -> Activations:
+    """What Megatron-like training saves: fused norms, rotary and activation, flash attention.
+
+    Two residual tensors and two norms' outputs, q, k, v and attention's output, the outputs of the
+    MLP's matrices and its last input; logits in float32 with their gradient in place. Korthikanti
+    et al. (2022) count 34 D bytes for a two-matrix MLP of width 4 D; without dropout masks and with
+    flash attention that is 4 D + 2 N H + 2 K H + 2 F elements, 32 D bytes.
+    """
+    gated = shape.mlps[0].num_matrices == 3
+    return Activations(hidden=4, mlp=3 if gated else 2, end_hidden=2, logit_bytes=4)

@@ -1,0 +1,86 @@
+"""Bytes of one cell: what survives its forward under every `keep`, and what works while it runs.
+
+All figures are per token and per sp process; tokens T, query heads N, key-value heads K, head dim
+H, hidden D, MLP width F, element size e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from furlong.cost.memory.activations import Activations, eager
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
+
+TOKEN_BYTES = 24
+"""Of one token's id, position and label, int64 each."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes per token of one stage on one sp process (tp shards everything alike)."""
+
+    input: float
+    """The stage input; token ids at stage 0."""
+    graph_layers: tuple[float, ...]
+    """Of each layer's graph."""
+    checkpointed: float
+    """What a layer that is recomputed alone keeps: its input."""
+    attention: float
+    """One layer's attention output and log-sum-exp."""
+    working: float
+    """Largest set of tensors at work in one layer beside what it saves."""
+    message: float
+    """Hidden states, or their gradient, between two stages."""
+    kv_layer: float
+    """K and V of one layer in the store."""
+    kv_gradient_layer: float
+    """dK and dV of one layer in the store."""
+    ends: float
+    """Behind the last layer; last stage only."""
+    logit: float
+    """Bytes per logit of a tile; last stage only."""
+    head_gradient: float
+    """What autograd makes of a trained head's gradient for each tile, in bytes, before it is added
+    to the others; last stage only."""
+
+    def graph(self, recompute_layers: int = 0) -> float:
+        """Of the stage's whole graph, its first layers checkpointed."""
+        kept = sum(self.graph_layers[recompute_layers:])
+        return kept + recompute_layers * self.checkpointed + self.ends
+
+
+def stage_bytes(
+    shape: ModelShape,
+    stages: tuple[int, ...],
+    stage: int,
+    training: Training,
+    activations: Activations | None = None,
+    factor: float = 1.0,
+) -> StageBytes:
+    """`activations`: default `eager`; `factor` multiplies the graphs (a calibration's)."""
+    element, tp = training.compute_bytes, training.tp_size
+    saved = activations or eager(shape, element, training.lora)
+    first = sum(stages[:stage])
+    layers = range(first, first + stages[stage])
+    is_last = stage == len(stages) - 1
+    hidden = element * shape.hidden_size / tp
+    widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
+    attention = (element * shape.q_size + max(element, _FLOAT32) * shape.num_heads) / tp
+    at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size)
+    # other frameworks' kernels add to it in place
+    makes_one = is_last and activations is None and training.lora is None
+    return StageBytes(
+        input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
+        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) / tp for i in layers),
+        checkpointed=hidden,
+        attention=attention,
+        working=3 * hidden + element * at_work / tp,
+        message=hidden,
+        kv_layer=2 * shape.kv_size * element / tp,
+        kv_gradient_layer=2 * shape.kv_size * training.kv_gradient_bytes / tp,
+        ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
+        logit=saved.logit_bytes / tp if is_last else 0.0,
+        head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,
+    )

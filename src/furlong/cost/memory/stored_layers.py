@@ -1,0 +1,103 @@
+"""What one process stores of one cut sequence at one stage: tokens in segments, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from furlong.cost.memory.cells import StageBytes
+from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.segments import StoredTokens, segment_tokens
+from furlong.plan.values import SHARDED, ChunkPlan, Slice
+
+
+def token_share(piece: Slice, sp_size: int, process: int) -> float:
+    """Of a slice's tokens, those that a process of the sp group holds."""
+    if piece.placement == SHARDED:
+        return 1 / sp_size
+    return 1.0 if piece.placement % sp_size == process else 0.0
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """What one process stores of one sequence in those layers of a stage that share a window."""
+
+    tokens: StoredTokens
+    window: int | None
+    layers: tuple[int, ...]
+    """Numbers within the stage."""
+    kv_token_bytes: float
+    """K and V of one token in one layer."""
+    gradient_token_bytes: float
+    sizes: tuple[int, ...]
+    """Tokens of each segment."""
+    pieces: tuple[tuple[int, ...], ...]
+    """The pieces that touch each segment."""
+
+    def touched(self, piece: int) -> range:
+        """The segments that hold tokens of a piece."""
+        is_last = piece + 1 == len(self.tokens.offsets)
+        return range(0) if is_last else self.tokens.segments(self.tokens.of_piece(piece))
+
+    def seen(self, piece: int) -> range:
+        """The segments that hold tokens which a piece sees."""
+        return self.tokens.segments(self.tokens.seen_from(piece, self.window))
+
+    def sent_to(self, piece: int) -> Sequence[int]:
+        """Those of them that take gradients from it."""
+        parts = self.tokens.gradients_in(self.tokens.seen_from(piece, self.window))
+        if len(parts) == 1:
+            return self.tokens.segments(parts[0])
+        return sorted({index for part in parts for index in self.tokens.segments(part)})
+
+    def takes_gradients(self, index: int) -> bool:
+        """Whether a segment holds tokens whose gradients are kept."""
+        return bool(self.tokens.gradients_in(range(*self.tokens.bounds[index : index + 2])))
+
+
+def stored_layers(
+    shape: ModelShape,
+    plan: ChunkPlan,
+    cell: StageBytes,
+    seq_id: int,
+    stage: int,
+    process: int,
+    device_type: str,
+) -> tuple[StoredLayers, ...]:
+    """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
+    group = plan.groups[seq_id][: plan.num_computed[seq_id]]
+    pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
+    share = _kv_share(pieces[0], plan.sp_size, process, shape.num_kv_heads)
+    if not share:
+        return ()
+    first = sum(plan.stages[:stage])
+    windows = shape.windows[first : first + plan.stages[stage]]
+    lens = [piece.num_tokens for piece in pieces]
+    kv = cell.kv_layer * share
+    found = []
+    for window in dict.fromkeys(windows):
+        tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type))
+        if plan.sampled:
+            tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
+        sizes = [stop - start for start, stop in pairwise(tokens.bounds)]
+        layers = tuple(i for i, other in enumerate(windows) if other == window)
+        gradients = cell.kv_gradient_layer * share
+        touching = _pieces_of_segments(tokens)
+        found.append(StoredLayers(tokens, window, layers, kv, gradients, tuple(sizes), touching))
+    return tuple(found)
+
+
+def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
+    """The pieces that touch each segment, each found once."""
+    pieces: list[list[int]] = [[] for _ in range(tokens.num_segments)]
+    for piece in range(len(tokens.offsets) - 1):
+        for index in tokens.segments(tokens.of_piece(piece)):
+            pieces[index].append(piece)
+    return tuple(map(tuple, pieces))
+
+
+def _kv_share(piece: Slice, sp_size: int, process: int, num_kv_heads: int) -> float:
+    """Of a sharded sequence each process keeps its heads of all tokens, at least one head."""
+    share = token_share(piece, sp_size, process)
+    return max(share, 1 / num_kv_heads) if piece.placement == SHARDED else share

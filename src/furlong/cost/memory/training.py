@@ -1,0 +1,149 @@
+"""How a model is trained, as far as memory and work depend on it: dtypes, optimizer, ZeRO, LoRA.
+
+    weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4)
+    gradients   of trained weights, float32 (4)
+    optimizer   AdamW: two float32 moments (8)
+
+Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
+2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from furlong.cost.names import look_up
+from furlong.cost.shapes.shape import ModelShape
+
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0, "momentum": 4.0, "sgd": 0.0, "lion": 4.0}
+"""State per trained parameter: moments in float32, or in 8 bits."""
+
+ZeroStage = Literal[0, 1, 2, 3]
+_GATHERED_LAYERS = 2
+"""Layers whose weights are whole at a time under ZeRO-3: one computes, the next arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of peft: for a matrix (in, out), rank * (in + out) trained parameters."""
+
+    rank: int
+    attention: bool = True
+    """On the q, k, v and output matrices."""
+    mlp: bool = False
+    """On the MLP's matrices; not on experts."""
+
+    def layer_parameters(self, shape: ModelShape, layer: int) -> int:
+        hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
+        count = 0
+        if self.attention:
+            count += 2 * (hidden + q) + 2 * (hidden + kv)
+        mlp = shape.mlps[layer]
+        if self.mlp and mlp.num_experts == 1:
+            count += mlp.num_matrices * (hidden + mlp.width)
+        return self.rank * count
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Of one rank, between steps and all through a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is trained and in which dtypes; the defaults are this project's own (bf16 compute)."""
+
+    compute_bytes: int = 2
+    """Of a number in weights in use, activations, K and V."""
+    master_bytes: int = 4
+    """Of a trained weight's own copy beside that in compute dtype; 0 where it computes itself."""
+    gradient_bytes: int = 4
+    optimizer: str = "adamw"
+    zero_stage: ZeroStage = 0
+    lora: Lora | None = None
+    replicas: int = 1
+    """Data-parallel replicas of the whole plan that it does not list; they share its state."""
+    tp_size: int = 1
+    """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
+    kv_gradient_bytes: int = 4
+    """Of dK,dV while they wait for their own chunk."""
+
+    @classmethod
+    def in_dtype(cls, dtype: str) -> Training:
+        """As `furlong train` does it: float32 weights, computing in `dtype`."""
+        wide = {"float32": 4, "float64": 8}.get(dtype)
+        if wide is None:
+            return cls()
+        return cls(compute_bytes=wide, master_bytes=0, gradient_bytes=wide, kv_gradient_bytes=wide)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
+        source = "the optimizer's name"
+        return look_up(self.optimizer, OPTIMIZER_BYTES, kind="optimizer", source=source)
+
+    def trained_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Of a rank that holds the stages `held`."""
+        if self.lora is None:
+            return self.held_parameters(shape, stages, held)
+        return sum(
+            self.lora.layer_parameters(shape, sum(stages[:stage]) + i)
+            for stage in held
+            for i in range(stages[stage])
+        )
+
+    def held_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """All parameters of a rank that holds the stages `held`, adapters left out. A rank with
+        both ends shares a tied head with the embedding."""
+        count = sum(shape.stage_parameters(stages, stage) for stage in held)
+        both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
+        return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
+
+    def state_bytes(
+        self,
+        shape: ModelShape,
+        stages: tuple[int, ...],
+        held: frozenset[int],
+        group_size: int,
+    ) -> StateBytes:
+        """Of a rank that holds `held`; its sharding group has `group_size` ranks."""
+        base = self.held_parameters(shape, stages, held) / self.tp_size
+        trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        in_use = base + (trained if self.lora is not None else 0)
+        shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
+        weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
+        return StateBytes(
+            weights=round(weights),
+            gradients=round(trained * self.gradient_bytes / shard[1]),
+            optimizer=round(trained * self.optimizer_bytes / shard[0]),
+        )
+
+    def gathered_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
+        largest layers, or the head."""
+        if self.zero_stage < 3 or group_size <= 1:
+            return 0
+        layers = [
+            shape.layer_parameters(sum(stages[:stage]) + i)
+            for stage in held
+            for i in range(stages[stage])
+        ]
+        largest = sum(sorted(layers, reverse=True)[:_GATHERED_LAYERS])
+        ends = {0, len(stages) - 1} & held
+        widest = max(largest, shape.embedding_parameters if ends else 0)
+        return round(widest * self.compute_bytes / self.tp_size)

@@ -1,0 +1,1 @@
+"""Seconds of a plan: FLOPs, rates, and what waits for a link."""

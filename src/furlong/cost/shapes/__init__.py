@@ -1,0 +1,1 @@
+"""What a model computes with: its sizes, from a config.json or by name."""

@@ -1,0 +1,99 @@
+"""Configurations of known models by name, as in their config.json.
+
+Published models are given by the keys of their own config.json on the hub. The GPT models of
+InfiniPipe and FPDT are described by their sizes only: a two-matrix MLP of width 4 D and full heads
+is what GPT-3 has; biases, vocabulary and the tied head are assumptions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from furlong.cost.names import look_up
+from furlong.cost.shapes.shape import ModelShape
+
+
+def _qwen2_5(
+    hidden: int, layers: int, heads: int, kv_heads: int, width: int, *, tied: bool, vocab: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width,
+        "vocab_size": vocab, "tie_word_embeddings": tied, "use_sliding_window": False,
+    }  # fmt: skip
+
+
+def _qwen3(
+    hidden: int, layers: int, heads: int, kv_heads: int, width: int, *, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128,
+        "intermediate_size": width, "vocab_size": 151936, "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+    }  # fmt: skip
+
+
+def _llama(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    vocab: int,
+    tied: bool = False,
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width,
+        "vocab_size": vocab, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 50304,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _qwen2_5(896, 24, 14, 2, 4864, tied=True, vocab=151936),
+    "Qwen2.5-1.5B": _qwen2_5(1536, 28, 12, 2, 8960, tied=True, vocab=151936),
+    "Qwen2.5-7B": _qwen2_5(3584, 28, 28, 4, 18944, tied=False, vocab=152064),
+    "Qwen2.5-14B": _qwen2_5(5120, 48, 40, 8, 13824, tied=False, vocab=152064),
+    "Qwen2.5-32B": _qwen2_5(5120, 64, 40, 8, 27648, tied=False, vocab=152064),
+    "Qwen2.5-72B": _qwen2_5(8192, 80, 64, 8, 29568, tied=False, vocab=152064),
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288, tied=False),
+    "Llama-2-7B": _llama(4096, 32, 32, 32, 11008, vocab=32000),
+    "Llama-2-13B": _llama(5120, 40, 40, 40, 13824, vocab=32000),
+    "Llama-3-8B": _llama(4096, 32, 32, 8, 14336, vocab=128256),
+    "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, vocab=128256),
+    "Llama-3.2-1B": _llama(2048, 16, 32, 8, 8192, vocab=128256, tied=True),
+    "GPT-2.7B": _gpt(2560, 32, 32),
+    "GPT-6.7B": _gpt(4096, 32, 32),
+    "GPT-7B": _gpt(4096, 32, 32),
+    "GPT-13B": _gpt(5120, 40, 40),
+    "GPT-30B": _gpt(6656, 60, 52),
+}
+
+SOURCES = {
+    "Qwen2.5-*": "config.json of Qwen/Qwen2.5-* on the Hugging Face hub",
+    "Qwen3-*": "config.json of Qwen/Qwen3-* on the Hugging Face hub",
+    "Llama-*": "config.json of meta-llama/* on the Hugging Face hub",
+    "GPT-2.7B, GPT-6.7B, GPT-13B": "GPT-3's sizes (Brown et al. 2020, Table 2.1; 13B with 5,120 "
+    "for 5,140, divisible by 40 heads)",
+    "GPT-7B": "InfiniPipe names it; taken as GPT-6.7B",
+    "GPT-30B": "InfiniPipe names it and checkpoints 55 of its layers: 60 layers of 6,656, as LLaMA "
+    "has them; InfiniPipe does not print its sizes",
+}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a model by name. Raises ConfigError that names the nearest."""
+    config = look_up(name, MODELS, kind="model", source="the model's name")
+    return ModelShape.from_config(config, f"the preset {name}")

@@ -1,0 +1,1 @@
+"""A timeline as a PNG, an HTML page and a Perfetto trace."""
