@@ -81,7 +81,7 @@ class Driven:
 @pytest.mark.parametrize(
     ("length", "size", "keep", "num_retained"),
     [(9000, 300, "input", 1), (15_762, 2048, "kv", 0), (13_739, 1000, "attention", 2),
-     (11_000, 5000, "kv", 1)],
+     (11_000, 5000, "kv", 1), (9_100, 700, "input", 2)],
 )  # fmt: skip
 def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_retained):
     pools = pytest.importorskip("furlong.kv.pools.host")
