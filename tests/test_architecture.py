@@ -33,7 +33,7 @@ FLOORS = (
     ("cost",),
     ("timeline",),
     ("plan", "config"),
-    ("errors", "units"),
+    ("errors", "families", "units"),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))
 MAX_LINES_PER_FILE = 300
