@@ -55,7 +55,7 @@ class Arena:
         return memory[start : start + num_bytes].view(dtype).view(shape).data
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """What `take` returned, cut along its first axis into parts that are given back each by
+        """A tensor from `take`, cut along its first axis into parts that are given back each by
         itself. The whole may be used as long as the parts in use are not given back."""
         parts = tensor.split(list(rows))
         if tensor.numel() == 0:

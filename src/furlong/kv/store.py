@@ -88,7 +88,7 @@ class KVStore:
     def prefix(
         self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
     ) -> Iterator[Block]:
-        """What the tokens of `piece` see of the pieces before it, in blocks.
+        """Keys and values before `piece` that its tokens see, in blocks.
 
         A block is valid until the next one is asked for. With `gradients` the newest comes first,
         and blocks take gradients.

@@ -28,7 +28,7 @@ from furlong.plan.passes import Pass
 
 
 class Model(Protocol):
-    """What a stage needs of the whole model; `causal_lm.CausalLM` has it."""
+    """The whole model as far as a stage needs it; `causal_lm.CausalLM` is one."""
 
     base: Any
     decoder: Any

@@ -48,9 +48,9 @@ class Cell:
     known: dict[int, tuple[Handle, Handle]] = field(default_factory=dict)
     """By layer: out (T, N, H) and lse (T, N), which a forward has put away."""
     _graph_leases: list[Lease] = field(default_factory=list)
-    """What a graph uses of `known`, until its backward."""
+    """Leases of `known` that a graph uses, until its backward."""
     _pass_leases: list[Lease] = field(default_factory=list)
-    """What the layer under way uses of `known`, in a pass without a graph."""
+    """Leases of `known` that the layer under way uses, in a pass without a graph."""
 
     def attend(
         self,

@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LoopFigures:
-    """What the loop leaves behind."""
+    """Outcome of the loop."""
 
     progress: Progress
     losses: tuple[float | None, ...]
@@ -80,7 +80,7 @@ class LoopFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """What happens between the steps, and how often; 0 = never."""
+    """Actions between the steps, and how often; 0 = never."""
 
     evaluate: Callable[[UsedMemory], Mapping[str, Evaluation] | None] | None = None
     """By name of the data set; None when it was stopped. Runs also before the first step and after
@@ -92,7 +92,7 @@ class Cadence:
     measured: Callable[[int, StepResult], None] | None = None
     """Gets the number and the result of the first step, of those that are saved and of the last."""
     predict: Callable[[ChunkPlan], Prediction] | None = None
-    """What a plan was expected to take: told beside the first step's figures."""
+    """Predicts the time and memory of a plan, for the report of the first step."""
     check: Callable[[int, Batch, UsedMemory], None] | None = None
     """Gets the number and the batch of a step before it is taken."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
@@ -167,7 +167,7 @@ def _tell(
     figures: StepFigures,
     result: StepResult,
 ) -> None:
-    """What was measured, and for the first step what had been predicted."""
+    """Report a step as measured; the first one also as predicted."""
     if step == 1 and cadence.predict and result.plan:
         log.predicted(step, figures, cadence.predict(result.plan))
     if cadence.measured and (step == 1 or _is_due(step, num_steps, cadence.save_every_steps)):

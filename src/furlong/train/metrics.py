@@ -86,7 +86,7 @@ class MetricsLog:
         self._advance(step)
 
     def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
-        """What the first step took, beside what it was predicted to take, in the same terms."""
+        """Report the first step beside its prediction, in the same terms."""
         self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
         parts = [
             f"gradients in {format_seconds(figures.gradients_s)}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one optimizer step did and what it took."""
+    """Figures of one optimizer step that was taken."""
 
     loss: float | None
     """Mean over the labels of the global batch, before the update. A sampled step estimates it from
@@ -48,7 +48,7 @@ class StepFigures:
     """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
     predicted and budgeted, see `UsedMemory`."""
     gradients_s: float
-    """Of the plan's actions, without the update."""
+    """Seconds of the plan's actions, without the update."""
     chunk_size: int
     """Most tokens in a chunk: less than before if the step did not fit."""
     forward_s: float
@@ -183,5 +183,5 @@ def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> Divergence
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What the optimizer updates."""
+    """Parameters that the optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
