@@ -38,7 +38,7 @@ _MAX_REPLACED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SourceRecord:
     """The fields that make a sequence, and where they came from."""
 
     fields: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Record:
 
 def read_records(
     files: tuple[SourceFile, ...], left_out: Counter[str], key: str = "data.train"
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     """The records of a source, file after file.
 
     `left_out` counts what was not taken as it is, under `BINARY`, `BLANK` and `REPLACED`: binary
@@ -74,7 +74,7 @@ def read_records(
         try:
             for line, fields in records:
                 empty_file = False
-                yield Record(fields, number, line, file.origin(line))
+                yield SourceRecord(fields, number, line, file.origin(line))
         except OSError as error:
             raise _unreadable(file, key, error) from error
         if empty_file and file.named:

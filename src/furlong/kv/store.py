@@ -39,7 +39,7 @@ from torch import Tensor
 from furlong.kv.arena import Arena
 from furlong.kv.layer_segments import LayerSegments
 from furlong.kv.pools.contract import Pool
-from furlong.kv.segments import Block
+from furlong.kv.segments import StoredBlock
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 _MAX_FORWARD_TOKENS = 65_536
@@ -87,7 +87,7 @@ class KVStore:
 
     def prefix(
         self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
-    ) -> Iterator[Block]:
+    ) -> Iterator[StoredBlock]:
         """Keys and values before `piece` that its tokens see, in blocks.
 
         A block is valid until the next one is asked for. With `gradients` the newest comes first,
