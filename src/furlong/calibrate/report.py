@@ -1,4 +1,4 @@
-"""What a calibration tells: fitted rates, their residuals, predictions beside measurements."""
+"""Report of a calibration: fitted rates, their residuals, predictions beside measurements."""
 
 from __future__ import annotations
 

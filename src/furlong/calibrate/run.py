@@ -42,7 +42,7 @@ _MOST_S = 75.0
 """A further round begins only if it will be over by then."""
 _NUM_ROUNDS = 3
 _SLOW_SHARE = 0.6
-"""Of the peak: what a step reaches, for the estimate of how long trials take."""
+"""Share of the peak that a step reaches, for the estimate of how long trials take."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CalibrationOutcome:
     calibration: Calibration
     results: tuple[TrialResult, ...]
     residuals: Residuals
-    """Of the actions that were fitted."""
+    """Residuals of the actions that were fitted."""
 
 
 def calibrate(

@@ -82,6 +82,11 @@ class Arena:
             self._slabs = []
 
     def _first_fit(self, num_bytes: int) -> tuple[int, int]:
+        """(slab, first byte) of free memory in the oldest slab that has room, else in a new one.
+
+        Slabs that were given up when all was free are replaced by one of their total size: the
+        next step then finds everything in a single slab, where it had several.
+        """
         for slab, (_, extents) in enumerate(self._slabs):
             start = extents.take(num_bytes)
             if start is not None:

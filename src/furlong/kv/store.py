@@ -72,7 +72,8 @@ class KVStore:
     def write(
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None
     ) -> None:
-        """Keep a piece's k, v (K, T, H) for the pieces after it."""
+        """Keep a piece's k, v (K, T, H) for the pieces after it, which see `window` tokens each,
+        their own included, or all (None)."""
         k, v = k.detach(), v.detach()
         segments = self._layers.get((seq_id, layer))
         if segments is None:
