@@ -18,9 +18,9 @@ from furlong.train import metrics, trackers
 from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.metrics import MetricsLog, format_position, open_bar
 from furlong.train.sample_check import SampleCheck
-from furlong.train.step import MeasuredStep
+from furlong.train.step import TrainedStep
 
-FIGURES = MeasuredStep(
+FIGURES = TrainedStep(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
     longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, step_memory_bytes=2**28,
     forward_s=0.5, recompute_s=0.25,

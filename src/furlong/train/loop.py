@@ -18,7 +18,7 @@ from furlong.train.fitting import Fitting
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import make_state
-from furlong.train.step import MeasuredStep, train_step, trained_parameters
+from furlong.train.step import TrainedStep, train_step, trained_parameters
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Progress:
     num_skipped_batches: int = 0
     last_loss: float | None = None
     """Mean loss of the last step's global batch, before its update; of the last step that had one,
-    see `MeasuredStep.loss`."""
+    see `TrainedStep.loss`."""
     eval_loss_before: float | None = None
     """Held-out loss before the first step."""
 
-    def after(self, batch: Batch, figures: MeasuredStep, num_skipped: int) -> Progress:
+    def after(self, batch: Batch, figures: TrainedStep, num_skipped: int) -> Progress:
         """The progress when one more step has been taken."""
         return replace(
             self,
@@ -71,7 +71,7 @@ class LoopFigures:
     progress: Progress
     losses: tuple[float | None, ...]
     """Mean loss of each step's global batch, before its update; steps of this call only. None: see
-    `MeasuredStep.loss`."""
+    `TrainedStep.loss`."""
     eval_loss_after: float | None
     """Held-out loss after the last step; None without held-out data or when it was stopped."""
     stopped: bool
@@ -164,7 +164,7 @@ def _tell(
     num_steps: int,
     cadence: Cadence,
     log: MetricsLog,
-    figures: MeasuredStep,
+    figures: TrainedStep,
     result: StepResult,
 ) -> None:
     """Report a step as measured; the first one also as predicted."""

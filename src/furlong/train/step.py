@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class TrainedStep:
     """Figures of one optimizer step that was taken."""
 
     loss: float | None
@@ -81,7 +81,7 @@ def train_step(
     used: UsedMemory,
     data_s: float = 0.0,
     meter: MfuMeter | None = None,
-) -> tuple[MeasuredStep, StepResult]:
+) -> tuple[TrainedStep, StepResult]:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
     Where memory does not suffice, `fitting` takes smaller chunks and the gradients are computed
@@ -102,7 +102,7 @@ def train_step(
     peak_bytes = peak_memory_bytes(used.device)
     seq_lens = [s.seq_len for s in batch.sequences]
     share = drawn_share(result.plan)
-    figures = MeasuredStep(
+    figures = TrainedStep(
         loss=loss,
         grad_norm=norm,
         lr=lr,
