@@ -199,7 +199,7 @@ def test_longrope_of_each_layer_type_is_pinned() -> None:
         "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16, "factor": 4.0,
     }  # fmt: skip
     model = build(
-        "gemma3", max_position_embeddings=64,
+        "gemma3_text", max_position_embeddings=64,
         rope_parameters={
             "full_attention": longrope,
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

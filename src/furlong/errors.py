@@ -1,4 +1,4 @@
-"""What furlong raises.
+"""All errors that furlong raises.
 
 FurlongError
 ├── UserError                 the user can mend it: exit code 2, one message in four parts

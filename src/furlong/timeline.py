@@ -1,4 +1,4 @@
-"""What an interpreter of a plan leaves behind, whether it ran the plan or simulated it."""
+"""The record that an interpreter of a plan leaves, whether it ran the plan or simulated it."""
 
 from __future__ import annotations
 

@@ -3,31 +3,22 @@
 from dataclasses import replace
 
 import pytest
+from helpers.tiny_families import config_of, own_settings
 
 from furlong.cost.memory.activations import eager, fused
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
+from furlong.families import FAMILIES
 
 WIDE = {
-    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 0,
-    "eos_token_id": 0,
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "layer_types": None,
+    "sliding_window": None,
 }  # fmt: skip
-UNGROUPED = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
-MOE = WIDE | {"head_dim": 32, "num_experts_per_tok": 2}
-CONFIGS = {
-    **dict.fromkeys(
-        ["llama", "qwen2", "mistral", "phi3", "olmo2", "granite", "starcoder2", "stablelm", "phi",
-         "cohere", "smollm3", "exaone4"], WIDE,
-    ),
-    **dict.fromkeys(["qwen3", "gemma", "gemma2", "gemma3_text", "glm4"], WIDE | {"head_dim": 32}),
-    "gpt_neox": UNGROUPED,
-    "mixtral": MOE | {"num_local_experts": 4},
-    "gpt_oss": MOE | {"num_local_experts": 4},
-    "qwen3_moe": MOE | {"num_experts": 4, "moe_intermediate_size": 160},
-}  # fmt: skip
+OWN = {"cohere": {"use_qk_norm": None}, "qwen3_moe": {"moe_intermediate_size": 160}}
+"""Settings of a family that are not those of every tiny model of it."""
+COUNTED = [name for name, family in FAMILIES.items() if not family.refused]
 NUM_TOKENS = 128
 
 
@@ -35,7 +26,7 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     """Bytes of all storages that the graph of one chunk holds, parameters apart."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from furlong.kv.arena import Arena
     from furlong.kv.pools.device import DevicePool
@@ -45,7 +36,8 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     from furlong.plan.passes import Pass
     from furlong.runtime.cell import Cell
 
-    config = AutoConfig.for_model(name, **CONFIGS[name])
+    heads = {"head_dim": 32} if "head_dim" in own_settings(name) else {}
+    config = config_of(name, **WIDE, **heads, **OWN.get(name, {}))
     cpu, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     model = AutoModelForCausalLM.from_config(config).to(torch_dtype)
     if adapters:
@@ -74,7 +66,7 @@ def saved_bytes_per_token(name, dtype, adapters=()):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", COUNTED)
 def test_counted_graph_is_what_the_modules_save(name, dtype):
     measured, shape = saved_bytes_per_token(name, dtype)
     counted = stage_bytes(shape, (3,), 0, Training.in_dtype(dtype)).graph()

@@ -4,66 +4,51 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.tiny_families import WINDOW, config_of, own_settings
 
 from furlong.cost.shapes.known_models import MODELS, model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.families import FAMILIES
 
-TINY = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "vocab_size": 96,
+GROUPED = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96,
 }  # fmt: skip
-GROUPED = {**TINY, "num_key_value_heads": 2}
-CONFIGS = {
-    "llama": GROUPED | {"attention_bias": True, "mlp_bias": True},
-    "llama plain": GROUPED | {"tie_word_embeddings": True},
-    "llama wide heads": GROUPED | {"head_dim": 24},
-    "qwen2": GROUPED,
-    "qwen2 late windows": GROUPED
-    | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen3": GROUPED | {"head_dim": 16},
-    "mistral": GROUPED | {"sliding_window": 16},
-    "gemma": GROUPED | {"head_dim": 16},
-    "gemma2": GROUPED | {"head_dim": 16, "sliding_window": 16},
-    "gemma3_text": GROUPED | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 7},
-    "gpt_neox": TINY,
-    "gpt_neox without bias": TINY | {"attention_bias": False},
-    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": GROUPED
-    | {
-        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "mlp_only_layers": [1],
+VARIANTS = {
+    "cohere without norms": {"use_qk_norm": False},
+    "gpt_neox without bias": {"attention_bias": False},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama tied": {"tie_word_embeddings": True},
+    "llama wide heads": {"head_dim": 24},
+    "mixtral with windows": {"sliding_window": WINDOW},
+    "phi3 with windows": {"sliding_window": WINDOW},
+    "qwen2 late windows": {
+        "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2,
     },
-    "qwen2_moe": GROUPED
-    | {
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2,
-    },
-    "gpt_oss": GROUPED
-    | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-    "phi": GROUPED,
-    "phi3": GROUPED | {"sliding_window": 16, "pad_token_id": 0},
-    "olmo2": GROUPED,
-    "olmo3": GROUPED | {"sliding_window": 16, "num_hidden_layers": 5},
-    "granite": GROUPED,
-    "starcoder2": GROUPED | {"sliding_window": 16},
-    "stablelm": GROUPED | {"use_qkv_bias": True},
-    "stablelm with norms": GROUPED | {"qk_layernorm": True},
-    "smollm3": GROUPED | {"pad_token_id": 0},
-    "cohere": GROUPED | {"pad_token_id": 0},
-    "cohere with norms": GROUPED | {"use_qk_norm": True, "pad_token_id": 0},
-    "glm4": GROUPED | {"head_dim": 12, "pad_token_id": 0},
-    "exaone4": GROUPED | {"sliding_window": 16, "sliding_window_pattern": 4},
+    "qwen3_moe with a dense layer": {"mlp_only_layers": [1]},
+    "stablelm with norms and biases": {"qk_layernorm": True, "use_qkv_bias": True},
 }  # fmt: skip
+ROWS = [name for name, family in FAMILIES.items() if not family.refused]
+CONFIGS = {name: {} for name in ROWS} | VARIANTS
+
+
+def settings(name):
+    """Settings beside those of every tiny model; layer types are the family's own."""
+    own = own_settings(name.split()[0])
+    return {**GROUPED, **own, "layer_types": None, **CONFIGS[name]}
+
+
+def config(name):
+    return config_of(name.split()[0], **settings(name))
 
 
 def transformers_model(name):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name.split()[0], **CONFIGS[name])
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config(name))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -86,18 +71,17 @@ def test_a_config_file_without_defaults_says_the_same(name):
     assert ModelShape.from_config(json.loads(json.dumps(shortened))) == full
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if "sliding_window" in CONFIGS[n]])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "sliding_window" in settings(n)])
 def test_windows_are_those_of_the_layers(name):
-    model = transformers_model(name)
-    config = model.config.to_dict()
-    types = config.pop("layer_types", None)
-    shape = ModelShape.from_config(config)
+    values = transformers_model(name).config.to_dict()
+    types = values.pop("layer_types", None)
+    shape = ModelShape.from_config(values)
     if types is not None:
-        expected = tuple(16 if "sliding" in kind else None for kind in types)
+        expected = tuple(WINDOW if "sliding" in kind else None for kind in types)
         assert shape.windows == expected
-        assert ModelShape.from_config(config | {"layer_types": types}).windows == expected
+        assert ModelShape.from_config(values | {"layer_types": types}).windows == expected
     else:
-        assert shape.windows == (16,) * shape.num_layers
+        assert shape.windows == (WINDOW,) * shape.num_layers
     assert any(shape.windows)
 
 
@@ -112,18 +96,17 @@ def test_published_counts():
 
 
 def test_active_parameters_leave_idle_experts_out():
-    shape = ModelShape.from_config(CONFIGS["mixtral"] | {"model_type": "mixtral"})
+    shape = ModelShape.from_config(config("mixtral").to_dict())
     expert = 3 * 48 * 80
-    assert shape.num_parameters - shape.num_active_parameters == 4 * 2 * expert
+    assert shape.num_parameters - shape.num_active_parameters == 7 * 2 * expert
     assert shape.layer_active_parameters(0) == shape.attention_parameters + 2 * expert + 48 * 4
 
 
 def test_stages_sum_to_the_model_and_copy_a_tied_head():
-    untied = ModelShape.from_config(CONFIGS["llama"] | {"model_type": "llama"})
-    tied = ModelShape.from_config(
-        CONFIGS["llama"] | {"model_type": "llama", "tie_word_embeddings": True}
+    untied, tied = (
+        ModelShape.from_config(config(name).to_dict()) for name in ("llama", "llama tied")
     )
-    for stages in ((4,), (1, 3), (2, 1, 1)):
+    for stages in ((7,), (1, 6), (2, 4, 1)):
         for shape in (untied, tied):
             total = sum(shape.stage_parameters(stages, s) for s in range(len(stages)))
             copied = shape.tied_head and len(stages) > 1

@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
 from furlong.data.chat import render_conversation
-from furlong.data.records import Record
+from furlong.data.records import SourceRecord
 from furlong.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -38,7 +38,7 @@ ALTERNATING = (
 
 
 def learnt(messages: Any, template: str | None, **fields: Any) -> tuple[str, list[str]]:
-    record = Record({"messages": messages, **fields}, 0, 3, "a.jsonl:3")
+    record = SourceRecord({"messages": messages, **fields}, 0, 3, "a.jsonl:3")
     rendered = render_conversation(record, byte_tokenizer(template))
     assert rendered is not None
     return rendered.text, [rendered.text[start:stop] for start, stop in rendered.ranges]
@@ -57,7 +57,7 @@ def test_what_the_assistant_says_is_learnt(template: str) -> None:
 
 
 def test_a_conversation_without_a_message_is_none() -> None:
-    assert render_conversation(Record({"messages": []}, 0, 1, "x"), byte_tokenizer()) is None
+    assert render_conversation(SourceRecord({"messages": []}, 0, 1, "x"), byte_tokenizer()) is None
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ from furlong.data.formats import (
     tokens_of,
     unused_fields,
 )
-from furlong.data.records import Record
+from furlong.data.records import SourceRecord
 from furlong.data.sources import SourceFile
 from furlong.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
 
 
-def record(**fields: Any) -> Record:
-    return Record(fields, 0, 7, "a.jsonl:7")
+def record(**fields: Any) -> SourceRecord:
+    return SourceRecord(fields, 0, 7, "a.jsonl:7")
 
 
 def refused(call: Any, *arguments: Any) -> DataError:

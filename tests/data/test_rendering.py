@@ -17,7 +17,7 @@ from tiny_tokenizers import CHATML, byte_tokenizer
 
 from furlong.data import rendering as module
 from furlong.data.chat import render_conversation
-from furlong.data.records import Record
+from furlong.data.records import SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.tokenize import encode
 from furlong.errors import DataError
@@ -44,8 +44,8 @@ BOMBS = {
 }  # fmt: skip
 
 
-def record(messages: Any, line: int = 1) -> Record:
-    return Record({"messages": messages}, 0, line, f"a.jsonl:{line}")
+def record(messages: Any, line: int = 1) -> SourceRecord:
+    return SourceRecord({"messages": messages}, 0, line, f"a.jsonl:{line}")
 
 
 def encode_all(template: str, *conversations: Any) -> list[int]:
@@ -118,9 +118,9 @@ def test_nothing_is_said_about_the_process(tmp_path: Path) -> None:
         "from collections import Counter\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from tiny_tokenizers import byte_tokenizer\n"
-        "from furlong.data.records import Record\n"
+        "from furlong.data.records import SourceRecord\n"
         "from furlong.data.tokenize import encode\n"
-        f"record = Record({json.dumps({'messages': TURNS})}, 0, 1, 'x')\n"
+        f"record = SourceRecord({json.dumps({'messages': TURNS})}, 0, 1, 'x')\n"
         "for _ in range(2):\n"
         "    print(len(list(encode([record] * 9, byte_tokenizer(), 'chat', Counter()))))\n"
         "print('TOKENIZERS_PARALLELISM' in os.environ)\n"
@@ -138,7 +138,7 @@ def test_a_conversation_that_is_nested_too_deeply_is_told() -> None:
     tool: dict[str, Any] = {}
     for _ in range(5000):
         tool = {"a": tool}
-    one = Record({"messages": TURNS, "tools": [tool]}, 0, 7, "a.jsonl:7")
+    one = SourceRecord({"messages": TURNS, "tools": [tool]}, 0, 7, "a.jsonl:7")
     with rendering(byte_tokenizer()) as render:
         with pytest.raises(DataError, match=r"no copy can be made: RecursionError[\s\S]*jsonl:7"):
             render(one)

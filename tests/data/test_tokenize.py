@@ -13,7 +13,7 @@ from tokenizers import normalizers
 
 from furlong.data import tokenize
 from furlong.data.formats import Format
-from furlong.data.records import BLANK, Record
+from furlong.data.records import BLANK, SourceRecord
 from furlong.data.tokenize import Encoded, Sequence, encode, fingerprint, load_tokenizer
 from furlong.errors import ConfigError, DataError
 
@@ -29,7 +29,7 @@ def run(
     fields: list[dict[str, Any]], tokenizer: Any, format: Format = "text"
 ) -> tuple[list[Encoded], Counter[str]]:
     left_out: Counter[str] = Counter()
-    records = (Record(f, 0, line, f"file:{line}") for line, f in enumerate(fields, start=1))
+    records = (SourceRecord(f, 0, line, f"file:{line}") for line, f in enumerate(fields, start=1))
     return list(encode(records, tokenizer, format, left_out)), left_out
 
 

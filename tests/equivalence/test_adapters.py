@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
-from helpers.tiny_families import VOCAB_SIZE, build, build_other
+from helpers.tiny_families import OTHERS, VOCAB_SIZE, bound, build, build_other, own_settings
 from peft import LoraConfig, get_peft_model
 
 import furlong
@@ -138,56 +138,40 @@ def test_gradient_checkpointing_of_the_model_is_set_aside(use_reentrant):
     assert model.is_gradient_checkpointing
 
 
-OTHERS = {
-    "phi": ("PhiConfig", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gemma": ("GemmaConfig", {"head_dim": 8}),
-    "olmo3": ("Olmo3Config", {"sliding_window": 6}),
-    "starcoder2": ("Starcoder2Config", {"sliding_window": 6, "residual_dropout": 0.0}),
-    "cohere": ("CohereConfig", {}),
-    "smollm3": ("SmolLM3Config", {}),
-    "glm4": ("Glm4Config", {"head_dim": 8}),
-    "exaone4": ("Exaone4Config", {"sliding_window": 6}),
-    "gpt2": (
-        "GPT2Config",
-        {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-}
-
-
 @pytest.mark.parametrize("family", OTHERS)
 def test_families_outside_the_matrix_work_too(family):
-    config_class, settings = OTHERS[family]
-    assert_equal_gradients(build_other(config_class, **settings), batch([21, 4]), bound=2e-6)
+    model = build_other(family, **own_settings(family))
+    assert_equal_gradients(model, batch([21, 4]), bound=bound(family))
 
 
 REFUSED = {
-    "falcon": ("FalconConfig", {"alibi": True}, "Falcon"),
-    "bloom": ("BloomConfig", {"n_head": 4, "hidden_size": 32}, "Bloom"),
-    "gpt2 with attention dropout": ("GPT2Config", {"attn_pdrop": 0.1}, "attention dropout 0.1"),
+    "falcon": ("falcon", {"alibi": True}, "Falcon"),
+    "bloom": ("bloom", {"n_head": 4, "hidden_size": 32}, "Bloom"),
+    "gpt2 with attention dropout": ("gpt2", {"attn_pdrop": 0.1}, "attention dropout 0.1"),
     "dynamic rope": (
-        "LlamaConfig",
+        "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "RoPE of type dynamic",
     ),
     "router loss": (
-        "MixtralConfig", {"num_local_experts": 2, "output_router_logits": True}, "router loss",
+        "mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router loss",
     ),
     "chunked attention": (
-        "LlamaConfig", {"layer_types": ["chunked_attention", "full_attention"]},
+        "llama", {"layer_types": ["chunked_attention", "full_attention"]},
         "chunked_attention",
     ),
-    "state space": ("MambaConfig", {"state_size": 4}, "Mamba"),
+    "state space": ("mamba", {"state_size": 4}, "Mamba"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_inexact_is_refused_by_name(name):
-    config_class, settings, told = REFUSED[name]
+    model_type, settings, told = REFUSED[name]
     if name == "chunked attention":
-        model = build_other(config_class)
+        model = build_other(model_type)
         model.config.layer_types = settings["layer_types"]
     else:
-        model = build_other(config_class, **settings)
+        model = build_other(model_type, **settings)
     with pytest.raises(UnsupportedModelError) as error:
         furlong.forward_backward(model, batch([21, 4]), OPTIONS)
     assert told in str(error.value)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from helpers.gradients import Batch, batch, reference_loss, take_grads, worst_relative_error
-from helpers.tiny_families import EXACT, FAMILIES, ROUNDED, bound, build, build_other
+from helpers.tiny_families import (
+    FAMILIES,
+    OTHERS,
+    bound,
+    build,
+    build_other,
+    own_settings,
+)
 from torch import nn
 
 import furlong
@@ -29,47 +34,17 @@ SETTINGS: dict[str, dict] = {
     "gpt_neox": {"use_parallel_residual": False, "rotary_pct": 0.5},
 }  # fmt: skip
 
-OTHERS: dict[str, tuple[str, dict, float]] = {
-    "granite moe": (
-        "GraniteMoeConfig",
-        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
-         "attention_multiplier": 0.4, "num_local_experts": 4, "num_experts_per_tok": 2},
-        EXACT,
-    ),
-    "starcoder2": (
-        "Starcoder2Config",
-        {"sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0}, EXACT,
-    ),
-    "gpt2": (
-        "GPT2Config",
-        {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-         "scale_attn_by_inverse_layer_idx": True},
-        EXACT,
-    ),
-    "cohere": ("CohereConfig", {"logit_scale": 0.25, "use_qk_norm": True}, ROUNDED),
-    "gemma": ("GemmaConfig", {"head_dim": 8}, ROUNDED),
-    "phi": ("PhiConfig", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, EXACT),
-    "olmo3": ("Olmo3Config", {"sliding_window": 6}, EXACT),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}, EXACT),
-    "exaone4": ("Exaone4Config", {"sliding_window": 6}, EXACT),
-    "glm4": ("Glm4Config", {"head_dim": 8}, EXACT),
-}  # fmt: skip
 
-
-@functools.lru_cache(maxsize=2)
 def subject(name: str) -> tuple[nn.Module, Batch, float, dict, float]:
     """A model, a batch, the model's own loss and gradients, and the bound."""
     if name in FAMILIES:
-        model, most = build(name, **SETTINGS.get(name, {})), bound(name)
+        model = build(name, **SETTINGS.get(name, {}))
     else:
-        config_class, settings, most = OTHERS[name]
-        model = build_other(config_class, num_hidden_layers=3, **settings)
+        model = build_other(name, num_hidden_layers=3, **own_settings(name))
         spread_weights(model, seed=0)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
     sequences = batch(LENS)
     loss = reference_loss(model, sequences)
-    return model, sequences, loss, take_grads(model), most
+    return model, sequences, loss, take_grads(model), bound(name)
 
 
 def options(height: int, keep: str) -> furlong.ChunkOptions:
@@ -110,18 +85,14 @@ def test_a_stage_read_behind_the_embeddings_again_is_seen(name, monkeypatch):
 
 
 EMBEDDING_DROPOUT = {
-    # name: (config class, its settings, dropout modules of the layers, which are switched off)
-    "gpt_neox": ("GPTNeoXConfig", {"hidden_dropout": 0.3, "num_key_value_heads": 4}),
-    "starcoder2": ("Starcoder2Config", {"embedding_dropout": 0.3, "residual_dropout": 0.0}),
-    "gpt2": (
-        "GPT2Config", {"n_positions": 64, "embd_pdrop": 0.3, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-}  # fmt: skip
+    "gpt_neox": {"hidden_dropout": 0.3, "num_key_value_heads": 4},
+    "starcoder2": {"embedding_dropout": 0.3, "residual_dropout": 0.0},
+    "gpt2": {"n_positions": 64, "embd_pdrop": 0.3, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+}
 
 
 def with_dropout(name: str, *, in_layers: bool) -> nn.Module:
-    config_class, settings = EMBEDDING_DROPOUT[name]
-    model = build_other(config_class, num_hidden_layers=3, **settings)
+    model = build_other(name, num_hidden_layers=3, **EMBEDDING_DROPOUT[name])
     spread_weights(model, seed=0)
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and any(part.isdigit() for part in path.split(".")):

@@ -73,7 +73,7 @@ def test_gradients_are_added():
     [{}, {"order": "layer-first"}, {"order": "layer-first", "stage_layers": 2, "tier": "host"}],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_evaluation_gives_the_same_loss_of_every_token_in_either_order(family, dials):
     model = build(family)
     sequences = batch([21, 4, 6, 17])
@@ -90,7 +90,7 @@ def test_evaluation_gives_the_same_loss_of_every_token_in_either_order(family, d
 
 @pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
 def test_evaluation_gives_the_same_loss_and_no_gradients(keep):
-    model = build("gemma3")
+    model = build("gemma3_text")
     sequences = batch([21, 4, 6, 17])
     options = furlong.ChunkOptions(size=8, keep=keep)
     result = furlong.forward_backward(model, sequences, options, backward=False)

@@ -1,10 +1,15 @@
-"""Tiny random-initialised models of every family in the matrix, and the bound each must meet."""
+"""Tiny random-initialised models of every family that is tested, and the bound each must meet.
+
+A new family is a row in `furlong.families` and a line here: in `OTHERS`, or in `FAMILIES` if all of
+the matrix shall run on it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 EXACT = 1e-12
 ROUNDED = 2e-6
@@ -26,60 +31,88 @@ _SMALL = {
     "eos_token_id": 2,
     "attention_dropout": 0.0,
 }
-_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_HEADS = {"head_dim": 8}
+_WINDOW = {"sliding_window": WINDOW}
+_PATTERN = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+_PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
-# family: (config class, its own settings, bound, attention of the reference)
-FAMILIES: dict[str, tuple[str, dict, float, str]] = {
-    "llama": ("LlamaConfig", {}, EXACT, "sdpa"),
-    "qwen2": ("Qwen2Config", {}, EXACT, "sdpa"),
-    "qwen3": ("Qwen3Config", {"head_dim": 8}, EXACT, "sdpa"),
-    "mistral": ("MistralConfig", {"sliding_window": WINDOW}, EXACT, "sdpa"),
-    "phi3": ("Phi3Config", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, EXACT, "sdpa"),
-    "olmo2": ("Olmo2Config", {}, EXACT, "sdpa"),
-    "granite": (
-        "GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, EXACT, "sdpa",
-    ),
-    "gpt_neox": (
-        "GPTNeoXConfig", {"hidden_dropout": 0.0, "num_key_value_heads": None}, EXACT, "sdpa",
-    ),
-    "stablelm": ("StableLmConfig", {"hidden_dropout": 0.0}, EXACT, "sdpa"),
+# model type: (its own settings beside _SMALL, None for those that it must not have; bound)
+FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
+    "llama": ({}, EXACT),
+    "qwen2": ({}, EXACT),
+    "qwen3": (_HEADS, EXACT),
+    "mistral": (_WINDOW, EXACT),
+    "phi3": (_PLAIN, EXACT),
+    "olmo2": ({}, EXACT),
+    "granite": ({"logits_scaling": 4.0, "residual_multiplier": 0.5}, EXACT),
+    "gpt_neox": ({"hidden_dropout": 0.0, "num_key_value_heads": None}, EXACT),
+    "stablelm": ({"hidden_dropout": 0.0}, EXACT),
     "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-        ROUNDED, "eager",
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING,
+        {**_HEADS, **_WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
          "query_pre_attn_scalar": 8},
-        ROUNDED, "sdpa",
+        ROUNDED,
     ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING,
-         "num_local_experts": 4, **_EXPERTS},
-        ROUNDED, "eager",
-    ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, **_EXPERTS}, ROUNDED, "sdpa"),
+    "gemma3_text": ({**_HEADS, **_PATTERN, "query_pre_attn_scalar": 8}, ROUNDED),
+    "gpt_oss": ({**_HEADS, **_PATTERN, **_EXPERTS, "num_local_experts": 4}, ROUNDED),
+    "mixtral": ({**_EXPERTS, "num_local_experts": 4}, ROUNDED),
     "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, **_EXPERTS},
-        ROUNDED, "sdpa",
+        {**_HEADS, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24}, ROUNDED,
     ),
 }  # fmt: skip
+"""The families of the matrix."""
+
+OTHERS: dict[str, tuple[dict[str, Any], float]] = {
+    "cohere": ({"logit_scale": 0.25, "use_qk_norm": True}, ROUNDED),
+    "exaone4": (_WINDOW, EXACT),
+    "gemma": (_HEADS, ROUNDED),
+    "glm4": (_HEADS, EXACT),
+    "gpt2": (
+        {**_PLAIN, "n_positions": 64, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+        EXACT,
+    ),
+    "granitemoe": (
+        {**_EXPERTS, "num_local_experts": 4, "embedding_multiplier": 12.0,
+         "residual_multiplier": 0.22, "logits_scaling": 8.0, "attention_multiplier": 0.4},
+        EXACT,
+    ),
+    "olmo3": (_WINDOW, EXACT),
+    "phi": (_PLAIN, EXACT),
+    "qwen2_moe": (
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
+         "shared_expert_intermediate_size": 40},
+        ROUNDED,
+    ),
+    "smollm3": ({"no_rope_layer_interval": 2}, EXACT),
+    "starcoder2": ({**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0}, EXACT),
+}  # fmt: skip
+
+
+def own_settings(family: str) -> dict[str, Any]:
+    return (FAMILIES | OTHERS)[family][0]
+
+
+def bound(family: str) -> float:
+    """The largest relative error of a gradient."""
+    return (FAMILIES | OTHERS)[family][1]
+
+
+def config_of(family: str, **changes: object) -> Any:
+    """A tiny config of a family; a change to None leaves a setting to transformers."""
+    settings = {**_SMALL, **own_settings(family), **changes}
+    return AutoConfig.for_model(family, **{k: v for k, v in settings.items() if v is not None})
 
 
 def build(
     family: str, dtype: torch.dtype = torch.float64, *, seed: int = 0, **changes: object
-) -> transformers.PreTrainedModel:
+) -> PreTrainedModel:
     """A model in train mode whose attention matters: weights five times the usual spread."""
-    config_class, own, _, attention = FAMILIES[family]
-    settings = {k: v for k, v in ({**_SMALL, **own, **changes}).items() if v is not None}
-    config = getattr(transformers, config_class)(**settings)
+    config = config_of(family, **changes)
+    softcap = getattr(config, "attn_logit_softcapping", None)  # which SDPA has not
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if softcap else None
+    )
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     with torch.no_grad():
@@ -91,12 +124,11 @@ def build(
     return model.to(dtype).train()
 
 
-def build_other(config_class: str, **changes: object) -> transformers.PreTrainedModel:
-    """A float64 model of any config class, in train mode, of two layers."""
-    config = getattr(transformers, config_class)(**{**_SMALL, "num_hidden_layers": 2, **changes})
+def build_other(model_type: str, **changes: object) -> PreTrainedModel:
+    """A float64 model of any type with its default spread, in train mode, of two layers."""
+    config = AutoConfig.for_model(model_type, **{**_SMALL, "num_hidden_layers": 2, **changes})
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double().train()
-
-
-def bound(family: str) -> float:
-    return FAMILIES[family][2]
+    model = AutoModelForCausalLM.from_config(config)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.double().train()

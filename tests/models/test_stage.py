@@ -44,7 +44,7 @@ def run(model: CausalLM, heights, what=GRAPH) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("heights", [(1, 1, 1), (1, 2), (2, 1), (3,)])
-@pytest.mark.parametrize("family", ["llama", "granite", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3_text", "gpt_oss"])
 def test_stages_compute_what_the_decoder_computes_bit_for_bit(family, heights):
     model = CausalLM(build(family))
     ids = batch([NUM_TOKENS])[0]["input_ids"]
@@ -54,7 +54,7 @@ def test_stages_compute_what_the_decoder_computes_bit_for_bit(family, heights):
         torch.testing.assert_close(whole, model.whole_hidden(ids), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_stage_ends_where_the_next_begins(family):
     """The states between layers are those that transformers itself shows."""
     base = build(family)
@@ -151,7 +151,7 @@ def test_heights_that_are_not_the_models_are_no_plan_for_it():
 
 def test_stand_ins_have_the_plain_attributes_of_what_they_stand_for():
     """Decoders ask layers for their type of attention, for example."""
-    base = build("gemma3")
+    base = build("gemma3_text")
     stage = CausalLM(base).stages((1, 1, 1))[1]
     for own, slot in zip(base.model.layers, stage._list, strict=True):
         assert getattr(own, "layer_idx", None) == getattr(slot, "layer_idx", None)
@@ -190,7 +190,7 @@ def test_frozen_layers_are_counted_from_below():
 
 def test_names_of_the_list_of_layers():
     for family, name in (("llama", "layers"), ("gpt2", "h")):
-        base = build("llama") if family == "llama" else build_other("GPT2Config", attn_pdrop=0.0)
+        base = build("llama") if family == "llama" else build_other("gpt2", attn_pdrop=0.0)
         decoder = base.get_decoder()
         (own,) = [n for n, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
         assert own == name and len(CausalLM(base).layers) == len(getattr(decoder, name))

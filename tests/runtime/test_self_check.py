@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.gradients import batch
-from helpers.tiny_families import FAMILIES, VOCAB_SIZE, build
+from helpers.tiny_families import EXACT, FAMILIES, VOCAB_SIZE, bound, build
 from transformers import AutoModelForCausalLM
 
 import furlong
@@ -28,7 +28,7 @@ def check(model: Any) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_error_of_a_family_is_rounding_alone(family: str) -> None:
-    assert check(build(family)) <= (1e-12 if FAMILIES[family][2] == 1e-12 else 1e-5)
+    assert check(build(family)) <= (EXACT if bound(family) == EXACT else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -101,7 +101,7 @@ def test_runs_of_a_few_tokens_pass(num_tokens: int) -> None:
     ) <= 1e-12  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
 def test_gradients_beyond_float16_are_no_fault(family: str) -> None:
     """A training in float16 scales its loss by what its gradients allow."""
     assert 0 < check(build(family, torch.float16, seed=1)) < 0.3
@@ -177,7 +177,7 @@ def test_it_leaves_no_trace() -> None:
 
 
 def test_a_window_is_checked_beyond_its_length() -> None:
-    model = build("gemma3", sliding_window=40)
+    model = build("gemma3_text", sliding_window=40)
     assert check(model) <= 1e-5
     model.model.layers[0].self_attn.sliding_window = 35  # the model's own mask still has 40
     with pytest.raises(UnsupportedModelError, match="beyond the window of 40 tokens"):

@@ -15,12 +15,12 @@ from tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.train import metrics, trackers
-from furlong.train.evaluation import Bucket, Evaluation
+from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.metrics import MetricsLog, format_position, open_bar
 from furlong.train.sample_check import SampleCheck
-from furlong.train.step import StepFigures
+from furlong.train.step import TrainedStep
 
-FIGURES = StepFigures(
+FIGURES = TrainedStep(
     loss=2.5, grad_norm=1.0, lr=1e-3, num_sequences=2, num_tokens=100, num_valid_tokens=90,
     longest_tokens=64, tokens_per_s=50.0, peak_memory_bytes=2**30, step_memory_bytes=2**28,
     forward_s=0.5, recompute_s=0.25,
@@ -67,7 +67,8 @@ def test_a_sample_check_is_a_line_and_a_record(tmp_path: Path) -> None:
 def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None:
     lines: list[str] = []
     tracker, steps = Seen(), []
-    evaluation = Evaluation(2.0, 30, (Bucket(0, 64, 2.5, 20), Bucket(1024, 2048, 1.0, 10)))
+    buckets = (PositionBucket(0, 64, 2.5, 20), PositionBucket(1024, 2048, 1.0, 10))
+    evaluation = Evaluation(2.0, 30, buckets)
     file = tmp_path / "metrics.jsonl"
     with MetricsLog(file, 10, lines.append, trackers=[tracker], advance=steps.append) as log:
         log.step(3, FIGURES)

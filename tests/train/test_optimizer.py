@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from furlong.train.optimizer import Schedule, build_optimizer, build_schedule, lr_factor
+from furlong.train.optimizer import LRSchedule, build_optimizer, build_schedule, lr_factor
 
 HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -17,7 +17,7 @@ HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_wa
     [(30, 0.1, 3), (7, 0.03, 1), (5, 0.0, 1), (4, 1.0, 4), (2, 0.03, 1), (1, 0.03, 1)],
 )
 def test_the_schedule_is_that_of_transformers_without_its_step_of_zero(
-    schedule: Schedule, num_steps: int, ratio: float, warmup_steps: int
+    schedule: LRSchedule, num_steps: int, ratio: float, warmup_steps: int
 ) -> None:
     optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.7) for _ in range(2)]
     ours = build_schedule(optimizers[0], schedule, num_steps=num_steps, warmup_ratio=ratio)
@@ -33,7 +33,7 @@ def test_the_schedule_is_that_of_transformers_without_its_step_of_zero(
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: Schedule) -> None:
+def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: LRSchedule) -> None:
     rates = [lr_factor(schedule, step, 4, 10) for step in range(10)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)

@@ -1,4 +1,4 @@
-"""What is measured without a plan: the peak of a CPU, copies between tiers, the optimizer."""
+"""Measurements without a plan: the peak of a CPU, copies between tiers, the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 
 _RECORD_BYTES = (2**18, 2**20, 2**22)
-"""Of a put or get; a segment of K,V has 1 to 8 MiB."""
+"""Bytes of a put or get; a segment of K,V has 1 to 8 MiB."""
 _TOTAL_BYTES = 2**26
 _NUM_REPEATS = 5
 _MATRIX = 1024

@@ -28,7 +28,7 @@ class Measured:
 
     plan: ChunkPlan
     seconds: tuple[float, ...]
-    """Of each action, the shortest of all runs."""
+    """Seconds of each action, the shortest of all runs."""
     step_s: float
     """The sum of the actions, in the fastest run."""
     before_bytes: int

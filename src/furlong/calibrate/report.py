@@ -1,4 +1,4 @@
-"""What a calibration tells: fitted rates, their residuals, predictions beside measurements."""
+"""Report of a calibration: fitted rates, their residuals, predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from furlong.calibrate.fit import Residuals
-from furlong.calibrate.run import Outcome, TrialResult
+from furlong.calibrate.run import CalibrationOutcome, TrialResult
 from furlong.cost.calibration.values import Calibration
 from furlong.cost.devices.hardware import Efficiency
 from furlong.cost.devices.links import Link
@@ -77,7 +77,7 @@ def results_table(results: Sequence[TrialResult], title: str) -> Table:
     return table
 
 
-def tables(outcome: Outcome) -> list[Table]:
+def tables(outcome: CalibrationOutcome) -> list[Table]:
     """All that a calibration has to show."""
     unseen = [result for result in outcome.results if result.trial.held_out]
     seen = [result for result in outcome.results if not result.trial.held_out]

@@ -17,7 +17,7 @@ from furlong.calibrate.devices import copy_links, measured_peak, optimizer_rate
 from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, residuals
 from furlong.calibrate.measure import Bench, Measured, merged, tidy
 from furlong.calibrate.subject import build, narrow_config, own_config
-from furlong.calibrate.trials import Subject, Trial, trials
+from furlong.calibrate.trials import Trial, TrialModel, trials
 from furlong.cost.calibration.file import machine_of
 from furlong.cost.calibration.values import Calibration
 from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
@@ -42,7 +42,7 @@ _MOST_S = 75.0
 """A further round begins only if it will be over by then."""
 _NUM_ROUNDS = 3
 _SLOW_SHARE = 0.6
-"""Of the peak: what a step reaches, for the estimate of how long trials take."""
+"""Share of the peak that a step reaches, for the estimate of how long trials take."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CalibrationOutcome:
     calibration: Calibration
     results: tuple[TrialResult, ...]
     residuals: Residuals
-    """Of the actions that were fitted."""
+    """Residuals of the actions that were fitted."""
 
 
 def calibrate(
@@ -78,7 +78,7 @@ def calibrate(
     device: torch.device,
     disk_dir: Path,
     tell: Tell = lambda words: None,
-) -> Outcome:
+) -> CalibrationOutcome:
     """Measures `device` with models of the widths of a transformers config. Raises UserError for a
     model that cannot be trained or counted."""
     started_s = time.monotonic()
@@ -87,10 +87,10 @@ def calibrate(
         spec = replace(spec, peak_flops_per_s=measured_peak(device, getattr(torch, dtype)))
     training = replace(Training.in_dtype(dtype), optimizer="sgd")  # trials make no step
     runs: dict[Trial, list[Measured]] = {}
-    models: dict[Subject, CostModel] = {}
+    models: dict[TrialModel, CostModel] = {}
     rate = 0.0
     shape = _counted(config)
-    for name in get_args(Subject):
+    for name in get_args(TrialModel):
         if name == "own":
             cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
         else:
@@ -155,7 +155,7 @@ def spec_of(device: torch.device) -> HardwareSpec:
     return hardware(nearest_hardware(torch.cuda.get_device_name(device), total_bytes))
 
 
-def largest_chunk(subject: Subject, model: CostModel, device: torch.device) -> int:
+def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
     """Tokens of the largest chunk of the trials, so that a round of them takes about `_ROUND_S`."""
     shape = model.shape
     per_token = 8 * (shape.num_active_parameters + shape.embedding_parameters)
@@ -187,7 +187,7 @@ def _run_rounds(
 
 def _fitted(
     measured: dict[Trial, Measured],
-    models: dict[Subject, CostModel],
+    models: dict[TrialModel, CostModel],
     spec: HardwareSpec,
     dtype: str,
     device: torch.device,
@@ -196,7 +196,7 @@ def _fitted(
     optimizer_parameters_per_s: float,
     tell: Tell,
     started_s: float,
-) -> Outcome:
+) -> CalibrationOutcome:
     is_cpu = device.type == "cpu"
     if is_cpu:
         measured = _without_process(measured, models)
@@ -234,7 +234,7 @@ def _fitted(
     )
     calibrated = [Sample(after[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
     tell(f"fitted after {time.monotonic() - started_s:.0f} s")
-    return Outcome(calibration, results, residuals(calibrated))
+    return CalibrationOutcome(calibration, results, residuals(calibrated))
 
 
 def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
@@ -243,7 +243,7 @@ def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
 
 
 def _without_process(
-    measured: dict[Trial, Measured], models: dict[Subject, CostModel]
+    measured: dict[Trial, Measured], models: dict[TrialModel, CostModel]
 ) -> dict[Trial, Measured]:
     """Peaks as `memory.device` bounds them: without the interpreter and its libraries, which is
     what is in use before a plan beside the weights."""
@@ -265,7 +265,7 @@ def _resting_bytes(model: CostModel) -> int:
 
 def _fit_memory(
     measured: dict[Trial, Measured],
-    models: dict[Subject, CostModel],
+    models: dict[TrialModel, CostModel],
     *,
     is_cpu: bool,
 ) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from furlong.cost.shapes.shape import ModelShape
+from furlong.families import SPECIAL_TOKENS, cut_layers
 from furlong.models.build import build_model, read_config
 from furlong.models.folder import check_folder
 
 VOCABULARY = 4096
 """Largest vocabulary of a measured model: a head is a matrix as any other, and takes long."""
-_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
 _NARROW_HEADS = 4
 _MAX_POSITIONS = 2**17
 
@@ -43,17 +43,12 @@ def config_of(name: str) -> Any:
 def own_config(config: Any, num_layers: int) -> Any:
     """The config with few layers and a small vocabulary, without dropout."""
     values = copy.deepcopy(config.to_dict())
-    name = str((getattr(config, "attribute_map", None) or {}).get("num_hidden_layers", ""))
-    name = name or "num_hidden_layers"
-    before = values[name]
+    cut_layers(config, values, num_layers)
     for key, value in values.items():
-        if isinstance(value, list) and len(value) == before and "factor" not in key:
-            values[key] = value[:num_layers]
-        elif ("dropout" in key or "pdrop" in key) and isinstance(value, float):
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
             values[key] = 0.0
-    values[name] = min(before, num_layers)
     values["vocab_size"] = min(values["vocab_size"], VOCABULARY)
-    for token_id, key in enumerate(_SPECIAL_TOKENS):
+    for token_id, key in enumerate(SPECIAL_TOKENS):
         if values.get(key) is not None:
             values[key] = token_id
     for key in ("quantization_config", "architectures"):

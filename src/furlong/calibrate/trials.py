@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from furlong.planners.options import ChunkOptions
 
-Subject = Literal["own", "narrow"]
+TrialModel = Literal["own", "narrow"]
 """The user's widths in few layers; a narrow model of the same head size, whose passes are mostly
 launches and attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    subject: Subject
+    subject: TrialModel
     seq_lens: tuple[int, ...]
     options: ChunkOptions
     held_out: bool = False
@@ -43,7 +43,7 @@ def trials(largest: int) -> list[Trial]:
     """The plans, those that are fitted first; `largest`: tokens of the largest chunk."""
 
     def trial(
-        subject: Subject, lengths: tuple[float, ...], size: float, held_out: bool = False,
+        subject: TrialModel, lengths: tuple[float, ...], size: float, held_out: bool = False,
         **options: Any,
     ) -> Trial:  # fmt: skip
         lens = tuple(max(1, round(n * largest)) for n in lengths)

@@ -102,6 +102,6 @@ class DataConfig(BaseModel):
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a sequence above max_seq_len."""
+    """Treatment of a sequence above max_seq_len."""
     cache_dir: str | None = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""

@@ -119,7 +119,7 @@ class ChunksConfig(BaseModel):
     num_retained: Natural | Literal["auto"] = "auto"
     """How many last chunks of a sequence keep their whole graph."""
     keep: Literal["auto", "input", "kv", "attention", "all"] = "auto"
-    """What the other chunks keep between forward and backward."""
+    """Tensors that the other chunks keep between forward and backward."""
     tier: TierDial = "auto"
     """Where kept tensors live: device, host (needs memory.host), disk (needs memory.disk), or a
     mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
@@ -209,7 +209,7 @@ class TrainConfig(BaseModel):
     weight_decay: Number = Field(default=0.0, ge=0)
     """Decay of trained weights with two or more axes; norms and biases never decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """What the learning rate does after warm-up."""
+    """Course of the learning rate after warm-up."""
     warmup_ratio: Number = Field(default=0.03, ge=0, le=1)
     """Share of the steps in which the learning rate rises to lr."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0

@@ -56,7 +56,7 @@ class Entry:
     labels: npt.NDArray[np.int32]
     index: npt.NDArray[np.int64]
     notes: dict[str, Any]
-    """What the writer wanted to be remembered, as plain values."""
+    """Plain values that the writer wanted to be remembered."""
     tokens_key: str
     """A checksum of all tokens and labels, as they were written."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.data.formats import check_size, messages_of
-from furlong.data.records import Record
+from furlong.data.records import SourceRecord
 from furlong.errors import ConfigError, DataError
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,7 +31,7 @@ class Rendered:
 
 
 def render_conversation(
-    record: Record, tokenizer: Any, before: Callable[[], object] = lambda: None
+    record: SourceRecord, tokenizer: Any, before: Callable[[], object] = lambda: None
 ) -> Rendered | None:
     """A record of messages as the model reads it; None if it has no message.
 
@@ -51,7 +51,7 @@ def render_conversation(
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    record: Record
+    record: SourceRecord
     tokenizer: Any
     template: str
     tools: list[dict[str, Any]] | None
@@ -144,7 +144,7 @@ def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
         ) from error
 
 
-def _tools_of(record: Record) -> list[dict[str, Any]] | None:
+def _tools_of(record: SourceRecord) -> list[dict[str, Any]] | None:
     tools = record.fields.get("tools")
     if not tools:
         return None

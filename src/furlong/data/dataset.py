@@ -44,7 +44,7 @@ class TokenizedSource:
         return self.listing.files[int(file)].origin(int(line))
 
     def describe(self) -> str:
-        """What `format: auto` found, and what was left out: one line."""
+        """One line that says which format `auto` found, and what was left out."""
         notes = self.entry.notes
         path = printable(self.source.path)
         line = f"{path}: {len(self.entry.index):,} sequences, format {notes['format']}"

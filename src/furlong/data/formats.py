@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.records import FIELDS, MAX_TEXT_BYTES, Record, too_large
+from furlong.data.records import FIELDS, MAX_TEXT_BYTES, SourceRecord, too_large
 from furlong.data.sources import SourceFile, printable
 from furlong.errors import DataError
 from furlong.units import format_bytes
@@ -56,7 +56,7 @@ def check_endings(files: Items[SourceFile]) -> None:
         )
 
 
-def decide_format(record: Record) -> Format:
+def decide_format(record: SourceRecord) -> Format:
     """The shape of a source whose first record this is. Raises DataError."""
     for format, needed in NEEDED_FIELDS.items():
         if all(record.fields.get(field) is not None for field in needed):
@@ -70,13 +70,13 @@ def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
     return sorted(str(field) for field in fields if field not in used)
 
 
-def check_fields(record: Record, format: Format) -> None:
+def check_fields(record: SourceRecord, format: Format) -> None:
     """Raises DataError if a record lacks a field that its shape needs."""
     if not all(field in record.fields for field in NEEDED_FIELDS[format]):
         raise _lacks(record, " + ".join(NEEDED_FIELDS[format]))
 
 
-def text_of(record: Record, field: str = "text") -> str:
+def text_of(record: SourceRecord, field: str = "text") -> str:
     """A field that must be a text. Raises DataError."""
     text = record.fields[field]
     if not isinstance(text, str):
@@ -91,7 +91,7 @@ def text_of(record: Record, field: str = "text") -> str:
     return text
 
 
-def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
+def messages_of(record: SourceRecord, template: str) -> list[dict[str, Any]]:
     """The turns of a conversation, without fields that have no value.
 
     A role must be one of the usual ones or one that `template` names. Raises DataError.
@@ -122,7 +122,7 @@ def messages_of(record: Record, template: str) -> list[dict[str, Any]]:
     return turns
 
 
-def tokens_of(record: Record) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """`input_ids` and `labels`, both (T,); without labels every token is one. Raises DataError."""
     ids = _integers(record, "input_ids", lowest=0)
     if record.fields.get("labels") is None:
@@ -141,7 +141,7 @@ def tokens_of(record: Record) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int
     return ids, labels
 
 
-def check_size(record: Record, field: str, *texts: str) -> None:
+def check_size(record: SourceRecord, field: str, *texts: str) -> None:
     """Raises DataError for texts that are too large together."""
     # Counting bytes takes a copy; a character has at most four.
     if 4 * sum(map(len, texts)) > MAX_TEXT_BYTES:
@@ -150,7 +150,7 @@ def check_size(record: Record, field: str, *texts: str) -> None:
             raise too_large(record.origin, f"{field} of {format_bytes(num_bytes)}")
 
 
-def _integers(record: Record, field: str, lowest: int) -> npt.NDArray[np.int32]:
+def _integers(record: SourceRecord, field: str, lowest: int) -> npt.NDArray[np.int32]:
     values = record.fields[field]
     array = np.asarray(values) if _is_flat(values) else np.zeros(0, np.float64)
     if len(array) == 0 and values == []:
@@ -180,7 +180,7 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _lacks(record: Record, required: str) -> DataError:
+def _lacks(record: SourceRecord, required: str) -> DataError:
     known = [
         field if value is not None else f"{field} (null)"
         for field, value in record.fields.items()
@@ -195,7 +195,7 @@ def _lacks(record: Record, required: str) -> DataError:
     )
 
 
-def _bad_turn(record: Record, given: str) -> DataError:
+def _bad_turn(record: SourceRecord, given: str) -> DataError:
     return DataError(
         given=given,
         required='messages: [{"role": "user", "content": "..."}, ...]',

@@ -19,7 +19,7 @@ from furlong.data.formats import (
     decide_format,
     unused_fields,
 )
-from furlong.data.records import Record, read_records
+from furlong.data.records import SourceRecord, read_records
 from furlong.data.sources import (
     Listing,
     Source,
@@ -124,7 +124,7 @@ def _encoded(
     """The sequences of a source; fills `notes`."""
     left_out: Counter[str] = Counter()
     records = read_records(files, left_out, key)
-    first: Record = next(records)
+    first: SourceRecord = next(records)
     decided = decide_format(first) if format == "auto" else format
     notes["format"] = decided
     is_file = files[first.file].kind == "text"

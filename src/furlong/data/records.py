@@ -22,8 +22,8 @@ from furlong.units import format_bytes
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 16 * 2**20
-"""Of one sequence, in UTF-8: at most that many tokens, and a tokenizer takes 250 to 500 bytes of
-memory for each while it works."""
+"""Bytes of one sequence in UTF-8: at most as many tokens, and a tokenizer takes 250 to 500 bytes
+of memory for each while it works."""
 
 FIELDS = ("text", "messages", "tools", "prompt", "completion", "input_ids", "labels")
 """The fields that are read; of a table, no other column is decoded."""
@@ -38,8 +38,8 @@ _MAX_REPLACED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What a sequence is made of, and where it came from."""
+class SourceRecord:
+    """The fields that make a sequence, and where they came from."""
 
     fields: Mapping[str, Any]
     """A field that is not one of `FIELDS` may be there without its value."""
@@ -52,7 +52,7 @@ class Record:
 
 def read_records(
     files: tuple[SourceFile, ...], left_out: Counter[str], key: str = "data.train"
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     """The records of a source, file after file.
 
     `left_out` counts what was not taken as it is, under `BINARY`, `BLANK` and `REPLACED`: binary
@@ -74,7 +74,7 @@ def read_records(
         try:
             for line, fields in records:
                 empty_file = False
-                yield Record(fields, number, line, file.origin(line))
+                yield SourceRecord(fields, number, line, file.origin(line))
         except OSError as error:
             raise _unreadable(file, key, error) from error
         if empty_file and file.named:

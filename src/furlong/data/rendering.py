@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from furlong.data.chat import Rendered, render_conversation
-from furlong.data.records import Record
+from furlong.data.records import SourceRecord
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
@@ -35,7 +35,7 @@ _LOOK_S = 1.0
 
 
 @contextmanager
-def rendering(tokenizer: Any) -> Iterator[Callable[[Record], Rendered | None]]:
+def rendering(tokenizer: Any) -> Iterator[Callable[[SourceRecord], Rendered | None]]:
     """`render_conversation` for `tokenizer`, within `LIMIT_S` and `LIMIT_BYTES`."""
     # Loaded here, so that the new process finds it there.
     import transformers.utils.chat_template_utils  # noqa: F401
@@ -56,7 +56,7 @@ def rendering(tokenizer: Any) -> Iterator[Callable[[Record], Rendered | None]]:
 
 
 def _ask(
-    connection: Connection, process: BaseProcess, tokenizer: str, record: Record
+    connection: Connection, process: BaseProcess, tokenizer: str, record: SourceRecord
 ) -> Rendered | None:
     try:
         content = ForkingPickler.dumps(record)
@@ -109,7 +109,7 @@ def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> Non
         connection.send(answer)
 
 
-def _ended(exit_code: int | None, tokenizer: str, record: Record) -> DataError:
+def _ended(exit_code: int | None, tokenizer: str, record: SourceRecord) -> DataError:
     if exit_code == -signal.SIGPROF:
         reason = f"takes more than {LIMIT_S:g} s"
     else:

@@ -1,4 +1,4 @@
-"""What `data.train` and `data.eval` name: files, folders of files, and folders of `datasets`.
+"""Sources of data, as `data.train` and `data.eval` name them: files, folders, `datasets`.
 
 A source is listed without being read: names and kinds only. Loading data runs no code of the data:
 there is no pickle, no loading script and no remote code.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from furlong.data.chat import Rendered
 from furlong.data.formats import IGNORE_INDEX, Format, check_fields, text_of, tokens_of
-from furlong.data.records import BLANK, Record
+from furlong.data.records import BLANK, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.errors import ConfigError, DataError
 
@@ -105,7 +105,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def encode(
-    records: Iterable[Record], tokenizer: Any, format: Format, left_out: Counter[str]
+    records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: Counter[str]
 ) -> Iterator[Encoded]:
     """Every record as one sequence; those without any token are counted in `left_out`.
 
@@ -138,8 +138,8 @@ def encode(
 
 
 def _render(
-    records: Iterable[Record], tokenizer: Any, format: Format, left_out: Counter[str]
-) -> Iterator[tuple[Record, Rendered]]:
+    records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: Counter[str]
+) -> Iterator[tuple[SourceRecord, Rendered]]:
     by_text = nullcontext(partial(_render_text, format=format))
     with rendering(tokenizer) if format == "chat" else by_text as render:
         for record in records:
@@ -151,7 +151,7 @@ def _render(
                 yield record, rendered
 
 
-def _render_text(record: Record, format: Format) -> Rendered | None:
+def _render_text(record: SourceRecord, format: Format) -> Rendered | None:
     """A record with a text, or with a prompt and a completion; None if it is blank."""
     if format == "completion":
         prompt = text_of(record, "prompt")
@@ -162,10 +162,10 @@ def _render_text(record: Record, format: Format) -> Rendered | None:
 
 
 def _batches(
-    rendered: Iterable[tuple[Record, Rendered]],
-) -> Iterator[list[tuple[Record, Rendered]]]:
+    rendered: Iterable[tuple[SourceRecord, Rendered]],
+) -> Iterator[list[tuple[SourceRecord, Rendered]]]:
     """A batch lets the tokenizer use its threads; its size bounds the memory that this takes."""
-    batch: list[tuple[Record, Rendered]] = []
+    batch: list[tuple[SourceRecord, Rendered]] = []
     num_chars = 0
     for item in rendered:
         num_item_chars = len(item[1].text)
@@ -180,7 +180,7 @@ def _batches(
 
 
 def _encode_batch(
-    batch: list[tuple[Record, Rendered]], tokenizer: Any, format: Format
+    batch: list[tuple[SourceRecord, Rendered]], tokenizer: Any, format: Format
 ) -> Iterator[Encoded]:
     try:
         encoded = tokenizer(
@@ -217,7 +217,7 @@ def _encode_batch(
         yield Encoded(ids, labels, record.file, record.line)
 
 
-def _cannot_tokenize(record: Record, rendered: Rendered, error: BaseException) -> DataError:
+def _cannot_tokenize(record: SourceRecord, rendered: Rendered, error: BaseException) -> DataError:
     return DataError(
         given=f"a text of {len(rendered.text):,} characters on which the tokenizer fails: {error}",
         required="a text that the tokenizer can split",

@@ -16,7 +16,7 @@ _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FolderContent:
     """Content of a folder, everything sorted by path."""
 
     files: list[Path] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Found:
     """Paths under `DANGLING`, `REPEATED` and `SPECIAL`, for those of which there are some."""
 
 
-def walk(folder: Path) -> Found:
+def walk(folder: Path) -> FolderContent:
     """The files below a folder, without hidden ones. Links are followed.
 
     A folder is read once, however many links lead to it: under its own path where that is below
@@ -55,7 +55,9 @@ def walk(folder: Path) -> Found:
                         (links if entry.is_symlink() else folders).append(inside)
                     case other:
                         left_out[other].append(inside)
-    return Found(sorted(files), {what: sorted(paths) for what, paths in left_out.items() if paths})
+    return FolderContent(
+        sorted(files), {what: sorted(paths) for what, paths in left_out.items() if paths}
+    )
 
 
 def _identity(folder: Path) -> tuple[int, int]:

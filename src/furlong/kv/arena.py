@@ -55,7 +55,7 @@ class Arena:
         return memory[start : start + num_bytes].view(dtype).view(shape).data
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """What `take` returned, cut along its first axis into parts that are given back each by
+        """A tensor from `take`, cut along its first axis into parts that are given back each by
         itself. The whole may be used as long as the parts in use are not given back."""
         parts = tensor.split(list(rows))
         if tensor.numel() == 0:
@@ -82,6 +82,11 @@ class Arena:
             self._slabs = []
 
     def _first_fit(self, num_bytes: int) -> tuple[int, int]:
+        """(slab, first byte) of free memory in the oldest slab that has room, else in a new one.
+
+        Slabs that were given up when all was free are replaced by one of their total size: the
+        next step then finds everything in a single slab, where it had several.
+        """
         for slab, (_, extents) in enumerate(self._slabs):
             start = extents.take(num_bytes)
             if start is not None:

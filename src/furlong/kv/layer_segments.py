@@ -19,9 +19,9 @@ from torch import Tensor
 from furlong.kv.arena import Arena
 from furlong.kv.pools.contract import Pool
 from furlong.kv.segments import (
-    Block,
     Segment,
     SegmentGradient,
+    StoredBlock,
     add_token_major,
     joined,
     present,
@@ -84,17 +84,17 @@ class LayerSegments:
         missing = [p for p in self.tokens.pieces(seen) if p not in self.alive]
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
-    def blocks(self, seen: range, *, gradients: bool, max_tokens: int) -> Iterator[Block]:
+    def blocks(self, seen: range, *, gradients: bool, max_tokens: int) -> Iterator[StoredBlock]:
         """On the device: views of at most `max_tokens`, with `gradients` the newest first."""
         blocks, start = [], seen.start
         for run in joined([s.kv_rows(seen) for s in self._holding(seen)]):
             for kv in run.split(max_tokens):
                 tokens = range(start, start + kv.shape[0])
-                blocks.append(Block(kv, seen.stop - start, partial(self._add, tokens)))
+                blocks.append(StoredBlock(kv, seen.stop - start, partial(self._add, tokens)))
                 start = tokens.stop
         yield from reversed(blocks) if gradients else blocks
 
-    def streamed(self, seen: range, *, gradients: bool) -> Iterator[Block]:
+    def streamed(self, seen: range, *, gradients: bool) -> Iterator[StoredBlock]:
         """Through the pool: one block per segment, the next one on its way meanwhile."""
         assert self._pool is not None
         order = self.order(seen, gradients=gradients)
@@ -106,7 +106,7 @@ class LayerSegments:
             grad = SegmentGradient(self._arena, self._pool, segment, self._zeros)
             first = segment.start + rows.start
             add = partial(self._add_streamed, grad, first) if gradients else _refuse_gradients
-            yield Block(kv, seen.stop - segment.start - rows.start, add)
+            yield StoredBlock(kv, seen.stop - segment.start - rows.start, add)
             # Not in a `finally`: a generator may be ended by the garbage collector, which must
             # not touch tensors. After an error `clear` ends the leases.
             grad.settle(stays=number < self._num_hot)

@@ -45,7 +45,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredBlock:
     """Implements `ops.chunk_attention.PrefixBlock`."""
 
     kv: Tensor  # (S, 2, K, H)

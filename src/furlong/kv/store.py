@@ -39,7 +39,7 @@ from torch import Tensor
 from furlong.kv.arena import Arena
 from furlong.kv.layer_segments import LayerSegments
 from furlong.kv.pools.contract import Pool
-from furlong.kv.segments import Block
+from furlong.kv.segments import StoredBlock
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 _MAX_FORWARD_TOKENS = 65_536
@@ -72,7 +72,8 @@ class KVStore:
     def write(
         self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None
     ) -> None:
-        """Keep a piece's k, v (K, T, H) for the pieces after it."""
+        """Keep a piece's k, v (K, T, H) for the pieces after it, which see `window` tokens each,
+        their own included, or all (None)."""
         k, v = k.detach(), v.detach()
         segments = self._layers.get((seq_id, layer))
         if segments is None:
@@ -87,8 +88,8 @@ class KVStore:
 
     def prefix(
         self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
-    ) -> Iterator[Block]:
-        """What the tokens of `piece` see of the pieces before it, in blocks.
+    ) -> Iterator[StoredBlock]:
+        """Keys and values before `piece` that its tokens see, in blocks.
 
         A block is valid until the next one is asked for. With `gradients` the newest comes first,
         and blocks take gradients.

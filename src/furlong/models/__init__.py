@@ -1,1 +1,1 @@
-"""What knows transformers: the adapter of a decoder, what is refused, building and exporting."""
+"""All that knows transformers: the adapter of a decoder, refusals, building, exporting."""

@@ -37,7 +37,7 @@ _HARMLESS = {
 }
 
 
-class Cell(Protocol):
+class CellAttention(Protocol):
     """Computes the attention of one (chunk, stage)."""
 
     def attend(
@@ -55,7 +55,7 @@ class Cell(Protocol):
 
 
 @contextmanager
-def bound(modules: Sequence[nn.Module], cell: Cell, what: Pass) -> Iterator[None]:
+def bound(modules: Sequence[nn.Module], cell: CellAttention, what: Pass) -> Iterator[None]:
     """Within it the attention of `modules` is that of a cell's pass."""
     before = [module.__dict__.get(CELL) for module in modules]
     for module in modules:
@@ -89,7 +89,7 @@ def attention(
     Values may be narrower or wider than keys. Raises UnsupportedModelError for whatever it is
     given and does not know.
     """
-    of_pass: tuple[Cell, Pass] | None = module.__dict__.get(CELL)
+    of_pass: tuple[CellAttention, Pass] | None = module.__dict__.get(CELL)
     if of_pass is None:
         raise FurlongError(
             f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
+from furlong.families import family_of
 from furlong.models.adapters import add_adapters
 from furlong.models.files import (
     check_config_values,
@@ -38,8 +39,6 @@ from furlong.models.weights import check_weights
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
 # config.json asks for: a name there could be that of a kernel on a hub, or a missing package.
 _OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
-_WITH_HUB_KERNELS = ("rwkv",)
-"""Model types that ask a hub for a kernel while they are built."""
 
 
 def build_model(
@@ -173,9 +172,10 @@ def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
 def _check_kind(config: Any, source: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in _WITH_HUB_KERNELS:
+    refused = family_of(config.model_type).refused
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or refused:
         raise UnsupportedModelError(
-            given=f"model type {config.model_type}",
+            given=f"model type {config.model_type}" + (f", which {refused}" if refused else ""),
             required="a decoder with causal attention that AutoModelForCausalLM knows",
             source=f"{source}, config.json",
             change="choose a causal language model",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.shapes.config_values import MAX_LAYERS
+from furlong.cost.shapes.config_values import MAX_LAYERS, NEEDED_SIZES
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.folder import CONFIG
 
@@ -22,10 +22,7 @@ GENERATION = "generation_config.json"
 MAX_EXPERTS = 16_384
 MAX_LABELS = 1_000_000
 
-_SIZES = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "vocab_size", "max_position_embeddings",
-)  # fmt: skip
+_SIZES = (*NEEDED_SIZES, "num_key_value_heads", "max_position_embeddings")
 _FIXED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """Keys that decide what a forward returns; another value could not be run or exported."""
 _DTYPES = ("dtype", "torch_dtype")

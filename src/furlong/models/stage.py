@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from furlong.errors import PlanError, UnsupportedModelError
-from furlong.models.attention import Cell, bound
+from furlong.models.attention import CellAttention, bound
 from furlong.models.entrance import enter
 from furlong.plan.passes import Pass
 
 
 class Model(Protocol):
-    """What a stage needs of the whole model; `causal_lm.CausalLM` has it."""
+    """The whole model as far as a stage needs it; `causal_lm.CausalLM` is one."""
 
     base: Any
     decoder: Any
@@ -66,7 +66,7 @@ class Stage:
             self._inject, self._capture = _Inject(), _Capture()
             self._list = nn.ModuleList(self._slots(model.layers))
 
-    def run(self, x: Tensor, position_ids: Tensor, cell: Cell, what: Pass) -> Tensor:
+    def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.
 
         x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
@@ -78,7 +78,7 @@ class Stage:
         """Logits (T, V) of final hidden states (T, D)."""
         return self._model.logits(hidden)
 
-    def _run(self, x: Tensor, position_ids: Tensor, cell: Cell, what: Pass) -> Tensor:
+    def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         decode, modules = self._model.decode, self._model.attention_modules
         positions = position_ids[None]
         with ExitStack() as stack:
@@ -122,7 +122,7 @@ class Stage:
             self._inject.x = self._capture.hidden = None  # they would pin a graph
 
     @contextmanager
-    def _checkpointed(self, cell: Cell, what: Pass) -> Iterator[None]:
+    def _checkpointed(self, cell: CellAttention, what: Pass) -> Iterator[None]:
         """Within it the stage's first layers keep only their inputs in the graph.
 
         Their recompute runs inside the backward: it finds the same cell, and writes nothing.

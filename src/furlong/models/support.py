@@ -1,4 +1,4 @@
-"""What is refused by name because it could not be trained exactly, and what is worth a note."""
+"""Refusal by name of models that could not be trained exactly, and what is worth a note."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from typing import Any
 from torch import nn
 
 from furlong.errors import UnsupportedModelError
-
-ATTENTION_DROPOUTS = (
-    "attention_dropout",
-    "attn_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-)
-"""What the configs of families call it."""
-
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+from furlong.families import ATTENTION_DROPOUTS, CAUSAL_LAYER_TYPES
 
 
 def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
@@ -99,7 +90,7 @@ def rope_types(text_config: Any) -> set[str]:
 
 
 def _refuse_layers(model: nn.Module, text: Any) -> None:
-    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    unknown = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYER_TYPES
     if unknown:
         raise _unsupported(
             model,

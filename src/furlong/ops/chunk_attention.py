@@ -46,7 +46,7 @@ class PrefixBlock(Protocol):
 
 
 class LayerKV(Protocol):
-    """What one layer of one cell reads from the store and sends to it."""
+    """The store as one layer of one cell sees it: reads from it and sends to it."""
 
     def prefix(
         self, slice_index: int, window: int | None, *, gradients: bool
@@ -59,7 +59,7 @@ class LayerKV(Protocol):
         ...
 
     def relayed(self, slice_index: int) -> Relayed | None:
-        """What later chunks have sent to a slice's own keys and values, None if nothing."""
+        """Gradients of a slice's own keys and values from later chunks, None if there are none."""
         ...
 
 

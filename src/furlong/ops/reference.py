@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from furlong.ops.backend import Backend, Block, lse_dtype, num_row_pieces
+from furlong.ops.backend import Backend, Block, lse_dtype, rows_per_tile
 
 _MAX_SCORE_ELEMENTS = 2**24
 
@@ -18,11 +18,11 @@ class Reference(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))  # (N, T)
-        for rows, keys, part in _tiles(q, k, block):
-            scores, _ = _scores(q[:, rows], k[:, keys], part)  # (N, rows, keys)
+        for rows, tile in _tiles(q, k, block):
+            scores, _ = _scores(q[:, rows], k, tile)  # (N, rows, keys)
             lse[:, rows] = torch.logsumexp(scores, dim=-1)
             probabilities = _probabilities(scores, lse[:, rows])
-            out[:, rows] = _grouped(probabilities, v[:, keys].to(scores.dtype)).to(q.dtype)
+            out[:, rows] = _grouped(probabilities, v.to(scores.dtype)).to(q.dtype)
         return out, lse
 
     def backward(
@@ -32,33 +32,28 @@ class Reference(Backend):
         dq = torch.zeros_like(q)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         num_kv_heads = k.shape[0]
-        for rows, keys, part in _tiles(q, k, block):
-            scores, tanh = _scores(q[:, rows], k[:, keys], part)
+        for rows, tile in _tiles(q, k, block):
+            scores, tanh = _scores(q[:, rows], k, tile)
             probabilities = _probabilities(scores, lse[:, rows])  # (N, rows, keys)
             dout_rows = dout[:, rows].to(wide)
             delta = (dout_rows * out[:, rows].to(wide)).sum(-1, keepdim=True)  # (N, rows, 1)
-            dprobabilities = _grouped(dout_rows, v[:, keys].to(wide).mT)
+            dprobabilities = _grouped(dout_rows, v.to(wide).mT)
             dscores = probabilities * (dprobabilities - delta)
             if tanh is not None:
                 dscores = dscores * (1 - tanh**2)
             dscores = dscores * block.scale
-            dq[:, rows] = _grouped(dscores, k[:, keys].to(wide)).to(q.dtype)
-            dk[:, keys] += _fold(dscores, num_kv_heads).mT @ _fold(
-                q[:, rows].to(wide), num_kv_heads
-            )
-            dv[:, keys] += _fold(probabilities, num_kv_heads).mT @ _fold(dout_rows, num_kv_heads)
+            dq[:, rows] = _grouped(dscores, k.to(wide)).to(q.dtype)
+            dk += _fold(dscores, num_kv_heads).mT @ _fold(q[:, rows].to(wide), num_kv_heads)
+            dv += _fold(probabilities, num_kv_heads).mT @ _fold(dout_rows, num_kv_heads)
         return dq, dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, slice, Block]]:
-    """Row tiles with the keys each of them sees."""
-    num_rows, num_keys = q.shape[1], k.shape[1]
-    step = num_row_pieces(num_rows, num_keys, q.shape[0], _MAX_SCORE_ELEMENTS)
-    tiles = []
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        tiles.append((slice(start, stop), slice(0, num_keys), block.at(start, 0)))
-    return tiles
+def _tiles(q: Tensor, k: Tensor, block: Block) -> list[tuple[slice, Block]]:
+    """Tiles of query rows, each with the block as its rows see it; every tile has all keys."""
+    num_rows = q.shape[1]
+    step = rows_per_tile(num_rows, k.shape[1], q.shape[0], _MAX_SCORE_ELEMENTS)
+    starts = range(0, num_rows, step)
+    return [(slice(i, min(i + step, num_rows)), block.at(i, 0)) for i in starts]
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:

@@ -24,19 +24,22 @@ class Piece:
     """A slice of a cut sequence inside a chunk."""
 
     rows: slice
+    """Its rows among the T tokens of the chunk."""
     seq_id: int
     index: int
-    """Its position in the sequence's group."""
+    """Its number in the sequence, from 0."""
     continues: bool
     """Whether later chunks read its K,V."""
 
 
 @dataclass
 class Cell:
-    """Implements `models.attention.Cell` over the store; `known` waits in the pool `attention`."""
+    """A `models.attention.CellAttention` over the store; `known` waits in the pool `attention`."""
 
     slices: tuple[slice, ...]
+    """The rows of each sequence in the chunk, among its T tokens."""
     pieces: tuple[Piece, ...]
+    """Those slices that are of cut sequences: only they have a prefix or write K,V."""
     store: KVStore
     backend: Backend
     attention: Pool
@@ -48,9 +51,9 @@ class Cell:
     known: dict[int, tuple[Handle, Handle]] = field(default_factory=dict)
     """By layer: out (T, N, H) and lse (T, N), which a forward has put away."""
     _graph_leases: list[Lease] = field(default_factory=list)
-    """What a graph uses of `known`, until its backward."""
+    """Leases of `known` that a graph uses, until its backward."""
     _pass_leases: list[Lease] = field(default_factory=list)
-    """What the layer under way uses of `known`, in a pass without a graph."""
+    """Leases of `known` that the layer under way uses, in a pass without a graph."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""What a chunk feeds to the model: token ids, positions and labels, cut as the plan says.
+"""Inputs of a chunk: token ids, positions and labels, cut as the plan says.
 
 Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
 """

@@ -1,4 +1,4 @@
-"""What one rank exchanges with others, as an argument of the executor.
+"""Exchange of one rank with others, as an argument of the executor.
 
 No plan that needs another rank can run on `Alone`: a REDUCE that nothing carries out would leave
 half a gradient that looks like a whole one.

@@ -198,7 +198,7 @@ def _refusal(
 
 
 def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int) -> int:
-    """What the summed loss is divided by. Raises DataError where nothing has a label."""
+    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label."""
     if num_valid_tokens is not None:
         return whole_number(num_valid_tokens, "num_valid_tokens")
     if not own_valid_tokens:

@@ -1,4 +1,4 @@
-"""What outlives the calls on a model, as long as the model lives."""
+"""State that outlives the calls on a model, as long as the model lives."""
 
 from __future__ import annotations
 

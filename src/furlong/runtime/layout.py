@@ -35,7 +35,8 @@ def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
 
 
 def chunk_pieces(plan: ChunkPlan, chunk: int, rows: tuple[slice, ...]) -> tuple[Piece, ...]:
-    """The pieces of cut sequences in a chunk whose slices lie at `rows`."""
+    """The pieces of cut sequences in a chunk; `rows`: where each of its slices lies among its
+    tokens."""
     index_of = dict(plan.links[chunk])
     return tuple(
         Piece(

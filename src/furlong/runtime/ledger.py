@@ -1,4 +1,4 @@
-"""What is alive during a step: every cell's graph, kept tensors, K,V. Empty at its end."""
+"""Everything alive during a step: cells' graphs, kept tensors, K,V. Empty at its end."""
 
 from __future__ import annotations
 

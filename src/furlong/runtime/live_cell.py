@@ -1,4 +1,4 @@
-"""What is alive of a cell between its actions, and until when."""
+"""A cell between its actions: what of it is alive, and until when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from furlong.runtime.saved_graphs import SavedGraph
 
 @dataclass(slots=True)
 class LiveCell:
-    """What a cell holds between its forward and its backward."""
+    """A cell with all that it holds between its forward and its backward."""
 
     cell: Cell
     x: Tensor | None = None
@@ -24,7 +24,7 @@ class LiveCell:
     """Hidden states (T, D) behind the stage, with their graph."""
     rng: RNGState | None = None
     saved: SavedGraph | None = None
-    """What the graph of a retained cell has in a lower tier."""
+    """Tensors of a retained graph that wait in a lower tier."""
 
 
 def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:

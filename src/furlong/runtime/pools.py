@@ -18,7 +18,7 @@ from furlong.plan.values import Tier
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a run may use beside its device."""
+    """Bounds of host memory and disk that a run may use beside its device."""
 
     host_bytes: int | None = None
     """Budget of the host tier; None: no bound."""

@@ -1,4 +1,4 @@
-"""What ran when, and how much memory was in use meanwhile: the timeline of an executor."""
+"""The timeline of an executor: when each action ran, and the bytes in use meanwhile."""
 
 from __future__ import annotations
 

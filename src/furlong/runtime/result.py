@@ -1,4 +1,4 @@
-"""What a call of the engine returns."""
+"""Result of a call of the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepResult:
     """Losses of an evaluation (backward=False): one (T,) float64 tensor per sequence, on the CPU.
     Entry t is the loss of token t + 1 given those up to t; 0 where that has no label."""
     plan: ChunkPlan | None = None
-    """What the timeline is of."""
+    """The plan that ran, of which the timeline tells."""
     host_bytes: int = 0
     """Most bytes at a time in the tier host."""
     disk_bytes: int = 0

@@ -31,7 +31,7 @@ class _Away:
 
 @dataclass
 class SavedGraph:
-    """What one graph has saved into a pool."""
+    """Tensors that one graph has saved into a pool."""
 
     pool: Pool
     _handles: list[Handle] = field(default_factory=list)

@@ -159,7 +159,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _cause(failure: CheckpointException) -> BaseException:
-    """What went wrong in this process."""
+    """The error of this process."""
     return next(iter(failure.failures.values()))[0]
 
 

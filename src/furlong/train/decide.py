@@ -109,7 +109,7 @@ def _given(config: RunConfig, train: DataSet) -> dict[str, Any]:
 def cost_model(
     config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None = None
 ) -> CostModel | None:
-    """What predicts the plans of a run; None where the model's work cannot be counted."""
+    """The cost model of a run's plans; None where the model's work cannot be counted."""
     try:
         model = _model(config, device, rope=rope)
     except ConfigError:
@@ -118,7 +118,7 @@ def cost_model(
 
 
 def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
-    """What predicts without a calibration. Raises ConfigError where work cannot be counted."""
+    """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
@@ -126,7 +126,7 @@ def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | No
 
 
 def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
-    """Of a device: its figures, the budget that its free memory gives, and the words for it."""
+    """A device's figures, the bytes that its free memory allows, and the words for that budget."""
     if device.type != "cuda":
         return this_cpu(measured=False), free_ram_budget_bytes(), FREE_RAM
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

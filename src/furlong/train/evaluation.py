@@ -27,7 +27,7 @@ FIRST_BUCKET_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PositionBucket:
     """Tokens at positions [start, stop) of their sequences, all those with a label."""
 
     start: int
@@ -48,7 +48,7 @@ class Evaluation:
 
     loss: float
     num_valid_tokens: int
-    by_position: tuple[Bucket, ...]
+    by_position: tuple[PositionBucket, ...]
     """Ascending; buckets without a label are left out."""
 
 
@@ -119,9 +119,9 @@ def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tenso
     counts.index_add_(0, index, torch.ones_like(index))
 
 
-def _buckets(sums: Tensor, counts: Tensor) -> tuple[Bucket, ...]:
+def _buckets(sums: Tensor, counts: Tensor) -> tuple[PositionBucket, ...]:
     return tuple(
-        Bucket(
+        PositionBucket(
             start=0 if 2 ** (index + 1) <= FIRST_BUCKET_TOKENS else 2**index,
             stop=2 ** (index + 1),
             loss=float(sums[index] / counts[index]),

@@ -18,7 +18,7 @@ from furlong.train.fitting import Fitting
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import make_state
-from furlong.train.step import StepFigures, train_step, trained_parameters
+from furlong.train.step import TrainedStep, train_step, trained_parameters
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Progress:
     num_skipped_batches: int = 0
     last_loss: float | None = None
     """Mean loss of the last step's global batch, before its update; of the last step that had one,
-    see `StepFigures.loss`."""
+    see `TrainedStep.loss`."""
     eval_loss_before: float | None = None
     """Held-out loss before the first step."""
 
-    def after(self, batch: Batch, figures: StepFigures, num_skipped: int) -> Progress:
+    def after(self, batch: Batch, figures: TrainedStep, num_skipped: int) -> Progress:
         """The progress when one more step has been taken."""
         return replace(
             self,
@@ -66,12 +66,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LoopFigures:
-    """What the loop leaves behind."""
+    """Outcome of the loop."""
 
     progress: Progress
     losses: tuple[float | None, ...]
     """Mean loss of each step's global batch, before its update; steps of this call only. None: see
-    `StepFigures.loss`."""
+    `TrainedStep.loss`."""
     eval_loss_after: float | None
     """Held-out loss after the last step; None without held-out data or when it was stopped."""
     stopped: bool
@@ -80,7 +80,7 @@ class LoopFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """What happens between the steps, and how often; 0 = never."""
+    """Actions between the steps, and how often; 0 = never."""
 
     evaluate: Callable[[UsedMemory], Mapping[str, Evaluation] | None] | None = None
     """By name of the data set; None when it was stopped. Runs also before the first step and after
@@ -92,7 +92,7 @@ class Cadence:
     measured: Callable[[int, StepResult], None] | None = None
     """Gets the number and the result of the first step, of those that are saved and of the last."""
     predict: Callable[[ChunkPlan], Prediction] | None = None
-    """What a plan was expected to take: told beside the first step's figures."""
+    """Predicts the time and memory of a plan, for the report of the first step."""
     check: Callable[[int, Batch, UsedMemory], None] | None = None
     """Gets the number and the batch of a step before it is taken."""
     should_stop: Callable[[], bool] = field(default=lambda: False)
@@ -164,10 +164,10 @@ def _tell(
     num_steps: int,
     cadence: Cadence,
     log: MetricsLog,
-    figures: StepFigures,
+    figures: TrainedStep,
     result: StepResult,
 ) -> None:
-    """What was measured, and for the first step what had been predicted."""
+    """Report a step as measured; the first one also as predicted."""
     if step == 1 and cadence.predict and result.plan:
         log.predicted(step, figures, cadence.predict(result.plan))
     if cadence.measured and (step == 1 or _is_due(step, num_steps, cadence.save_every_steps)):

@@ -13,7 +13,7 @@ from types import TracebackType
 from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.sample_check import SampleCheck
-from furlong.train.step import StepFigures
+from furlong.train.step import TrainedStep
 from furlong.train.trackers import Tracker
 from furlong.units import format_bytes, format_count, format_seconds
 
@@ -64,7 +64,7 @@ class MetricsLog:
         """Prints a line, above the progress bar where there is one."""
         self._say(line)
 
-    def step(self, step: int, figures: StepFigures) -> None:
+    def step(self, step: int, figures: TrainedStep) -> None:
         values = {name: value for name, value in asdict(figures).items() if value is not None}
         self._write({"step": step, "loss": figures.loss} | values)
         self._track(step, values)
@@ -85,8 +85,8 @@ class MetricsLog:
         )
         self._advance(step)
 
-    def predicted(self, step: int, figures: StepFigures, prediction: Prediction) -> None:
-        """What the first step took, beside what it was predicted to take, in the same terms."""
+    def predicted(self, step: int, figures: TrainedStep, prediction: Prediction) -> None:
+        """Report the first step beside its prediction, in the same terms."""
         self._write({"step": step} | {f"predicted_{k}": v for k, v in prediction._asdict().items()})
         parts = [
             f"gradients in {format_seconds(figures.gradients_s)}"

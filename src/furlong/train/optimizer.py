@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-Schedule = Literal["cosine", "linear", "constant"]
+LRSchedule = Literal["cosine", "linear", "constant"]
 
 
 def build_optimizer(
@@ -44,7 +44,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, schedule: Schedule, *, num_steps: int, warmup_ratio: float
+    optimizer: torch.optim.Optimizer, schedule: LRSchedule, *, num_steps: int, warmup_ratio: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The learning rate per step: that of transformers' `get_scheduler` for one step more, without
     its first step, whose rate is zero, and with a warm-up of at least one step."""
@@ -54,7 +54,7 @@ def build_schedule(
     )
 
 
-def lr_factor(schedule: Schedule, step: int, warmup_steps: int, num_steps: int) -> float:
+def lr_factor(schedule: LRSchedule, step: int, warmup_steps: int, num_steps: int) -> float:
     """Share of the peak learning rate that step number `step` (from 0) uses.
 
     It rises in equal parts up to 1 in the last of `warmup_steps` (at least 1), and falls in equal

@@ -55,7 +55,7 @@ class RunFolder:
     """Decided before and still valid."""
     checkpoint: Path | None = None
     state: dict[str, Any] | None = None
-    """What the checkpoint holds beside its tensors."""
+    """Values that the checkpoint holds beside its tensors."""
     is_new: bool = True
     report: TrainReport | None = None
     """That of a finished run whose exported model is whole."""
@@ -260,7 +260,7 @@ def _check_empty(path: Path, out: str) -> None:
 
 
 def _is_leftover(entry: Path) -> bool:
-    """What a process that was killed before its run began may leave."""
+    """Whether a process that was killed before its run began may have left the entry."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
     return is_unfinished or entry.name in (_LOCK, OPTIONS)
 

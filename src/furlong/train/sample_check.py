@@ -29,11 +29,11 @@ class SampleCheck:
     """A sampled gradient beside the exact one, over all trained parameters together."""
 
     cosine: float | None
-    """Of the angle between them; None where one of them is zero."""
+    """Cosine of the angle between them; None where one of them is zero."""
     relative_error: float | None
     """Norm of their difference over that of the exact one; None where that is zero."""
     num_tokens: int
-    """Of the sequence."""
+    """Tokens of the sequence."""
     num_chunks: int
     num_drawn: int
 

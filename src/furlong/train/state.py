@@ -129,7 +129,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a checkpoint saves: trained weights, `optimizer.<key>.<name>`, generators' states."""
+    """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, generators' states."""
     tensors = trained_tensors(model)
     for name, parameter in _trained(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():

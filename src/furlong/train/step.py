@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
-    """What one optimizer step did and what it took."""
+class TrainedStep:
+    """Figures of one optimizer step that was taken."""
 
     loss: float | None
     """Mean over the labels of the global batch, before the update. A sampled step estimates it from
@@ -48,7 +48,7 @@ class StepFigures:
     """Most bytes at a time of weights, gradients, optimizer and all that the plan needed: what is
     predicted and budgeted, see `UsedMemory`."""
     gradients_s: float
-    """Of the plan's actions, without the update."""
+    """Seconds of the plan's actions, without the update."""
     chunk_size: int
     """Most tokens in a chunk: less than before if the step did not fit."""
     forward_s: float
@@ -81,7 +81,7 @@ def train_step(
     used: UsedMemory,
     data_s: float = 0.0,
     meter: MfuMeter | None = None,
-) -> tuple[StepFigures, StepResult]:
+) -> tuple[TrainedStep, StepResult]:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
     Where memory does not suffice, `fitting` takes smaller chunks and the gradients are computed
@@ -102,7 +102,7 @@ def train_step(
     peak_bytes = peak_memory_bytes(used.device)
     seq_lens = [s.seq_len for s in batch.sequences]
     share = drawn_share(result.plan)
-    figures = StepFigures(
+    figures = TrainedStep(
         loss=loss,
         grad_norm=norm,
         lr=lr,
@@ -183,5 +183,5 @@ def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> Divergence
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What the optimizer updates."""
+    """Parameters that the optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""What training takes of a device's memory, in the terms in which it is predicted and budgeted.
+"""Bytes of a device's memory that training takes, in the terms of predictions and budgets.
 
 That is weights, gradients, optimizer and all that a step needs. The interpreter, its libraries, the
 data set's mapped files and what other processes hold are not counted. On CUDA it is what the
@@ -24,7 +24,7 @@ from furlong.runtime.memory import (
 from furlong.units import format_bytes
 
 SCRATCH_BYTES = 2**26
-"""Of libraries and of the heap beside what a plan counts: a budget may be passed by so much."""
+"""Bytes of libraries and of the heap that no plan counts: a budget may be passed by so much."""
 
 
 class OverBudgetError(MemoryError):

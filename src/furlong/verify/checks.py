@@ -33,7 +33,7 @@ _SIZES = (CHUNK_SIZE, CHUNK_SIZE // 2 - 1, 2 * LENS[0])
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one proof found."""
+    """Outcome of one proof."""
 
     name: str
     figure: str

@@ -152,7 +152,7 @@ def _last_step(out: Path) -> int:
 
 
 def _failure(process: subprocess.Popen[bytes], out: Path) -> str | None:
-    """What a run said last if it did not end well."""
+    """The last words of a run that did not end well, else None."""
     try:
         code = process.wait(TIME_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -46,7 +46,7 @@ from furlong.verify.subject import (
 )
 
 NUM_CHUNKS = 6
-"""Of the sequence whose draws are enumerated: 64 at most."""
+"""Chunks of the sequence whose draws are enumerated: 64 draws at most."""
 SIZE = math.ceil(LONGEST_TOKENS / NUM_CHUNKS)
 UNBIASED = 1e-10
 """Error of a mean of 64 gradients in float64 whose factors are no powers of two."""
@@ -71,7 +71,7 @@ class OverDraws:
     """The same of the parameter for which it is largest."""
     worst_name: str
     cosine: float
-    """Of the angle between the mean gradient and the exact one."""
+    """Cosine of the angle between the mean gradient and the exact one."""
     error: float
     """Root of the mean square distance of one draw."""
 
@@ -250,8 +250,8 @@ def _table(small: Sampling, measured: dict[str, OverDraws]) -> tuple[str, ...]:
 
 
 def _weights(sampling: Sampling, num_chunks: int) -> tuple[str, ...]:
-    """What remains on average of a contribution to the gradient, by how many earlier chunks it goes
-    through; in small, and in the longest sequence of the run."""
+    """Average share that remains of a contribution to the gradient, by how many earlier chunks it
+    goes through; in small, and in the longest sequence of the run."""
     if sampling.rule == "unbiased":
         return ("expected weight of a gradient through any number of earlier chunks: 1",)
     rows = [("drawn", *(f"{hops}" for hops in range(_MAX_HOPS + 1)))]

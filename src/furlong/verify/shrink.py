@@ -10,7 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from furlong.errors import UnsupportedModelError
-from furlong.models.support import ATTENTION_DROPOUTS, rope_types
+from furlong.families import (
+    ATTENTION_DROPOUTS,
+    MLP_WIDTHS,
+    NUM_ACTIVE_EXPERTS,
+    NUM_EXPERTS,
+    NUM_SHARED_EXPERTS,
+    SPECIAL_TOKENS,
+    WINDOWS,
+    cut_layers,
+    own_key,
+)
+from furlong.models.support import rope_types
 
 VOCAB_SIZE = 260
 WINDOW = 12
@@ -18,12 +29,7 @@ HEAD_DIM = 8
 MAX_LAYERS = 8
 LONGEST_TOKENS = 61
 SHORTEST_TOKENS = 9
-_EXPERTS = {
-    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_shared_experts": 1,
-}  # fmt: skip
-_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
-_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+_EXPERTS = dict.fromkeys(NUM_EXPERTS, 4) | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1}
 
 
 def shrink_config(config: Any, *, max_seq_len: int) -> Any:
@@ -38,7 +44,7 @@ def shrink_config(config: Any, *, max_seq_len: int) -> Any:
         raise _refused(config, "holds a decoder inside another model")
     values = config.to_dict()
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(values.get(_name(config, name)), int):
+        if not isinstance(values.get(own_key(config, name)), int):
             raise _refused(config, f"names no {name}")
     for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
         values.pop(key, None)
@@ -52,30 +58,20 @@ def shrink_config(config: Any, *, max_seq_len: int) -> Any:
     return type(config).from_dict(values)
 
 
-def _name(config: Any, name: str) -> str:
-    """The family's own spelling of a standard attribute."""
-    return str((getattr(config, "attribute_map", None) or {}).get(name, name))
-
-
 def _shrink_layers(config: Any, values: dict[str, Any]) -> None:
-    """As many layers as show every type of layer and one more, and every list cut to them."""
-    name = _name(config, "num_hidden_layers")
-    before = values[name]
+    """Cut a config to the layers that show every type of layer and one more; windows are short."""
+    before = values[own_key(config, "num_hidden_layers")]
     types = values.get("layer_types") or ["attention"] * before
     shown = 1 + max(types.index(kind) for kind in set(types))
-    num_layers = min(before, MAX_LAYERS, max(3, shown + 1))
-    for key, value in values.items():
-        if isinstance(value, list) and len(value) == before and "factor" not in key:
-            values[key] = value[:num_layers]
-    values[name] = num_layers
-    for key in ("sliding_window", "window_size"):
+    cut_layers(config, values, min(MAX_LAYERS, max(3, shown + 1)))
+    for key in WINDOWS:
         if isinstance(values.get(key), int):
             values[key] = min(values[key], WINDOW)
 
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     """Few heads in the same groups, narrow layers in nearly the same proportions."""
-    heads_name, hidden_name = _name(config, "num_attention_heads"), _name(config, "hidden_size")
+    heads_name, hidden_name = own_key(config, "num_attention_heads"), own_key(config, "hidden_size")
     num_heads, hidden = values[heads_name], values[hidden_name]
     num_kv_heads = values.get("num_key_value_heads") or num_heads
     few_kv_heads = min(num_kv_heads, 2)
@@ -91,7 +87,7 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
         values["num_key_value_heads"] = few_kv_heads
     values[heads_name], values[hidden_name] = few_heads, narrow
     for key, value in values.items():
-        if key.endswith(_WIDTHS) and isinstance(value, int):
+        if key.endswith(MLP_WIDTHS) and isinstance(value, int):
             values[key] = 8 * max(1, round(value / hidden * narrow / 8))
         elif key in _EXPERTS and isinstance(value, int):
             values[key] = min(value, _EXPERTS[key])
@@ -99,7 +95,7 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
 
 def _shrink_tokens(values: dict[str, Any]) -> None:
     values["vocab_size"] = VOCAB_SIZE
-    for token_id, key in enumerate(_SPECIAL_TOKENS):
+    for token_id, key in enumerate(SPECIAL_TOKENS):
         if values.get(key) is not None:
             values[key] = token_id
 

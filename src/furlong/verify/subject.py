@@ -1,4 +1,4 @@
-"""What is put to the proof: a small model of the user's kind, sequences, and the model's own truth.
+"""The subject of a proof: a small model of the user's kind, sequences, and the model's own truth.
 
 The truth is the model's unchunked forward over one sequence at a time, in float64, with
 transformers' SDPA attention where the family has it, and cross-entropy in float64.
@@ -177,7 +177,7 @@ class _Float32Watch(TorchFunctionMode):
 
 
 def rounded_to_float32(subject: Subject) -> list[str]:
-    """What the model's own forward sums over tokens in float32 though all weights are float64."""
+    """Names of what the model's own forward sums over tokens in float32, among float64 weights."""
     return sorted(_watched(subject).found)
 
 

@@ -14,7 +14,7 @@ from furlong.errors import ConfigError
 
 _CPU_NAME = "model name"
 _LEAST_MARGIN = 0.02
-"""Of a budget: no prediction of memory is better."""
+"""Least share of a budget that is left free: no prediction of memory is better."""
 
 
 def calibration_file(hardware: str, dtype: str) -> Path:
@@ -42,7 +42,7 @@ def check_place(file: Path, source: str) -> None:
 
 
 def machine_of(hardware: str) -> str:
-    """What a calibration of this hardware holds for only: a CPU, and how many threads compute."""
+    """The one machine that a calibration of this hardware holds for: its CPU and its threads."""
     if hardware != THIS_CPU:
         return ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -40,9 +40,9 @@ class Calibration:
     machine: str = ""
     """Which one: a calibration of a CPU is of no use on another."""
     dtype: str = ""
-    """Of the computation."""
+    """Dtype of the computation."""
     measured_on: str = ""
-    """What ran: model, dtype, versions."""
+    """Model, dtype and versions that ran."""
     peak_flops_per_s: float | None = None
     linear: Efficiency | None = None
     attention_forward: Efficiency | None = None

@@ -1,1 +1,1 @@
-"""What hardware can do: rates, memory, links, by name or of this machine."""
+"""Rates, memory and links of hardware, by name or of this machine."""

@@ -50,7 +50,7 @@ class HardwareSpec:
     """Dense, in the dtype of the computation."""
     memory_bytes: int
     reserved_bytes: int
-    """What the driver, the context and the allocator's gaps take away from `memory_bytes`."""
+    """Bytes of `memory_bytes` that go to the driver, the context and the allocator's gaps."""
     linear: Efficiency
     attention_forward: Efficiency
     attention_backward: Efficiency

@@ -7,10 +7,10 @@ size; log-sum-exp and experts' routes included, id and position tensors left out
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from furlong.cost.memory.training import Lora
 from furlong.cost.shapes.shape import ModelShape
+from furlong.families import family_of
 
 _FLOAT32 = 4
 
@@ -60,44 +60,10 @@ class Activations:
         return each * shape.hidden_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    """How transformers writes a family's layer. The defaults are Llama's."""
-
-    norm: Literal["rms", "rms32", "layer", "layer32"] = "rms"
-    """rms32: times the weight in float32 (Gemma, OLMo); layer: torch's own; layer32: Cohere's."""
-    pre: int = 2
-    """Norms, or residual inputs, whose output a matrix saves."""
-    post: int = 0
-    """Norms whose output is only added to the residual stream."""
-    qk_norm: bool = False
-    fused_qkv: bool = False
-    """v is a view of one q, k, v tensor and keeps all of it."""
-    mlp: float = 4.0
-
-
 # (float32 tensors, narrow ones) that a norm saves beside its output; float32 ones are copies that
 # exist only where the computation is narrower. A frozen weight needs no factor of its product.
 _NORM_SAVES = {"rms": (1, 1), "rms32": (2, 0), "layer": (0, 1), "layer32": (3, 0)}
 _FROZEN_NORM_SAVES = {"rms": (1, 0), "rms32": (1, 0), "layer": (0, 1), "layer32": (2, 0)}
-_MODULES = {
-    "cohere": _Modules(norm="layer32", pre=1),
-    "exaone4": _Modules(qk_norm=True),
-    "gemma": _Modules(norm="rms32"),
-    "gemma2": _Modules(norm="rms32", post=2),
-    "gemma3_text": _Modules(norm="rms32", post=2, qk_norm=True),
-    "glm4": _Modules(post=2),
-    "gpt_neox": _Modules(norm="layer", fused_qkv=True, mlp=2),
-    "gpt_oss": _Modules(mlp=7),
-    "olmo2": _Modules(norm="rms32", qk_norm=True),
-    "olmo3": _Modules(norm="rms32", qk_norm=True),
-    "phi": _Modules(norm="layer", pre=1, mlp=5),
-    "phi3": _Modules(fused_qkv=True),
-    "qwen3": _Modules(qk_norm=True),
-    "qwen3_moe": _Modules(qk_norm=True),
-    "stablelm": _Modules(norm="layer"),
-    "starcoder2": _Modules(norm="layer", mlp=2),
-}
 
 
 def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Activations:
@@ -108,22 +74,24 @@ def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Ac
     activation and up, and their product. Under LoRA a matrix without adapter saves no input. Logits
     exist for a tile: in compute dtype and in float32, with their log-softmax and both gradients.
     """
-    modules = _MODULES.get(shape.family, _Modules())
-    in_float32, narrow = (_FROZEN_NORM_SAVES if lora else _NORM_SAVES)[modules.norm]
+    family = family_of(shape.family)
+    in_float32, narrow = (_FROZEN_NORM_SAVES if lora else _NORM_SAVES)[family.norm]
     if element_bytes >= _FLOAT32:  # nothing is copied: float32 tensors are the only ones
         in_float32, narrow = 0, in_float32 + narrow
-    norms = modules.pre + modules.post
-    outputs, mlp = float(modules.pre), modules.mlp
+    # Of the outputs of norms, or inputs of the residual stream, a matrix saves two at most.
+    outputs: float = min(family.num_norms, 2)
+    mlp = family.mlp_saves or (4 if family.gated else 2)
     if lora is not None and not lora.mlp:
-        outputs, mlp = (modules.pre / 2 if lora.attention else 0), mlp - 1
+        outputs, mlp = (outputs / 2 if lora.attention else 0), mlp - 1
+    has_qk_norm = family.qk_norm in ("head", "width")
     wide, loss = element_bytes >= _FLOAT32, 3 * max(element_bytes, _FLOAT32)
     return Activations(
-        hidden=norms * narrow + outputs,
-        hidden_float32=norms * in_float32,
-        query=3 if modules.fused_qkv else 2,
-        kv=1.5 if modules.fused_qkv else 1,
-        qk=narrow if modules.qk_norm else 0,
-        qk_float32=in_float32 if modules.qk_norm else 0,
+        hidden=family.num_norms * narrow + outputs,
+        hidden_float32=family.num_norms * in_float32,
+        query=3 if family.fused_qkv else 2,
+        kv=1.5 if family.fused_qkv else 1,
+        qk=narrow if has_qk_norm else 0,
+        qk_float32=in_float32 if has_qk_norm else 0,
         mlp=mlp,
         routed=2,
         end_hidden=narrow + 1,

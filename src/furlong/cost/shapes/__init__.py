@@ -1,1 +1,1 @@
-"""What a model computes with: its sizes, from a config.json or by name."""
+"""Sizes of a model, read from its config.json or known by name."""

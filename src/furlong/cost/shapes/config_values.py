@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from furlong.errors import ConfigError
+from furlong.families import NUM_ACTIVE_EXPERTS, NUM_EXPERTS
 
 MAX_LAYERS = 512
 MAX_SIZE = 2**24
 """Heads, widths, experts and entries of a vocabulary: more than any model has."""
 MAX_POSITIONS = 2**40
 
-SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-_NEEDED = (*SIZES, "intermediate_size")
+NEEDED_SIZES = (
+    "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size",
+)  # fmt: skip
 _OPTIONAL = (
-    "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "num_experts",
-    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+    "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", *NUM_EXPERTS,
+    NUM_ACTIVE_EXPERTS, "moe_intermediate_size", "decoder_sparse_step",
     "shared_expert_intermediate_size", "max_position_embeddings",
 )  # fmt: skip
 
 
 def check_values(config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for sizes that are missing, no whole numbers or beyond any model's."""
-    for key in _NEEDED:
+    for key in NEEDED_SIZES:
         _check_size(config, key, source, lowest=1)
     for key in _OPTIONAL:
         if config.get(key) is not None:
@@ -35,10 +37,10 @@ def check_values(config: Mapping[str, Any], source: str) -> None:
         key_value_heads = config["num_key_value_heads"]
         given = f"{heads} heads on num_key_value_heads = {key_value_heads}"
         raise _wrong(given, "a divisor of the heads", source)
-    num_experts = config.get("num_experts") or config.get("num_local_experts")
-    active = config.get("num_experts_per_tok")
+    num_experts = next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
+    active = config.get(NUM_ACTIVE_EXPERTS)
     if num_experts and active and active > num_experts:
-        given = f"num_experts_per_tok = {active} of {num_experts}"
+        given = f"{NUM_ACTIVE_EXPERTS} = {active} of {num_experts}"
         raise _wrong(given, "no more than there are experts", source)
     types, dense = config.get("layer_types"), config.get("mlp_only_layers")
     if types and not (isinstance(types, list) and len(types) == num_layers):
@@ -63,7 +65,7 @@ def _check_size(config: Mapping[str, Any], key: str, source: str, *, lowest: int
         return
     raise ConfigError(
         given=f"{key} = {value!r}"[:100] if key in config else f"no {key}",
-        required=f"{', '.join(SIZES)} and intermediate_size as whole numbers; {key}: from {lowest}"
+        required=f"{', '.join(NEEDED_SIZES)} as whole numbers; {key}: from {lowest}"
         f" to {most.get(key, MAX_SIZE):,}",
         source=source,
         change="give the config.json of a decoder of the Llama kind",

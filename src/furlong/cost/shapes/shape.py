@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from furlong.cost.shapes.config_values import check_values, rope_original
-from furlong.cost.shapes.families import FAMILIES, Family, Mlp, layer_mlps, layer_windows
+from furlong.cost.shapes.layers import Mlp, attention_vectors, layer_mlps, layer_windows
 from furlong.errors import ConfigError
+from furlong.families import FAMILIES, family_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ModelShape:
     """Parameters of one layer's attention outside its four matrices: biases, norms of q and k,
     sinks."""
     norm_parameters: int = 0
-    """Of one layer's norms."""
+    """Parameters of one layer's norms."""
     final_norm_parameters: int = 0
     head_bias_parameters: int = 0
     exact: bool = True
@@ -84,7 +85,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the head beside the embedding: none but a bias where it is tied."""
+        """Parameters of the head beside the embedding's: only a bias where it is tied."""
         return (0 if self.tied_head else self.embedding_parameters) + self.head_bias_parameters
 
     @property
@@ -120,12 +121,12 @@ class ModelShape:
         inside = config.get("text_config")
         config = {**config, **inside} if isinstance(inside, dict) else config
         name = str(config.get("model_type", ""))
-        family = FAMILIES.get(name, Family())
+        family = family_of(name)
         check_values(config, source)
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // heads)
-        norm = hidden * (2 if family.norm_bias else 1)
+        norm = hidden * (2 if family.norm == "layer" else 1)
         vocab = int(config["vocab_size"])
         return cls(
             family=name,
@@ -137,13 +138,13 @@ class ModelShape:
             tied_head=bool(config.get("tie_word_embeddings", family.tied)),
             windows=layer_windows(config, family),
             mlps=layer_mlps(config, family),
-            attention_vectors=family.attention_vectors(
-                config, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden
+            attention_vectors=attention_vectors(
+                config, family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden
             ),
-            norm_parameters=family.norms_per_layer * norm,
+            norm_parameters=family.num_norms * norm,
             final_norm_parameters=norm,
             head_bias_parameters=vocab if family.head_bias else 0,
-            exact=name in FAMILIES,
+            exact=name in FAMILIES and not family.refused,
             num_positions=config.get("max_position_embeddings") or None,
             original_positions=rope_original(config),
         )

@@ -107,7 +107,7 @@ class _DiskPlaces:
 
 
 def _whole_pages(staged: Tensor) -> memoryview:
-    """Of the buffer that `staged` begins, the pages that hold it."""
+    """The pages that hold `staged`, as bytes of the buffer that it begins."""
     pages = staged.as_strided((padded(staged.numel()),), (1,))
     return pages.numpy().data
 

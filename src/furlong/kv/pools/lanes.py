@@ -18,7 +18,7 @@ class Event(Protocol):
     """Something that happens once."""
 
     def wait(self) -> None:
-        """What the compute side does next comes after it. Raises what the operation raised."""
+        """Let the compute side go on only after it. Raises what the operation raised."""
         ...
 
     def block(self) -> None:
@@ -41,7 +41,7 @@ class Lane(Protocol):
 
 
 class Past:
-    """What has already happened."""
+    """An event that has already happened."""
 
     def wait(self) -> None: ...
     def block(self) -> None: ...
@@ -81,7 +81,7 @@ class StreamEvent:
 
 
 def now(device: torch.device) -> Event:
-    """What the compute side has done so far."""
+    """The event that the compute side has done all that it was given so far."""
     if device.type != "cuda":
         return Past()
     event = torch.cuda.Event()

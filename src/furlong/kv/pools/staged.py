@@ -31,7 +31,7 @@ class Places(Protocol):
     """Where a pool's bytes lie."""
 
     name: str
-    """What messages call it, such as `host memory`."""
+    """Its name in messages, such as `host memory`."""
     budget_key: str
     """The key of the run's configuration that bounds it."""
     stages_on_host: bool
