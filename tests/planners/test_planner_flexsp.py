@@ -10,8 +10,8 @@ from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.planners import flexsp
 from furlong.planners.chunks.micro_batches import fitting_tokens
+from furlong.planners.methods import flexsp
 from furlong.planners.methods.flexsp import estimate_flexsp
 from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
