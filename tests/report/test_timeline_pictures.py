@@ -9,13 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice
+from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice, Tiers
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines
+from furlong.report.plan_report import report_plan
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -131,6 +136,20 @@ def test_a_rank_with_several_stages_has_them_in_its_labels(tmp_path):
     plan = plan_fpdt([8], num_layers=2, chunk_size=4)
     save_timelines([Panel(simulate(plan, UnitCosts(plan)), plan)], tmp_path / "a.svg")
     assert {"F0.0", "F1.1"} <= set(words_of((tmp_path / "a.svg").read_text()))
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "json"])
+def test_a_rank_that_does_nothing_has_an_empty_row(tmp_path, ending):
+    plan = plan_fpdt([9000], num_layers=24, chunk_size=4096, tiers=Tiers(kv="host"))
+    plan = replace(plan, actions=((), *plan.actions))
+    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training())
+    path = tmp_path / f"a.{ending}"
+    save_timelines([report_plan(plan, model).panel("idle")], path)
+    assert "rank 1" in path.read_text()
+    if ending == "svg":
+        words = words_of(path.read_text())
+        assert [word for word in words if word.startswith("rank")] == ["rank 0", "rank 1"]
+        assert words.count("peak 0 B") == 1 and sum(w.startswith("host ") for w in words) == 2
 
 
 def test_a_rank_of_several_devices_says_so(tmp_path):

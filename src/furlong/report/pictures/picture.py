@@ -127,11 +127,14 @@ def _draw_scene(axes: Axes, scene: Scene, top: float, scale: _Scale) -> None:
     top += 0.08
     for rank in scene.ranks:
         below = _draw_lane(axes, scene, rank, top, scale)
-        for i, height in enumerate(_memory_heights(scene, scale)):
+        for tier, height in enumerate(_memory_heights(scene, scale)):
             if height:
-                steps, limit = (rank.device, rank.limit_bytes) if i == 0 else (rank.lower, None)
-                place, ends = (below + 0.04, height), (scene.duration, limit or 0)
-                _draw_memory(axes, steps, place, scale.most_bytes[i], ends)
+                place, most = (below + 0.04, height), 1.04 * scale.most_bytes[tier]
+                steps, limit = (
+                    (rank.device, rank.limit_bytes or 0) if tier == 0 else (rank.lower, 0)
+                )
+                _draw_memory(axes, steps, place, most, scene.duration, limit)
+                _write_peaks(axes, rank, tier, below + 0.06)
                 below += 0.04 + height
         top += _row_height(scene, scale)
     _draw_time_axis(axes, top - 0.06, scale.longest, scene.time_unit)
@@ -184,12 +187,12 @@ def _write_label(axes: Axes, bar: Bar, face: str, y: float, size: int) -> None:
 
 
 def _draw_memory(
-    axes: Axes, steps: Steps, place: tuple[float, float], most_bytes: int, ends: tuple[float, int]
+    axes: Axes, steps: Steps, place: tuple[float, float], most: float, until: float, limit: int
 ) -> None:
-    """Draw the parts of a memory as a stack, `place[1]` inches high from `place[0]` on, until
-    `ends[0]`; and a limit of `ends[1]` bytes."""
-    (top, height), (until, limit) = place, ends
-    bottom, right, most = top + height, axes.get_xlim()[1], 1.04 * most_bytes
+    """Draw the parts of a memory as a stack, and a limit in bytes unless it is 0. `place`: its top
+    and height, the height of `most` bytes."""
+    top, height = place
+    bottom, right = top + height, axes.get_xlim()[1]
     axes.plot([0, right], [bottom] * 2, color=LINE, linewidth=0.8)
     if height >= 0.7:
         _draw_byte_ticks(axes, place, most)
@@ -199,18 +202,23 @@ def _draw_memory(
         upper = lower - height * np.array([*values, values[-1]]) / most
         axes.fill_between(times, lower, upper, step="post", color=PART_COLOURS[part], linewidth=0)
         lower = upper
-    of_tiers = [(f"{part} {format_bytes(max(own))}", INK) for part, own in steps.parts.items()]
-    is_device = not steps.parts.keys() & {"host", "disk", "host and disk"}
-    words = [(f"peak {format_bytes(steps.peak)}", INK)] if is_device else of_tiers
     if limit:
         y = bottom - height * limit / most
+        axes.plot([0, right], [y, y], color=LIMIT, linewidth=1.0, linestyle=_DASHES)
         if steps.peak > limit:
             axes.fill_between(times, y, np.minimum(y, lower), step="post", color=LIMIT, alpha=0.6,
                               linewidth=0)  # fmt: skip
-        axes.plot([0, right], [y, y], color=LIMIT, linewidth=1.0, linestyle=_DASHES)
-        words.append((f"limit {format_bytes(limit)}", LIMIT))
-    for number, (text, colour) in enumerate(words):
-        _write(axes, (right, top + 0.02 + 0.15 * number), text, 8, colour, 8, va="top")
+
+
+def _write_peaks(axes: Axes, rank: RankScene, tier: int, top: float) -> None:
+    """Write the peak of the device (tier 0) and its limit, or those of the tiers below it (1)."""
+    lower = [(f"{part} {format_bytes(max(own))}", INK) for part, own in rank.lower.parts.items()]
+    device = [(f"peak {format_bytes(rank.device.peak)}", INK)]
+    if rank.limit_bytes:
+        device.append((f"limit {format_bytes(rank.limit_bytes)}", LIMIT))
+    for number, (text, colour) in enumerate((device, lower)[tier]):
+        place = axes.get_xlim()[1], top + 0.15 * number
+        _write(axes, place, text, 8, colour, 8, va="top")
 
 
 def _draw_byte_ticks(axes: Axes, place: tuple[float, float], most: float) -> None:
