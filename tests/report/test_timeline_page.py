@@ -155,6 +155,7 @@ try {
   if (tabs.length) tabs[1].click();
   draw();
   found.second = text("title");
+  found.used = rowTop(panel.ranks.length) / view.clientHeight;
   const report = document.createElement("pre");
   report.id = "report";
   report.textContent = JSON.stringify(found);
@@ -218,4 +219,5 @@ def test_zoom_pan_and_tooltips_in_a_browser(tmp_path):
     assert found["button"] != found["fitted"]
     assert found["lit"] == "true"
     assert found["tabs"] == ["a </script> title", "another"]
-    assert found["second"].startswith("Another")
+    assert found["second"].startswith("another")
+    assert 0.9 < found["used"] <= 1  # one rank takes the height that there is

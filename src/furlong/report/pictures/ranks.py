@@ -64,6 +64,5 @@ def _spread(ranks: range, most: int) -> tuple[int, ...]:
     """At most so many, the first and the last among them."""
     if len(ranks) <= most:
         return tuple(ranks)
-    if most == 1:
-        return (ranks[0],)
-    return tuple(ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most))
+    gap = (len(ranks) - 1) / max(most - 1, 1)
+    return tuple(ranks[round(i * gap)] for i in range(most))
