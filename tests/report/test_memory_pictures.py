@@ -2,9 +2,12 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.curve import MemoryCurve
+from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
@@ -14,6 +17,7 @@ from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.legend import legend
+from furlong.report.pictures.memory import memory_steps
 from furlong.report.pictures.scene import Panel, make_scenes
 from furlong.report.pictures.timeline import save_timelines
 from furlong.report.plan_report import report_plan
@@ -53,6 +57,21 @@ def test_the_parts_add_up_to_the_bytes_in_use_whenever_a_cell_runs(name):
                 else:
                     assert record.host_bytes == 0
         assert rank.device.times[0] == 0 and list(rank.device.times) == sorted(rank.device.times)
+
+
+def test_equal_actions_and_records_in_any_order_get_the_bytes_of_their_own_place():
+    actions = [parse_action(text) for text in ("F0.0 all", "reshard 0", "B0.0", "reshard 0")]
+    device = np.zeros((4, len(PARTS)), dtype=np.int64)
+    device[:, PARTS.index("weights")] = [40, 10, 30, 20]
+    curve = MemoryCurve(device, host=np.array([0, 5, 6, 7]), disk=np.zeros(4, dtype=np.int64))
+    records = [
+        Record(0, "compute", action, float(time), time + 1.0, 0, 0)
+        for time, action in enumerate(actions)
+    ]
+    on_device, lower = memory_steps(records[::-1], actions, "host", curve)
+    assert on_device.times == lower.times == (0.0, 1.0, 2.0, 3.0)
+    assert on_device.parts == {"weights": (40, 10, 30, 20)}
+    assert lower.parts == {"host": (0, 5, 6, 7)}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -70,7 +70,7 @@ function memoryRows({ rank, time }) {
   for (const { times, parts: bytes } of [rank.device, rank.lower]) {
     const at = Math.max(0, lastAt(times, time)), entries = Object.entries(bytes).reverse();
     if (entries.length > 1) rows.push(["sum", formatBytes(entries.reduce((sum, [, own]) => sum + own[at], 0))]);
-    for (const [part, own] of entries) if (own[at]) rows.push([panel.parts[part][0], formatBytes(own[at])]);
+    for (const [part, own] of entries) if (own[at]) rows.push([part === "in use" ? "device" : panel.parts[part][0], formatBytes(own[at])]);
   }
   if (rank.limit) rows.push(["limit", formatBytes(rank.limit)]);
   return rows;
