@@ -20,7 +20,9 @@ from typing import Any
 from contenders import SHAPES, Trial, build
 from harness import console, machine, read_alone
 
-from furlong.report.pictures.memory import save_memory_picture
+from furlong.plan.text import load_plan, save_plan
+from furlong.report.pictures.scene import Panel
+from furlong.report.pictures.timeline import save_timelines
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
@@ -33,24 +35,26 @@ def main() -> int:
     if arguments.chunks:
         print(json.dumps(run_step(arguments, arguments.chunks)))
         return 0
-    rows: dict[str, Timeline] = {}
+    panels: list[Panel] = []
     for num_chunks in _NUM_CHUNKS:
         settings = [f"{name}={value}" for name, value in _STEADY_ALLOCATOR.items()]
         command = [sys.executable, *sys.argv, "--chunks", str(num_chunks)]
         found = read_alone(["env", *settings, *command])
-        for how, records in found.items():
-            rows[f"{num_chunks} chunks, {how}"] = Timeline.from_json(records)
-    for name, timeline in rows.items():
-        console.print(f"{name}: peak {format_bytes(timeline.peak_device_bytes)}")
-    title = f"{arguments.tokens:,} tokens, {arguments.order}, keep {arguments.keep}"
-    save_memory_picture(rows, arguments.picture, title=title)
+        plan = load_plan(found["plan"])
+        for how in ("measured", "simulated"):
+            timeline = Timeline.from_json(found[how])
+            panels.append(Panel(timeline, plan, f"{num_chunks} chunks, {how}"))
+    for panel in panels:
+        console.print(f"{panel.title}: peak {format_bytes(panel.timeline.peak_device_bytes)}")
+    save_timelines(panels, arguments.picture)
     console.print(f"written: {arguments.picture}")
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     return 0
 
 
 def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
-    """Timelines of a step as it was measured and simulated, as JSON; memory from 0 on."""
+    """A plan, and the timelines of its step as measured and as simulated, as JSON; memory is what
+    the step adds."""
     import torch
     from measuring import release
 
@@ -72,6 +76,7 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
     before_bytes = memory_bytes(torch.device("cpu"))
     measured = engine.run(plan, batch, exact_peaks=True).timeline
     return {
+        "plan": save_plan(plan),
         "measured": _above(measured, before_bytes).to_json(),
         "simulated": _simulated(model.config, plan).to_json(),
     }

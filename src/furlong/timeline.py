@@ -1,4 +1,4 @@
-"""The record that an interpreter of a plan leaves, whether it ran the plan or simulated it."""
+"""The timeline that an interpreter of a plan leaves behind, whether it ran or simulated it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Record:
     rank: int
     lane: Lane
     action: Action
-    """On the lane "copy": the action beside which copies between tiers ran."""
+    """The action; on the lane "copy" the one beside which copies between tiers ran."""
     start_s: float
     """Seconds since the start of the step."""
     stop_s: float
     device_bytes: int
-    """The peak while the action ran."""
+    """The peak of device memory while the action ran."""
     host_bytes: int
-    """The same of the tiers below the device: host and disk."""
+    """The peak of the tiers below the device, host and disk, while the action ran."""
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, rows: object) -> Timeline:
-        """The inverse. Raises ValueError for what `to_json` does not return."""
+        """The timeline that `to_json` told. Raises ValueError for anything else."""
         if not isinstance(rows, list):
             raise ValueError(f"a {type(rows).__name__} in the place of a list of records")
         return cls(tuple(_read_record(row) for row in rows))

@@ -1,78 +1,133 @@
-"""Memory over time of several steps: what the picture says; how it looks is for eyes."""
+"""A rank's memory by its parts: what is drawn is what the cost model counts, action by action."""
 
 import re
-import struct
-from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.curve import MemoryCurve
+from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
+from furlong.plan.text import parse_action
 from furlong.plan.values import Tiers
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
-from furlong.report.pictures.memory import save_memory_picture
+from furlong.report.pictures.legend import legend
+from furlong.report.pictures.memory import memory_steps
+from furlong.report.pictures.scene import Panel, make_scenes
+from furlong.report.pictures.timeline import save_timelines
 from furlong.report.plan_report import report_plan
-from furlong.simulate.clock import simulate
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.timeline import Record, Timeline
 from furlong.units import format_bytes
 
 MODEL = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"), Training(lora=Lora(8)))
-LENGTH = 131_072
+OPTIONS = ChunkOptions(size=4096, keep="attention")
+PLANS = {
+    "one device": plan_chunkflow([20_000, 900, 800], OPTIONS, stages=(28,)),
+    "pipeline": plan_chunkflow([20_000, 900, 5_000], OPTIONS, stages=(14, 14)),
+    "layer-first": plan_fpdt([30_000], num_layers=28, chunk_size=8192),
+    "tiers": plan_fpdt(
+        [30_000], num_layers=28, chunk_size=8192, tiers=Tiers(inputs="host", kv="disk")
+    ),
+}
 
 
-def timelines(counts=(2, 4, 8, 16), **tiers):
-    """The same sequence in so many chunks, layer by layer."""
-    return {
-        f"{count} chunks": report_plan(
-            plan_fpdt(
-                [LENGTH], num_layers=28, chunk_size=LENGTH // count, tiers=Tiers(**tiers)
-            ),
-            MODEL,
-        ).timeline
-        for count in counts
-    }  # fmt: skip
+def at(steps, time):
+    """The bytes by part at a time."""
+    place = max(i for i, start in enumerate(steps.times) if start <= time)
+    return {part: values[place] for part, values in steps.parts.items()}
 
 
-def test_a_row_per_timeline_with_its_peak(tmp_path):
-    drawn = timelines(inputs="host", kv="host")
-    file = tmp_path / "memory.svg"
-    save_memory_picture(drawn, file, title="Qwen2.5-7B $x$, 128K tokens")
-    ElementTree.fromstring(file.read_text())
-    words = re.findall(r"<!-- (.*?) -->", file.read_text())
-    assert "Qwen2.5-7B $x$, 128K tokens" in words
-    rows = [word for word in words if "peak" in word]
-    assert [row.split("   ·   ")[0] for row in rows] == list(drawn)
-    assert all("host and disk" in row for row in rows)
-    for word in ("forward", "recompute", "rebuild K,V", "backward", "device memory", "time (s)"):
-        assert word in words
-    # the more chunks, the lower the spikes; and the picture tells the same as the timelines
-    floor = min(r.device_bytes for t in drawn.values() for r in t.records if r.lane == "compute")
-    peaks = [timeline.peak_device_bytes - floor for timeline in drawn.values()]
-    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[3]
-    told = [re.search(r"peak ([\d.]+ \w+)", row)[1] for row in rows]
-    assert told == [format_bytes(peak) for peak in peaks]
-    assert f"above the {format_bytes(floor)} that are there all through" in words
+@pytest.mark.parametrize("name", PLANS)
+def test_the_parts_add_up_to_the_bytes_in_use_whenever_a_cell_runs(name):
+    report = report_plan(PLANS[name], MODEL)
+    (scene,) = make_scenes([report.panel(name)])
+    for rank in scene.ranks:
+        cells = [bar.record for bar in rank.on("compute")]
+        assert len(cells) > 10
+        for record in cells:
+            if record.stop_s > record.start_s:
+                assert sum(at(rank.device, record.start_s).values()) == record.device_bytes
+                if rank.lower.parts:
+                    assert sum(at(rank.lower, record.start_s).values()) == record.host_bytes
+                else:
+                    assert record.host_bytes == 0
+        assert rank.device.times[0] == 0 and list(rank.device.times) == sorted(rank.device.times)
 
 
-def test_png_grows_with_its_rows_and_names_no_empty_tier(tmp_path):
-    plan = plan_chunkflow([9000], ChunkOptions(size=1024), stages=(28,))
-    timeline = simulate(plan, MODEL.costs(plan), memory=MODEL.memory())
-    heights = []
-    for count in (1, 4):
-        file = tmp_path / "a.png"
-        save_memory_picture({f"row {i}": timeline for i in range(count)}, file)
-        heights.append(struct.unpack(">II", file.read_bytes()[16:24])[1])
-    assert 1.5 < heights[1] / heights[0] < 3.5
-    file = tmp_path / "a.svg"
-    save_memory_picture({"one": timeline}, file)
-    assert "host and disk" not in file.read_text() and "rebuild K,V" not in file.read_text()
+def test_equal_actions_and_records_in_any_order_get_the_bytes_of_their_own_place():
+    actions = [parse_action(text) for text in ("F0.0 all", "reshard 0", "B0.0", "reshard 0")]
+    device = np.zeros((4, len(PARTS)), dtype=np.int64)
+    device[:, PARTS.index("weights")] = [40, 10, 30, 20]
+    curve = MemoryCurve(device, host=np.array([0, 5, 6, 7]), disk=np.zeros(4, dtype=np.int64))
+    records = [
+        Record(0, "compute", action, float(time), time + 1.0, 0, 0)
+        for time, action in enumerate(actions)
+    ]
+    on_device, lower = memory_steps(records[::-1], actions, "host", curve)
+    assert on_device.times == lower.times == (0.0, 1.0, 2.0, 3.0)
+    assert on_device.parts == {"weights": (40, 10, 30, 20)}
+    assert lower.parts == {"host": (0, 5, 6, 7)}
 
 
-def test_a_timeline_without_memory_is_refused(tmp_path):
-    plan = plan_chunkflow([9], ChunkOptions(size=4), stages=(2,))
-    with pytest.raises(ValueError, match="'bare' has no memory of rank 0"):
-        save_memory_picture({"bare": simulate(plan, UnitCosts(plan))}, tmp_path / "a.svg")
+@pytest.mark.parametrize("name", PLANS)
+def test_the_parts_at_the_peak_are_those_of_the_table(name):
+    report = report_plan(PLANS[name], MODEL)
+    (scene,) = make_scenes([report.panel(name)])
+    for rank, memory in zip(scene.ranks, report.memory, strict=True):
+        assert rank.device.peak == memory.device_bytes
+        rows = [dict(zip(rank.device.parts, row, strict=True))
+                for row in zip(*rank.device.parts.values(), strict=True)]  # fmt: skip
+        assert {part: used for part, used in memory.parts.items() if used} in [
+            {part: used for part, used in row.items() if used} for row in rows
+        ]
+        for tier, used in (("host", memory.host_bytes), ("disk", memory.disk_bytes)):
+            assert max(rank.lower.parts.get(tier, (0,))) == used
+
+
+def test_the_picture_names_the_parts_and_both_tiers(tmp_path):
+    report = report_plan(PLANS["tiers"], MODEL)
+    save_timelines([report.panel("tiers")], tmp_path / "a.svg")
+    words = re.findall(r"<!-- (.*?) -->", (tmp_path / "a.svg").read_text())
+    for part in ("weights", "activations", "K,V", "dK,dV", "logits", "buffers", "host memory",
+                 "disk", "limit of device memory"):  # fmt: skip
+        assert words.count(part) == 1, part
+    (own,) = report.memory
+    assert f"peak {format_bytes(own.device_bytes)}" in words
+    assert f"host {format_bytes(own.host_bytes)}" in words
+    assert f"disk {format_bytes(own.disk_bytes)}" in words
+    assert not any("predictions" in word for word in words)
+
+
+def test_without_a_cost_model_memory_is_a_total_and_the_legend_says_so():
+    records = (
+        Record(0, "compute", parse_action("F0.0 all"), 2.0, 3.0, 10, 0),
+        Record(0, "link", parse_action("send activation 0.0 to 1"), 3.0, 9.0, 10, 0),
+        Record(0, "compute", parse_action("B0.0"), 4.0, 5.0, 30, 7),
+        Record(0, "compute", parse_action("reduce 0"), 5.0, 6.0, 20, 0),
+    )
+    plan = plan_chunkflow([3], ChunkOptions(size=4), stages=(2,))
+    (scene,) = make_scenes([Panel(Timeline(records), plan)])
+    (rank,) = scene.ranks
+    # from the start of the step on; a message that is still under way says nothing
+    assert rank.device.times == (0.0, 4.0, 5.0)
+    assert rank.device.parts == {"in use": (10, 30, 20)}
+    assert rank.lower.parts == {"host": (0, 7, 0)}
+    _, _, memory = legend([scene])
+    assert [entry.text for entry in memory] == [
+        "device memory: only predictions know its parts", "host memory",
+    ]  # fmt: skip
+
+
+def test_bytes_beyond_the_limit_are_told(tmp_path):
+    for budget, is_over in ((2**30, True), (2**40, False)):
+        report = report_plan(PLANS["one device"], MODEL, budget)
+        save_timelines([report.panel("a")], tmp_path / "a.svg")
+        text = (tmp_path / "a.svg").read_text()
+        assert f"limit {format_bytes(budget)}" in text
+        # the red area above the limit is the only thing that one can look through
+        assert ("opacity: 0.6" in text) == is_over

@@ -20,8 +20,9 @@ from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.longest import longest_sequence
 from furlong.report.comparison import Row, comparison_json, format_comparison
+from furlong.report.pictures.legend import legend
 from furlong.report.pictures.ranks import choose_ranks, ranks_per_replica
-from furlong.report.pictures.scene import make_scene
+from furlong.report.pictures.scene import make_scenes
 from furlong.report.plan_report import Breakdown, report_plan
 from furlong.report.plan_text import format_report, num_retained
 from furlong.units import format_bytes
@@ -160,10 +161,12 @@ def test_few_ranks_are_all_shown_and_many_are_those_of_the_slowest_replica():
     assert shown.ranks == (6, 7)
     assert shown.note == "shown: 2 of 8 ranks, of replica 3, which of 4 ends last"
     panel = report.panel("a title")
-    scene = make_scene(type(panel)(panel.timeline, plan, "a title", ranks=shown.ranks, note="some"))
+    (scene,) = make_scenes([replace(panel, ranks=shown.ranks, note="some")])
     assert [rank.name for rank in scene.ranks] == ["rank 6\nstage 0", "rank 7\nstage 1"]
-    assert scene.note == "some"
-    assert list(scene.owners) == [3], "only the shown ranks' sequences are in the legend"
+    assert scene.lines[0] == "some"
+    named = [chunk for entry in legend([scene])[1] for chunk in entry.chunks]
+    run = {a.chunk for rank in shown.ranks for a in plan.actions[rank] if isinstance(a, Forward)}
+    assert set(named) == run < set(range(len(plan.chunks))), "only those of the shown ranks"
     assert scene.duration == report.step_s
 
 

@@ -8,11 +8,16 @@ import subprocess
 
 import pytest
 
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Backward, Forward, Recompute
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines
+from furlong.report.plan_report import report_plan
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -70,6 +75,28 @@ def test_any_name_is_data_and_comes_back_whole(tmp_path, name):
     assert f"<title>{html.escape(name)}   ·   bubble" in text
 
 
+def test_the_page_has_the_parts_of_memory_and_the_colours_of_chunks(tmp_path):
+    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("RTX4090"), Training())
+    plan = plan_chunkflow([9000, 900, 800, 3000, 4000], ChunkOptions(size=4096), stages=(24,))
+    report = report_plan(plan, model)
+    save_timelines([report.panel("one rank")], tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    (page,) = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    (rank,) = page["ranks"]
+    sums = [sum(row) for row in zip(*rank["device"]["parts"].values(), strict=True)]
+    assert max(sums) == rank["device"]["peak"] == report.peak_bytes
+    assert len(sums) == len(rank["device"]["times"])
+    assert set(rank["device"]["parts"]) <= set(page["parts"])
+    by_sequence = {}
+    for chunk in page["chunks"]:
+        by_sequence.setdefault(chunk["of"], []).append(chunk["colour"])
+    assert by_sequence.keys() == {0, None}
+    assert all(len(set(colours)) == len(colours) for colours in by_sequence.values())
+    # what lights up together is what a legend's entry names
+    lit = {chunk for entry in page["legend"][1] for chunk in entry["chunks"]}
+    assert lit == set(range(len(plan.chunks)))
+
+
 ACT = """
 const found = { errors: window.errors, tooltips: {} };
 const canvas = document.getElementById("canvas"), tooltip = document.getElementById("tooltip");
@@ -119,7 +146,7 @@ try {
   draw();
   found.button = text("range");
   document.getElementById("fit").click();
-  const owner = document.querySelector("#owner-legend button");
+  const owner = document.querySelector("#legend button");
   owner.click();
   found.lit = owner.getAttribute("aria-pressed");
   owner.click();
@@ -128,6 +155,7 @@ try {
   if (tabs.length) tabs[1].click();
   draw();
   found.second = text("title");
+  found.used = rowTop(panel.ranks.length) / view.clientHeight;
   const report = document.createElement("pre");
   report.id = "report";
   report.textContent = JSON.stringify(found);
@@ -191,4 +219,5 @@ def test_zoom_pan_and_tooltips_in_a_browser(tmp_path):
     assert found["button"] != found["fitted"]
     assert found["lit"] == "true"
     assert found["tabs"] == ["a </script> title", "another"]
-    assert found["second"].startswith("Another")
+    assert found["second"].startswith("another")
+    assert 0.9 < found["used"] <= 1  # one rank takes the height that there is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -17,23 +18,20 @@ from furlong.units import format_count
 PICTURES = (".png", ".svg")
 
 _PERCENTILES = (("median", 50.0), ("p90", 90.0), ("p99", 99.0))
-_SHARES = (
-    ("sequences", "#7b8798"),
-    ("tokens", "#3d7ac6"),
-    ("attention FLOPs", "#e38b29"),
-)
+_SHARES = (("sequences", "#7b8798"), ("tokens", "#3d7ac6"), ("attention FLOPs", "#e38b29"))
 _DPI = 150
-_BAR, _GAP = 0.27, 0.045
-"""Widths within a bucket, which is 1 wide."""
-_LABELLED_SHARE = 0.045
-_ABOVE_MARKS = 4
+_LEFT, _RIGHT, _BOTTOM, _TOP, _HEIGHT = 0.85, 0.35, 0.75, 1.3, 4.6
+"""Margins of the bars and height of the picture in inches."""
 _TITLE_CHAR, _ABOUT_CHAR = 0.125, 0.07
 """Inches of an average character of the title, and of the line below it."""
+_BAR = 0.27
+"""The width of a bar, in a bucket that is 1 wide."""
+_LABELLED_SHARE = 0.045
 _FEWEST_BUCKETS = 6
 
 
 def lengths_table(lengths: Lengths, title: str) -> Table:
-    """One row per bucket, the whole below."""
+    """A row per bucket, and the whole below."""
     name = Text(title, style="table.title")  # no markup is read out of a file's name
     table = Table(title=name, title_justify="left", show_footer=True)
     table.add_column("tokens", "all", justify="right")
@@ -52,7 +50,7 @@ def lengths_table(lengths: Lengths, title: str) -> Table:
 
 
 def summary_line(lengths: Lengths) -> str:
-    """Mean, median, p90, p99 and the longest."""
+    """The mean, median, p90, p99 and longest of the lengths, in words."""
     mean = lengths.num_tokens / lengths.num_sequences
     parts = [f"{name} {lengths.percentile(percent):,}" for name, percent in _PERCENTILES]
     return f"mean {mean:,.0f}, {', '.join(parts)}, longest {lengths.longest:,} tokens"
@@ -61,53 +59,50 @@ def summary_line(lengths: Lengths) -> str:
 def save_lengths_picture(
     lengths: Lengths, path: Path, title: str, *, max_seq_len: int | None = None
 ) -> None:
-    """Writes a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
+    """Write a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
     buckets = lengths.buckets()
     about = (
         f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
         f" {summary_line(lengths)}"
     )
-    left, right, bottom, top = 0.85, 0.35, 0.75, 1.3
-    width = max(7.5, 1.9 + 0.76 * len(buckets), left + right + _ABOUT_CHAR * len(about))
-    height = 4.6
-    most_chars = int((width - left - right) / _TITLE_CHAR)
+    width = max(7.5, 1.9 + 0.76 * len(buckets), _LEFT + _RIGHT + _ABOUT_CHAR * len(about))
+    most_chars = int((width - _LEFT - _RIGHT) / _TITLE_CHAR)
     shown = title if len(title) <= most_chars else f"…{title[1 - most_chars :]}"
-    figure = Figure(figsize=(width, height), facecolor="white")
-    axes = figure.add_axes(
-        (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
-    )
-    figure.text(
-        left / width, 1 - 0.28 / height, shown,
-        fontsize=13, color=INK, weight="bold", va="center", parse_math=False,
-    )  # fmt: skip
-    figure.text(left / width, 1 - 0.58 / height, about, fontsize=9, color=FAINT, va="center")
+    figure = Figure(figsize=(width, _HEIGHT), facecolor="white")
+    left, bottom = _LEFT / width, _BOTTOM / _HEIGHT
+    axes = figure.add_axes((left, bottom, 1 - left - _RIGHT / width, 1 - bottom - _TOP / _HEIGHT))
+    figure.text(left, 1 - 0.28 / _HEIGHT, shown, fontsize=13, color=INK, weight="bold",
+                va="center", parse_math=False)  # fmt: skip
+    figure.text(left, 1 - 0.58 / _HEIGHT, about, fontsize=9, color=FAINT, va="center")
     _draw_bars(axes, buckets, lengths)
-    _draw_marks(axes, buckets, lengths, max_seq_len)
+    _style(axes, buckets)
+    if max_seq_len is not None and max_seq_len < lengths.longest:
+        _draw_limit(axes, buckets, max_seq_len)
     figure.legend(
         *axes.get_legend_handles_labels(), loc="lower left", ncols=len(_SHARES), frameon=False,
-        bbox_to_anchor=(left / width, 1 - 0.98 / height), borderaxespad=0, fontsize=9,
-        handlelength=1.0, handleheight=0.9, columnspacing=1.6, borderpad=0, labelcolor=INK,
+        bbox_to_anchor=(left, 1 - 0.98 / _HEIGHT), borderaxespad=0, fontsize=9, handlelength=1.0,
+        handleheight=0.9, columnspacing=1.6, borderpad=0, labelcolor=INK,
     )  # fmt: skip
     figure.savefig(path, dpi=_DPI)
 
 
-def _draw_bars(axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths) -> None:
+def _draw_bars(axes: Axes, buckets: Sequence[LengthBucket], lengths: Lengths) -> None:
     shares = [_shares(bucket, lengths) for bucket in buckets]
     for number, (name, colour) in enumerate(_SHARES):
-        offset = (number - 1) * (_BAR + _GAP / 2)
+        places = [x + (number - 1) * (_BAR + 0.02) for x in range(len(buckets))]
         heights = [share[number] for share in shares]
-        places = [x + offset for x in range(len(buckets))]
         axes.bar(places, heights, _BAR, color=colour, label=name)
         for x, share in zip(places, heights, strict=True):
             if share >= _LABELLED_SHARE:
-                told = f"{share:.0%}"
                 axes.annotate(
-                    told, (x, share), (0, 2), textcoords="offset points",
-                    fontsize=7 if len(told) < len("100%") else 6,
-                    color=tint(INK, 0.2), ha="center", va="bottom", zorder=_ABOVE_MARKS,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+                    f"{share:.0%}", (x, share), (0, 2), textcoords="offset points",
+                    fontsize=7 if share < 0.995 else 6, color=tint(INK, 0.2), ha="center",
+                    va="bottom", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
                 )  # fmt: skip
     axes.set_ylim(0, 1.08 * max(max(share) for share in shares))
+
+
+def _style(axes: Axes, buckets: Sequence[LengthBucket]) -> None:
     free = max(0, _FEWEST_BUCKETS - len(buckets)) / 2
     axes.set_xlim(-0.6 - free, len(buckets) - 0.4 + free)
     axes.set_xticks(range(len(buckets)), [f"≤ {_short(bucket.upto)}" for bucket in buckets])
@@ -123,27 +118,16 @@ def _draw_bars(axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths) 
         spine.set_color(tint(FAINT, 0.4))
 
 
-def _draw_marks(
-    axes: Axes, buckets: tuple[LengthBucket, ...], lengths: Lengths, max_seq_len: int | None
-) -> None:
-    """The limit of a run, where it cuts something off."""
-    if max_seq_len is None or max_seq_len >= lengths.longest:
-        return
-    x = _place(max_seq_len, buckets)
-    axes.axvline(x, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
+def _draw_limit(axes: Axes, buckets: Sequence[LengthBucket], max_seq_len: int) -> None:
+    """Mark where a run cuts sequences off; the upper end of a bucket is where it ends."""
+    x, bucket = next((x, own) for x, own in enumerate(buckets) if max_seq_len <= own.upto)
+    place = x - 0.5 + (max_seq_len - bucket.above) / (bucket.upto - bucket.above)
+    axes.axvline(place, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
     axes.annotate(
-        f"data.max_seq_len {max_seq_len:,}", (x, 1), (0, 3), xycoords=("data", "axes fraction"),
+        f"data.max_seq_len {max_seq_len:,}", (place, 1), (0, 3), xycoords=("data", "axes fraction"),
         textcoords="offset points", fontsize=8.5, color=LIMIT, va="bottom",
-        ha="right" if x > len(buckets) / 2 else "left",
+        ha="right" if place > len(buckets) / 2 else "left",
     )  # fmt: skip
-
-
-def _place(seq_len: int, buckets: tuple[LengthBucket, ...]) -> float:
-    """Where a length is on the axis of buckets: its upper end is the end of its bucket."""
-    for x, bucket in enumerate(buckets):
-        if seq_len <= bucket.upto:
-            return x - 0.5 + (seq_len - bucket.above) / (bucket.upto - bucket.above)
-    return len(buckets) - 0.5
 
 
 def _shares(bucket: LengthBucket, lengths: Lengths) -> tuple[float, float, float]:

@@ -13,13 +13,13 @@ from furlong.plan.values import ChunkPlan
 from furlong.timeline import Timeline
 
 MEASURED = "timeline.json"
-"""Its name in a run folder."""
+"""The name of the file in a run folder."""
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """An optimizer step, what it was to do and when it did what."""
+    """An optimizer step: its plan, and when it did what."""
 
     step: int
     plan: ChunkPlan
@@ -45,20 +45,12 @@ def read_measured(file: Path) -> MeasuredStep:
         if any(record.rank >= len(plan.actions) for record in timeline.records):
             raise ValueError("a record of a rank that the plan does not have")
         return MeasuredStep(values["step"], plan, timeline)
-    except FileNotFoundError as error:
-        raise _unreadable(file, "no such file") from error
-    except OSError as error:
-        raise _unreadable(file, error.strerror or str(error)) from error
-    except UserError as error:
-        raise _unreadable(file, error.given) from error
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(file, str(error)) from error
-
-
-def _unreadable(file: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        given=f"{file}: {reason}",
-        required="the folder of a run that has taken a step; it leaves its timeline there",
-        source="the run folder",
-        change="name another folder, or let the run take a step",
-    )
+    except (OSError, UserError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "given", None) or str(error)
+        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
+        raise ConfigError(
+            given=f"{file}: {reason}",
+            required="the folder of a run that has taken a step; it leaves its timeline there",
+            source="the run folder",
+            change="name another folder, or let the run take a step",
+        ) from error

@@ -15,8 +15,8 @@ Tell = Callable[[str], None]
 
 @contextmanager
 def patience(what: str, *, every_s: float = 10.0) -> Iterator[Tell]:
-    """Within it stderr gets a line every `every_s` seconds: `what`, the seconds so far and what the
-    function that is given out was last told."""
+    """Print `what` to stderr every `every_s` seconds while the block runs, with the seconds so far
+    and the words that the function it yields was last told."""
     last = [""]
     over = threading.Event()
     started_s = time.monotonic()

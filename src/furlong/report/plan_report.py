@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.cost.memory.curve import MemoryCurve
@@ -66,6 +66,8 @@ class PlanReport:
     """Of a device."""
     num_tokens: int
     """Of the batch, padding left out."""
+    curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
+    """The bytes of each rank while each of its actions runs."""
 
     @property
     def step_s(self) -> float:
@@ -82,7 +84,7 @@ class PlanReport:
     def panel(self, title: str, note: str = "") -> Panel:
         """What a picture of it is made of."""
         limits = (self.budget_bytes,) * len(self.memory)
-        return Panel(self.timeline, self.plan, title, limits, note=note)
+        return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -134,6 +136,7 @@ def report_plan(
         traffic=tuple(traffic for _, traffic in walks),
         budget_bytes=memory.device_budget_bytes,
         num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
+        curves=tuple(curves),
     )
 
 

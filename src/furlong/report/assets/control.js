@@ -1,4 +1,4 @@
-// What the reader does: zoom, pan, hover, light up a sequence, choose a panel.
+// What the reader does: zoom, pan, hover, light up chunks, choose a panel.
 
 function show(start, stop) {
   const least = panel.duration * 1e-6 || 1e-9, most = panel.duration || 1;
@@ -14,14 +14,23 @@ function zoom(factor, x = (LEFT + width() - right()) / 2) {
   show(time - (time - from) / factor, time + (to - time) / factor);
 }
 
-function light(owner) {
-  lit = lit === owner ? null : owner;
-  for (const button of element("owner-legend").querySelectorAll("button")) {
-    const own = Number(button.dataset.owner) === lit;
+// Light up some chunks alone, or all of them again.
+function light(chunks) {
+  const same = lit !== null && chunks.length === lit.size && chunks.every((chunk) => lit.has(chunk));
+  lit = same ? null : new Set(chunks);
+  for (const button of document.querySelectorAll("#legend button")) {
+    const own = lit !== null && JSON.parse(button.dataset.chunks).some((chunk) => lit.has(chunk));
     button.classList.toggle("dim", lit !== null && !own);
     button.setAttribute("aria-pressed", String(own));
   }
   redraw();
+}
+
+// The chunks of the sequence that a chunk is cut from; or it alone.
+function together(chunk) {
+  const { of } = panel.chunks[chunk];
+  const all = panel.chunks.map((_, other) => other);
+  return of === null ? [chunk] : all.filter((other) => panel.chunks[other].of === of);
 }
 
 function hover(event) {
@@ -48,20 +57,22 @@ function hover(event) {
 
 function barRows(bar, rank) {
   const [start, stop, , chunk, , , action, device, host] = bar;
-  const rows = [describe(bar), ["action", action], ["on", rank.name.replace("\n", ", ")],
+  const rows = [describe(bar), ["action", action], ["on", rank.name.replaceAll("\n", ", ")],
     ["from", formatTime(start)], ["to", formatTime(stop)], ["takes", formatTime(stop - start)]];
-  if (chunk >= 0) rows.push(["chunk", panel.chunks[chunk]]);
-  if (panel.highest) rows.push(["device", formatBytes(device)]);
-  if (panel.hasHost) rows.push(["host", formatBytes(host)]);
+  if (chunk >= 0) rows.push(["chunk", panel.chunks[chunk].words]);
+  if (panel.highest[0]) rows.push(["device", formatBytes(device)]);
+  if (panel.highest[1]) rows.push(["host", formatBytes(host)]);
   return rows;
 }
 
 function memoryRows({ rank, time }) {
-  const at = (points) => points[Math.max(0, lastAt(points, time))]?.[1] ?? 0;
-  const rows = ["Memory in use", ["on", rank.name.replace("\n", ", ")], ["at", formatTime(time)],
-    ["device", formatBytes(at(rank.device))]];
+  const rows = ["Memory in use", ["on", rank.name.replaceAll("\n", ", ")], ["at", formatTime(time)]];
+  for (const { times, parts: bytes } of [rank.device, rank.lower]) {
+    const at = Math.max(0, lastAt(times, time)), entries = Object.entries(bytes).reverse();
+    if (entries.length > 1) rows.push(["sum", formatBytes(entries.reduce((sum, [, own]) => sum + own[at], 0))]);
+    for (const [part, own] of entries) if (own[at]) rows.push([part === "in use" ? "device" : panel.parts[part][0], formatBytes(own[at])]);
+  }
   if (rank.limit) rows.push(["limit", formatBytes(rank.limit)]);
-  if (panel.hasHost) rows.push(["host", formatBytes(at(rank.host))]);
   return rows;
 }
 
@@ -69,41 +80,47 @@ function openPanel(index) {
   panel = data[index];
   lit = hovered = null;
   [...element("panels").children].forEach((tab, i) => tab.setAttribute("aria-pressed", String(i === index)));
-  for (const name of ["title", "batch", "shares"]) element(name).textContent = panel[name];
+  element("title").textContent = panel.title;
+  element("lines").replaceChildren(...panel.lines.map((line) =>
+    Object.assign(document.createElement("p"), { textContent: line })));
   readColours();
-  fillLegends();
+  fillLegend();
   view.scrollTop = 0;
   show(0, panel.duration);
 }
 
-function fillLegends() {
-  const entry = (tag, words, background, line) => {
-    const item = document.createElement(tag), swatch = document.createElement("span");
-    swatch.className = line ? "swatch line" : "swatch";
-    if (line) swatch.style.borderTop = `2px ${line} ${background}`;
-    else swatch.style.background = background;
-    item.append(swatch, words);
-    return item;
-  };
-  const shades = panel.kinds.map(([kind, words]) =>
-    entry("span", words, kind in colours ? colours[kind] : shade(kind)));
-  shades.push(entry("span", "idle", colours.lane));
-  if (panel.hasHost) shades.push(entry("span", "host memory", colours.host, "solid"));
-  if (panel.ranks.some((rank) => rank.limit))
-    shades.push(entry("span", "limit of device memory", colours.limit, "dashed"));
-  element("shade-legend").replaceChildren(...shades);
-  const owners = panel.shownOwners.map((owner) => {
-    const button = entry("button", panel.owners[owner].name, panel.owners[owner].colour);
-    button.dataset.owner = owner;
-    button.onclick = () => light(owner);
-    return button;
-  });
-  if (panel.moreOwners) owners.push(Object.assign(document.createElement("span"), { textContent: panel.moreOwners }));
-  element("owner-legend").replaceChildren(...owners);
+function fillLegend() {
+  element("legend").replaceChildren(...panel.legend.filter((entries) => entries.length).map((entries) => {
+    const line = document.createElement("div");
+    line.append(...entries.map(legendItem));
+    return line;
+  }));
 }
 
-function shade(kind) {
-  const colour = "#7b8798", plain = mix(colour, LIGHTER[kind] ?? 0), line = mix(colour, 0.25);
+function legendItem({ text, colours: own, kind, dashed, chunks }) {
+  const item = document.createElement(chunks.length ? "button" : "span");
+  if (own.length) {
+    const swatch = document.createElement("span");
+    swatch.className = dashed ? "swatch line" : "swatch";
+    if (dashed) swatch.style.borderTop = `2px dashed ${colours.limit}`;
+    else swatch.style.background = kind ? pattern(kind, own[0]) : text === "idle" ? colours.lane : stripes(own);
+    item.append(swatch);
+  }
+  item.append(text);
+  if (chunks.length) {
+    item.dataset.chunks = JSON.stringify(chunks);
+    item.onclick = () => light(chunks);
+  }
+  return item;
+}
+
+function stripes(own) {
+  const stops = own.map((colour, i) => `${colour} ${(100 * i) / own.length}% ${(100 * (i + 1)) / own.length}%`);
+  return `linear-gradient(90deg, ${stops.join(", ")})`;
+}
+
+function pattern(kind, colour) {
+  const { plain } = look(kind, colour), line = mix(colour, 0.25);
   if (kind === "recompute") return `repeating-linear-gradient(-45deg, ${line} 0 1.5px, ${plain} 1.5px 5px)`;
   if (kind === "rebuild") return `radial-gradient(${line} 1.6px, ${plain} 1.8px) 0 0 / 6px 6px`;
   return plain;
@@ -139,8 +156,8 @@ function listen() {
     if (clicked) {
       const box = canvas.getBoundingClientRect();
       const found = lookUp(event.clientX - box.left, event.clientY - box.top);
-      if (found?.bar && found.bar[3] >= 0) light(found.bar[5]);
-      else if (lit !== null) light(lit);
+      if (found?.bar && found.bar[3] >= 0) light(together(found.bar[3]));
+      else if (lit !== null) light([...lit]);
     }
   });
   canvas.addEventListener("pointerleave", () => { tooltip.hidden = true; hovered = null; redraw(); });
@@ -157,7 +174,7 @@ function listen() {
   element("zoom-out").onclick = () => zoom(1 / 1.5);
   element("fit").onclick = () => show(0, panel.duration);
   new ResizeObserver(redraw).observe(view);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); fillLegends(); redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); fillLegend(); redraw(); });
 }
 
 data.forEach(({ name }, index) => {

@@ -1,17 +1,17 @@
 "use strict";
 // Draws the timelines in #data on one canvas that stays in view while #view scrolls over the ranks.
-// A bar is [start, stop, kind, chunk, stage, owner, action, device bytes, host bytes].
+// A bar is [start, stop, kind, chunk, stage, label, action, device bytes, host bytes].
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const element = (id) => document.getElementById(id);
 const view = element("view"), canvas = element("canvas"), tooltip = element("tooltip");
 const context = canvas.getContext("2d");
-const AXIS = 30, THIN = 7, GAP = 14, LEFT = 104, TINY = 0.7;
+const AXIS = 30, THIN = 7, GAP = 18, LEFT = 104, TINY = 0.7;
 const LIGHTER = { forward: 0.5, recompute: 0.8, rebuild: 0.8 };
 const FONT = '12px system-ui, "DejaVu Sans", sans-serif';
 
 let panel, from, to, lit = null, hovered = null, frame = 0, colours = {}, looks = new Map();
-let cells = 30, memory = 44;  // heights of a rank's rows
+let cells = 30, heights = [44, 0];  // of a rank's cells; of its device's memory and of that below
 
 // --- words ---------------------------------------------------------------------------------------
 
@@ -63,29 +63,34 @@ function describe([, , kind, chunk, stage, , action]) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["paper", "ink", "faint", "line", "lane", "device", "host", "limit", "activation",
-    "gradient", "collective", "copy"];
+  const names = ["paper", "ink", "faint", "line", "lane", "limit", "activation", "gradient",
+    "collective", "copy"];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   looks = new Map();
 }
 
+const parts = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+
 function mix(colour, share) {
-  const part = (text, i) => parseInt(text.slice(i, i + 2), 16);
-  const mixed = [1, 3, 5].map((i) => part(colour, i) * (1 - share) + part(colours.paper, i) * share);
-  return `rgb(${mixed.map(Math.round).join(" ")})`;
+  const paper = parts(colours.paper);
+  const mixed = parts(colour).map((part, i) => Math.round(part * (1 - share) + paper[i] * share));
+  return "#" + mixed.map((part) => part.toString(16).padStart(2, "0")).join("");
 }
 
-function look(kind, owner) {
-  const key = `${kind} ${owner}`;
-  if (!looks.has(key)) looks.set(key, makeLook(kind, owner));
+function inkOn(colour) {
+  const [red, green, blue] = parts(colour);
+  return 0.3 * red + 0.59 * green + 0.11 * blue < 140 ? "#ffffff" : "#1d2530";
+}
+
+// The fill of a kind of action in the colour of its chunk, and the ink that can be read on it.
+function look(kind, colour) {
+  const key = `${kind} ${colour}`;
+  if (!looks.has(key)) {
+    const plain = kind in colours ? colours[kind] : mix(colour, LIGHTER[kind] ?? 0);
+    const hatched = kind === "recompute" || kind === "rebuild";
+    looks.set(key, { plain, fill: hatched ? hatch(plain, colour, kind) : plain, ink: inkOn(plain) });
+  }
   return looks.get(key);
-}
-
-function makeLook(kind, owner) {
-  if (kind in colours) return colours[kind];
-  const colour = panel.owners[owner].colour;
-  const plain = mix(colour, LIGHTER[kind] ?? 0);
-  return kind === "recompute" || kind === "rebuild" ? hatch(plain, colour, kind) : plain;
 }
 
 function hatch(plain, colour, kind) {
@@ -101,23 +106,28 @@ function hatch(plain, colour, kind) {
   return context.createPattern(tile, "repeat");
 }
 
+const colourOf = (bar) => (bar[3] < 0 ? colours.ink : panel.chunks[bar[3]].colour);
+
 // --- places --------------------------------------------------------------------------------------
 
 const width = () => canvas.clientWidth;
-const right = () => (panel.highest ? 118 : 18);
+const right = () => (panel.highest[0] ? 118 : 18);
 const scale = () => (width() - LEFT - right()) / (to - from);
 const toX = (time) => LEFT + (time - from) * scale();
 const toTime = (x) => from + (x - LEFT) / scale();
 const laneHeight = () => cells + THIN * (panel.tracks.length - 1);
-const rowHeight = () => laneHeight() + (panel.highest ? memory + 4 : 0) + GAP;
+const memoryHeight = () => heights.reduce((sum, height) => sum + (height && height + 4), 0);
+const rowHeight = () => laneHeight() + memoryHeight() + GAP;
 const rowTop = (index) => AXIS + index * rowHeight() - view.scrollTop;
 
+// Few ranks share the height that there is, most of it for their memory.
 function stretchRows(height) {
-  // few ranks share the height that there is
-  const fixed = THIN * (panel.tracks.length - 1) + GAP + (panel.highest ? 4 : 0);
+  const fixed = THIN * (panel.tracks.length - 1) + GAP + 8;
   const room = (height - AXIS - 8) / panel.ranks.length - fixed;
-  const stretch = Math.min(Math.max(room / (panel.highest ? 74 : 30), 1), 2);
-  [cells, memory] = [30 * stretch, 44 * stretch].map(Math.round);
+  const shares = panel.highest.map((bytes, i) => (bytes ? [1, 0.4][i] : 0));
+  const share = shares[0] + shares[1];
+  cells = Math.round(Math.min(Math.max(share ? 0.25 * room : room, 30), 90));
+  heights = shares.map((own) => own && Math.round(Math.max((own / share) * (room - cells), 44 * own)));
 }
 
 function firstEndingAfter(bars, time) {
@@ -137,8 +147,7 @@ function lookUp(x, y) {
   const rank = panel.ranks[index];
   if (!rank || y < AXIS || x < LEFT || x > width() - right()) return null;
   const inside = y - rowTop(index), time = toTime(x), slack = 2 / scale();
-  if (inside >= laneHeight() + 4 && inside < laneHeight() + 4 + memory && panel.highest)
-    return { rank, time };
+  if (inside >= laneHeight() + 4 && inside < laneHeight() + memoryHeight()) return { rank, time };
   const number = inside < cells ? 0 : 1 + Math.floor((inside - cells) / THIN);
   const bars = rank.tracks[panel.tracks[number]] ?? [];
   let best = null;
@@ -178,11 +187,13 @@ function draw() {
     context.rect(LEFT, AXIS, width() - LEFT - right(), height - AXIS);
     context.clip();
     drawLane(rank, top);
-    if (panel.highest) drawMemory(rank, top + laneHeight() + 4);
+    ["device", "lower"].forEach((level, i) => { if (heights[i]) drawMemory(rank, level, i, memoryTop(top, i)); });
     context.restore();
   });
   drawTicks();
 }
+
+const memoryTop = (top, i) => top + laneHeight() + 4 + (i && heights[0] + 4);
 
 function drawName(rank, top) {
   const lines = rank.name.split("\n");
@@ -191,15 +202,19 @@ function drawName(rank, top) {
     context.fillStyle = i ? colours.faint : colours.ink;
     context.fillText(line, LEFT - 10, top + cells / 2 + (i - (lines.length - 1) / 2) * 14);
   });
-  if (!panel.highest) return;
-  context.textAlign = "left";
-  const words = [[`peak ${formatBytes(rank.peak)}`, colours.device]];
-  if (panel.hasHost) words.push([`host ${formatBytes(rank.hostPeak)}`, colours.host]);
+  const peaks = Object.entries(rank.lower.parts).map(([part, bytes]) =>
+    [`${part} ${formatBytes(Math.max(...bytes))}`, colours.ink]);
+  const words = [[`peak ${formatBytes(rank.device.peak)}`, colours.ink]];
   if (rank.limit) words.push([`limit ${formatBytes(rank.limit)}`, colours.limit]);
-  words.forEach(([text, colour], i) => {
+  [words, peaks].forEach((texts, i) => heights[i] && texts.forEach(([text, colour], line) => {
+    context.textAlign = "left";
     context.fillStyle = colour;
-    context.fillText(text, width() - right() + 10, top + laneHeight() + 12 + 15 * i);
-  });
+    context.fillText(text, width() - right() + 10, memoryTop(top, i) + 8 + 15 * line);
+  }));
+  if (heights[0] < 100) return;
+  context.textAlign = "right";
+  context.fillStyle = colours.faint;
+  for (const bytes of byteTicks()) context.fillText(formatBytes(bytes), LEFT - 10, toY(bytes, 0, memoryTop(top, 0)));
 }
 
 function drawLane(rank, top) {
@@ -217,8 +232,8 @@ function drawTrack(bars, y, height, labelled) {
   for (let i = firstEndingAfter(bars, from); i < bars.length && bars[i][0] < to; i++) {
     const bar = bars[i], x = toX(bar[0]), wide = toX(bar[1]) - x;
     if (bar[1] === bar[0] || (wide < TINY && x < end)) continue;
-    context.globalAlpha = lit === null || bar[5] === lit ? 1 : 0.18;
-    context.fillStyle = look(bar[2], bar[5]);
+    context.globalAlpha = lit === null || lit.has(bar[3]) ? 1 : 0.18;
+    context.fillStyle = look(bar[2], colourOf(bar)).fill;
     context.fillRect(x, y, Math.max(wide - (wide > 4 ? 1 : 0), TINY), height);
     end = x + TINY;
     if (labelled && wide > 16) drawLabel(bar, Math.max(x, LEFT), Math.min(x + wide, width()), y);
@@ -232,80 +247,88 @@ function drawTrack(bars, y, height, labelled) {
 }
 
 function drawLabel(bar, x, stop, y) {
-  const letter = { forward: "F", recompute: "R", rebuild: "K", backward: "B" }[bar[2]];
-  const text = letter + bar[3] + (panel.labelsStages ? `.${bar[4]}` : "");
-  const size = context.measureText(text).width;
+  const size = context.measureText(bar[5]).width, { plain, ink } = look(bar[2], colourOf(bar));
   if (size + 6 > stop - x) return;
   context.textAlign = "center";
   const middle = (x + stop) / 2;
-  if (bar[2] in LIGHTER && bar[2] !== "forward") {
-    context.fillStyle = colours.paper;
+  if (bar[2] === "recompute" || bar[2] === "rebuild") {
+    context.fillStyle = plain;
     context.fillRect(middle - size / 2 - 2, y + cells / 2 - 8, size + 4, 16);
   }
-  context.fillStyle = bar[2] === "backward" ? "#ffffff" : colours.ink;
-  context.fillText(text, middle, y + cells / 2 + 0.5);
+  context.fillStyle = ink;
+  context.fillText(bar[5], middle, y + cells / 2 + 0.5);
 }
 
-function drawMemory(rank, top) {
-  const bottom = top + memory, toY = (bytes) => bottom - (bytes / panel.highest) * memory;
+const toY = (bytes, i, top) => top + heights[i] * (1 - bytes / (1.04 * panel.highest[i]));
+
+function byteTicks() {
+  const step = 2 ** Math.ceil(Math.log2(panel.highest[0] / 6));
+  return Array.from({ length: Math.floor(panel.highest[0] / step) }, (_, i) => (i + 1) * step);
+}
+
+function drawMemory(rank, level, i, top) {
+  const bottom = top + heights[i];
   context.fillStyle = colours.line;
   context.fillRect(LEFT, bottom - 0.5, width(), 1);
-  drawCurve(rank.device, toY, bottom, colours.device, true);
-  if (panel.hasHost) drawCurve(rank.host, toY, bottom, colours.host, false);
-  if (!rank.limit) return;
-  context.save();
-  context.beginPath();
-  context.rect(0, top, width(), toY(rank.limit) - top);
-  context.clip();
-  drawCurve(rank.device, toY, bottom, colours.limit, true);
-  context.restore();
+  if (!i && heights[0] >= 100)
+    for (const bytes of byteTicks()) context.fillRect(LEFT, toY(bytes, i, top), width(), 0.5);
+  const names = Object.keys(rank[level].parts), columns = sampled(rank[level]);
+  // from the highest part to the lowest, each down to the ground
+  for (let part = names.length - 1; part >= 0; part--)
+    fillSteps(columns.map(([x, sums]) => [x, toY(sums[part], i, top)]), bottom, panel.parts[names[part]][1]);
+  if (i || !rank.limit || !names.length) return;
+  const limit = toY(rank.limit, i, top);
+  fillSteps(columns.map(([x, sums]) => [x, Math.min(limit, toY(sums.at(-1), i, top))]), limit, colours.limit);
   context.strokeStyle = colours.limit;
   context.lineWidth = 1.2;
   context.setLineDash([7, 4]);
   context.beginPath();
-  context.moveTo(LEFT, toY(rank.limit));
-  context.lineTo(width(), toY(rank.limit));
+  context.moveTo(LEFT, limit);
+  context.lineTo(width(), limit);
   context.stroke();
   context.setLineDash([]);
 }
 
-function drawCurve(points, toY, bottom, colour, filled) {
-  if (!points.length) return;
-  const first = Math.max(0, lastAt(points, from)), stop = Math.min(toX(panel.duration), width());
-  context.beginPath();
-  context.moveTo(Math.max(toX(points[first][0]), 0), toY(points[first][1]));
-  let pixel = -1, highest = 0, before = points[first][1];
-  for (let i = first + 1; i < points.length && points[i][0] <= to; i++) {
-    // of the points within a pixel the highest is drawn, then the last
-    const x = toX(points[i][0]), column = Math.floor(x);
-    if (column !== pixel) {
-      context.lineTo(x, toY(before));
-      highest = 0;
-    }
-    highest = Math.max(highest, points[i][1]);
-    context.lineTo(x, toY(highest));
-    context.lineTo(x, toY(points[i][1]));
-    pixel = column;
-    before = points[i][1];
+// [x, sums of the parts from the ground up] wherever something changes; of the steps within one
+// pixel the highest, then the last.
+function sampled({ times, parts: bytes }) {
+  const columns = [];
+  let last = null;
+  const settle = () => {
+    const shown = columns.at(-1);
+    if (shown && shown[1] !== last) columns.push([Math.floor(shown[0]) + 1, last]);
+  };
+  for (let at = Math.max(0, lastAt(times, from)); at < times.length && times[at] <= to; at++) {
+    let sum = 0;
+    const sums = Object.values(bytes).map((values) => (sum += values[at]));
+    const x = Math.max(LEFT, toX(times[at])), shown = columns.at(-1);
+    if (!shown || Math.floor(x) > Math.floor(shown[0])) {
+      settle();
+      columns.push([x, sums]);
+    } else if (sum > shown[1].at(-1)) shown[1] = sums;
+    last = sums;
   }
-  context.lineTo(stop, toY(before));
-  context.strokeStyle = colour;
-  context.lineWidth = 1.4;
-  context.stroke();
-  if (!filled) return;
-  context.lineTo(stop, bottom);
-  context.lineTo(Math.max(toX(points[first][0]), 0), bottom);
-  context.globalAlpha = colour === colours.limit ? 0.55 : 0.22;
-  context.fillStyle = colour;
-  context.fill();
-  context.globalAlpha = 1;
+  settle();
+  return columns;
 }
 
-function lastAt(points, time) {
-  let low = 0, high = points.length;
+function fillSteps(points, bottom, colour) {
+  context.beginPath();
+  context.moveTo(points[0]?.[0] ?? LEFT, bottom);
+  points.forEach(([x, y], i) => {
+    context.lineTo(x, y);
+    context.lineTo(points[i + 1]?.[0] ?? Math.min(toX(panel.duration), width()), y);
+  });
+  context.lineTo(Math.min(toX(panel.duration), width()), bottom);
+  context.fillStyle = colour;
+  context.fill();
+}
+
+function lastAt(times, time) {
+  let low = 0, high = times.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (points[middle][0] <= time) low = middle + 1; else high = middle;
+    if (times[middle] <= time) low = middle + 1; else high = middle;
   }
   return low - 1;
 }

@@ -1,153 +1,85 @@
-"""The legend of a picture: shades first, then the colours of sequences, flowing over lines."""
+"""The entries of a legend, for both ways of drawing one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-
+from furlong.report.pictures.colours import hue
 from furlong.report.pictures.looks import (
-    COLOURS,
-    FAINT,
-    HATCHES,
-    HOST,
-    INK,
+    DARKEST,
+    GREY,
     KIND_WORDS,
     LANE,
     LIMIT,
-    PACKED_COLOUR,
-    fill,
+    PACKED_COLOURS,
+    PART_COLOURS,
+    Kind,
     tint,
 )
-from furlong.report.pictures.scene import PACKED, Owner, Scene
-from furlong.report.words import lower_words
+from furlong.report.pictures.scene import Scene
+from furlong.report.words import PART_WORDS
 from furlong.units import format_count
 
-_MAX_OWNERS = 12
-_SIZE = 8.5
-_LINE, _SWATCH = 0.21, 0.24
-_PER_LETTER = 0.064
-"""Inches; a little more than DejaVu Sans takes on average."""
+MOST_SEQUENCES = 8
+MEMORY_WORDS = PART_WORDS | {
+    "in use": "device memory: only predictions know its parts",
+    "host": "host memory",
+    "disk": "disk",
+}
+"""The parts of memory that are not called what they are in code."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """One thing that a picture shows, and its look."""
+
     text: str
-    face: str = "none"
-    hatch: str | None = None
-    dashes: str = ""
-    """The colour of a dashed line in the place of a filled swatch."""
-
-    @property
-    def width(self) -> float:
-        return _SWATCH + 0.3 + len(self.text) * _PER_LETTER
-
-
-class Legend:
-    """The legend of scenes, which agree on owners, within `width` inches, from `left` on."""
-
-    def __init__(self, scenes: Sequence[Scene], left: float, width: float) -> None:
-        self._left = left
-        self._lines = [*_flow(_shades(scenes), width), *_flow(_owners(scenes), width)]
-        self.height = len(self._lines) * _LINE + 0.22
-        """Inches, with the space below it."""
-
-    def draw(self, figure: Figure, top: float) -> None:
-        """Draw it below `top`, in inches from the bottom of the figure."""
-        for number, line in enumerate(self._lines):
-            x = self._left
-            for entry in line:
-                _draw_entry(figure, entry, x, top - (number + 0.5) * _LINE)
-                x += entry.width
+    colours: tuple[str, ...] = ()
+    """The colours that stand for it, side by side; none where the text stands alone."""
+    kind: Kind | None = None
+    """A kind of action, by whose shade and hatch the colours are changed."""
+    dashed: bool = False
+    chunks: tuple[int, ...] = ()
+    """The chunks that have these colours, where there is one scene."""
 
 
-def with_shared_owners(scenes: Sequence[Scene]) -> list[Scene]:
-    """The scenes with one colour and one name per sequence, longest first, whichever runs it."""
-    tokens: dict[int, int] = {}
+def legend(scenes: Sequence[Scene]) -> list[list[Entry]]:
+    """The actions, the chunks and the memory of the scenes of one picture."""
+    kinds = {kind for scene in scenes for kind in scene.kinds}
+    actions = [Entry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds]
+    return [[*actions, Entry("idle", (LANE,))], _chunk_entries(scenes), _memory_entries(scenes)]
+
+
+def _chunk_entries(scenes: Sequence[Scene]) -> list[Entry]:
+    chunks_of: dict[int | None, list[int]] = {}
     for scene in scenes:
-        for key, owner in scene.owners.items():
-            # what a method pads is not what the sequence has
-            tokens[key] = min(tokens.get(key, owner.num_tokens), owner.num_tokens)
-    packed = Owner("packed sequences", PACKED_COLOUR, tokens.pop(PACKED, 0))
-    longest_first = sorted(tokens, key=lambda key: (-tokens[key], key))
-    owners = {
-        key: Owner(
-            f"sequence {key}, {format_count(tokens[key])} tokens",
-            COLOURS[place % len(COLOURS)],
-            tokens[key],
-        )
-        for place, key in enumerate(longest_first)
-    }
-    owners[PACKED] = packed
-    return [
-        replace(scene, owners={key: owners[key] for key in owners if key in scene.owners})
-        for scene in scenes
-    ]
+        for chunk in sorted({bar.chunk for rank in scene.ranks for bar in rank.on("compute")}):
+            chunks_of.setdefault(scene.chunks[chunk].sequence, []).append(chunk)
+    entries: list[Entry] = []
+    if None in chunks_of:
+        words = "whole sequences: neighbouring chunks differ"
+        entries.append(Entry(words, PACKED_COLOURS, chunks=tuple(chunks_of[None])))
+    cut = scenes[0].cut  # all scenes of a picture agree on it
+    shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in chunks_of]
+    for place, seq_id in shown[:MOST_SEQUENCES]:
+        shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
+        words = f"sequence {seq_id}, {format_count(cut[seq_id])} tokens"
+        entries.append(Entry(words, shades, chunks=tuple(chunks_of[seq_id])))
+    if shown:
+        more = len(shown) - MOST_SEQUENCES
+        again = f"; {more} shorter ones in the same colours again" if more > 0 else ""
+        entries.append(Entry(f"(cut, from dark to light along its chunks{again})"))
+    return entries
 
 
-def _shades(scenes: Sequence[Scene]) -> list[_Entry]:
-    kinds = {kind for scene in scenes for kind in scene.legend_kinds}
+def _memory_entries(scenes: Sequence[Scene]) -> list[Entry]:
+    ranks = [rank for scene in scenes for rank in scene.ranks]
+    parts = {part for rank in ranks for part in (*rank.device.parts, *rank.lower.parts)}
     entries = [
-        _Entry(words, fill(PACKED_COLOUR, kind), HATCHES.get(kind))
-        for kind, words in KIND_WORDS.items()
-        if kind in kinds
-    ]
-    entries.append(_Entry("idle", LANE))
-    lower = {lower_words(scene.plan.tiers) for scene in scenes if scene.has_host_memory}
-    if lower:
-        words = lower.pop() if len(lower) == 1 else "host and disk"
-        entries.append(_Entry(f"{words} memory" if words == "host" else words, dashes=HOST))
-    limited = [rank for scene in scenes if scene.has_memory for rank in scene.ranks]
-    if any(rank.limit_bytes for rank in limited):
-        entries.append(_Entry("limit of device memory", dashes=LIMIT))
+        Entry(MEMORY_WORDS.get(part, part), (colour,))
+        for part, colour in PART_COLOURS.items() if part in parts
+    ]  # fmt: skip
+    if any(rank.limit_bytes and rank.device.parts for rank in ranks):
+        entries.append(Entry("limit of device memory", (LIMIT,), dashed=True))
     return entries
-
-
-def _owners(scenes: Sequence[Scene]) -> list[_Entry]:
-    owners = {key: owner for scene in scenes for key, owner in scene.owners.items()}
-    by_tokens = sorted(owners, key=lambda key: -owners[key].num_tokens)
-    some = set(by_tokens[:_MAX_OWNERS])
-    shown = [owner for key, owner in owners.items() if key in some]
-    entries = [_Entry(owner.name, owner.colour) for owner in shown]
-    if more := len(owners) - len(shown):
-        entries.append(_Entry(f"and {more} shorter ones, in the same colours again"))
-    return entries
-
-
-def _flow(entries: Iterable[_Entry], width: float) -> list[list[_Entry]]:
-    lines: list[list[_Entry]] = [[]]
-    used = 0.0
-    for entry in entries:
-        if used + entry.width > width and lines[-1]:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(entry)
-        used += entry.width
-    return lines
-
-
-def _draw_entry(figure: Figure, entry: _Entry, x: float, y: float) -> None:
-    width, height = figure.get_size_inches()
-    start = x if entry.face != "none" or entry.dashes else x - _SWATCH
-    if entry.dashes:
-        figure.add_artist(
-            Line2D(
-                [x / width, (x + _SWATCH) / width], [y / height] * 2, color=entry.dashes,
-                linewidth=1.2, linestyle=(0, (5, 3)) if entry.dashes == LIMIT else "-",
-            )
-        )  # fmt: skip
-    elif entry.face != "none":
-        figure.add_artist(
-            Rectangle(
-                (x / width, (y - 0.065) / height), _SWATCH / width, 0.13 / height,
-                facecolor=entry.face, edgecolor=tint(PACKED_COLOUR, 0.25), hatch=entry.hatch,
-                linewidth=0.0 if not entry.hatch else 0.3,
-            )
-        )  # fmt: skip
-    figure.text(
-        (start + _SWATCH + 0.07) / width, y / height, entry.text, fontsize=_SIZE,
-        color=INK if entry.face != "none" or entry.dashes else FAINT, va="center_baseline",
-    )  # fmt: skip

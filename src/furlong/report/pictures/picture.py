@@ -1,249 +1,289 @@
-"""Timelines as PNG or SVG: a row per rank, its memory under it, panels one below the other.
+"""Scenes as PNG or SVG: a row per rank, its memory under it, scenes one below the other.
 
-Every length is in inches and every font in points, so that a picture of two ranks and one of twenty
-have the same type and the same bars.
+Everything is drawn on one pair of axes: x is time, y is inches from the top downwards, and every
+font is in points, so that a picture of two ranks and one of twenty have the same type and bars.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
-from furlong.report.pictures.legend import Legend, with_shared_owners
-from furlong.report.pictures.looks import DEVICE, FAINT, HATCHES, HOST, INK, LANE, LIMIT, fill, tint
-from furlong.report.pictures.scene import Bar, RankScene, Scene, bar_label
-from furlong.report.words import lower_words
+from furlong.report.pictures.legend import Entry, legend
+from furlong.report.pictures.looks import (
+    FAINT,
+    GREY,
+    HATCHES,
+    INK,
+    LANE,
+    LIMIT,
+    LINE,
+    PART_COLOURS,
+    Kind,
+    fill,
+    ink_on,
+    tint,
+)
+from furlong.report.pictures.memory import Steps
+from furlong.report.pictures.scene import Bar, RankScene, Scene
 from furlong.units import format_bytes
 
-MAX_RANKS = 32
-"""Rows of one panel; its subtitle says how many ranks were left out."""
-
 _LEFT, _RIGHT, _RIGHT_OF_MEMORY = 0.95, 0.25, 1.25
-_AXIS, _GAP, _BETWEEN = 0.52, 0.15, 0.2
-_TITLE, _NOTE = 0.27, 0.18
-"""Heights of the title and of a line under it."""
-_THIN = 0.1
-"""Height of the track of messages and of that of copies."""
-_WIDEST, _WIDEST_OF_SEVERAL = 18.0, 12.5
+_EDGE, _TITLE, _NOTE, _AXIS, _GAP, _THIN, _ENTRY = 0.12, 0.28, 0.18, 0.55, 0.14, 0.1, 0.21
+"""Heights in inches: the picture's edge, a title, a line under it, a time axis, what parts ranks, a
+track of messages or copies, a line of the legend."""
+_DASHES = (0, (5, 3))
 _DPI = 150
 
 
-def save_picture(scenes: Sequence[Scene], path: Path) -> None:
-    """Write the scenes, one below the other on one time scale, as `path` says: .png or .svg.
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """The sizes that all rows of a picture share, in inches but for two."""
 
-    A single scene has its legend below; several share one above them, and are drawn lower.
-    """
-    several = len(scenes) > 1
-    scenes = with_shared_owners(scenes) if several else scenes
-    width = _width(scenes)
-    right = _RIGHT_OF_MEMORY if any(scene.has_memory for scene in scenes) else _RIGHT
-    rows = [_Rows(scene, width - _LEFT - right, is_low=several) for scene in scenes]
-    legend = Legend(scenes, _LEFT, width - _LEFT - 0.1)
-    between = _BETWEEN * (len(scenes) - (0 if several else 1))
-    height = 0.1 + between + sum(row.height for row in rows) + legend.height
+    width: float
+    longest: float
+    """The end of the time axis."""
+    cells: float
+    memory: tuple[float, float]
+    """The heights of a device's memory and of that below it; 0 where nothing is known of it."""
+    most_bytes: tuple[int, int]
+    """The bytes of these heights."""
+
+
+def save_picture(scenes: Sequence[Scene], path: Path) -> None:
+    """Write the scenes, on one scale of time and one of memory, as `path` says: .png or .svg."""
+    scale = _scale(scenes)
+    groups = [entries for entries in legend(scenes) if entries]
+    columns = [_num_columns(entries, scale.width + _RIGHT) for entries in groups]
+    lines = [-(-len(own) // num) for own, num in zip(groups, columns, strict=True)]
+    legend_height = sum(lines) * _ENTRY + 0.1
+    height = 2 * _EDGE + legend_height + sum(_height(scene, scale) for scene in scenes)
+    width = _LEFT + scale.width + (_RIGHT_OF_MEMORY if scale.memory[0] else _RIGHT)
     figure = Figure(figsize=(width, height), facecolor="white")
-    longest = max(scene.duration for scene in scenes) or 1.0
-    top = height - 0.1
-    if several:
-        legend.draw(figure, top)
-        top -= legend.height + _BETWEEN
-    for row in rows:
-        row.draw(figure, top, longest)
-        top -= row.height + _BETWEEN
-    if not several:
-        legend.draw(figure, top + _BETWEEN)
+    axes = figure.add_axes((_LEFT / width, 0, scale.width / width, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, scale.longest)
+    axes.set_ylim(height, 0)
+    top, below = _EDGE, height - _EDGE - legend_height
+    if len(scenes) > 1:  # who looks at the first of many wants the legend there
+        top, below = _EDGE + legend_height, _EDGE
+    for scene in scenes:
+        _draw_scene(axes, scene, top, scale)
+        top += _height(scene, scale)
+    for entries, num, own in zip(groups, columns, lines, strict=True):
+        _draw_legend(figure, entries, num, (_LEFT / width, 1 - below / height))
+        below += own * _ENTRY
     figure.savefig(path, dpi=_DPI)
 
 
-def _width(scenes: Sequence[Scene]) -> float:
-    """Inches, enough that the bars of a long plan stay apart."""
-    most = max(
-        sum(bar.track == "compute" for bar in rank.bars)
-        for scene in scenes
-        for rank in scene.ranks[:MAX_RANKS]
+def _scale(scenes: Sequence[Scene]) -> _Scale:
+    """Sizes that suit the number of ranks: a few share the height of a screen."""
+    ranks = [rank for scene in scenes for rank in scene.ranks]
+    device, lower = (max(scene.highest_bytes[i] for scene in scenes) for i in (0, 1))
+    memory = min(1.7, max(0.36, 3.6 / max(len(ranks), 1)))
+    most_cells = max((len(rank.on("compute")) for rank in ranks), default=0)
+    return _Scale(
+        width=min(16.5, max(9.8, most_cells * 0.08)),
+        longest=max(scene.duration for scene in scenes) or 1.0,
+        cells=0.44 if len(ranks) <= 8 else 0.3,
+        memory=(memory if device else 0.0, max(0.24, 0.4 * memory) if lower else 0.0),
+        most_bytes=(device, lower),
     )
-    widest = _WIDEST if len(scenes) == 1 else _WIDEST_OF_SEVERAL
-    return min(widest, max(11.0, _LEFT + _RIGHT + most * 0.08))
 
 
-class _Rows:
-    """One panel: its title, the rows of its ranks, its time axis."""
-
-    def __init__(self, scene: Scene, width: float, *, is_low: bool) -> None:
-        self._scene = scene
-        self._width = width
-        self._ranks = scene.ranks[:MAX_RANKS]
-        few = len(self._ranks) <= 8 and not is_low
-        self._cells = 0.44 if few else 0.3
-        self._memory = 0.5 if few else 0.32
-        self._gap = 0.05 if is_low else _GAP
-        thin = [("link", ("activation", "gradient", "collective")), ("copy", ("copy",))]
-        self._thin = [track for track, kinds in thin if scene.timed_kinds.intersection(kinds)]
-        self._lane = self._cells + len(self._thin) * _THIN
-        self._per_rank = self._lane + self._gap
-        self._per_rank += self._memory + 0.04 if scene.has_memory else 0.0
-        more = len(scene.ranks) - len(self._ranks)
-        batch = scene.batch + (f" ({more} of them are not shown)" if more else "")
-        lines = [f"{batch}   ·   {scene.shares}"] if is_low else [batch, scene.shares]
-        self._lines = list(filter(None, (scene.note, *lines)))
-        self._title = _TITLE + len(self._lines) * _NOTE + 0.19 - self._gap
-        self.height = self._title + len(self._ranks) * self._per_rank + _AXIS
-
-    def draw(self, figure: Figure, top: float, longest: float) -> None:
-        """Draw below `top`, in inches from the bottom; `longest` is the length of the time axis."""
-        scene = self._scene
-        total_width, total_height = figure.get_size_inches()
-        left = _LEFT / total_width
-        # names are shown as they are: no formula is made of what stands between dollars
-        figure.text(
-            left, top / total_height, scene.title,
-            fontsize=13, color=INK, weight="bold", va="top", parse_math=False,
-        )  # fmt: skip
-        for number, text in enumerate(self._lines):
-            y = (top - _TITLE - number * _NOTE) / total_height
-            figure.text(left, y, text, fontsize=9, color=FAINT, va="top", parse_math=False)
-        figures = scene.figures
-        limits = [rank.limit_bytes or 0 for rank in self._ranks]
-        highest = 1.1 * max([*figures.peak_device_bytes, *figures.peak_host_bytes, *limits, 1])
-        top -= self._title
-
-        def axes_of(bottom: float, height: float) -> Axes:
-            bounds = left, bottom / total_height, self._width / total_width, height / total_height
-            return _prepared(figure.add_axes(bounds), longest)
-
-        for rank in self._ranks:
-            bottom = top - self._lane
-            axes = axes_of(bottom, self._lane)
-            self._draw_lane(axes, rank, self._width / longest)
-            if scene.has_memory:
-                bottom -= self._memory + 0.04
-                axes = axes_of(bottom, self._memory)
-                _draw_memory(axes, rank, highest, scene)
-            top -= self._per_rank
-        _draw_time_axis(axes, longest, scene.time_unit)
-
-    def _draw_lane(self, axes: Axes, rank: RankScene, inches_per_unit: float) -> None:
-        """The cells on top, thin tracks under them; y is in inches."""
-        scene = self._scene
-        axes.set_ylim(0, self._lane)
-        base = self._lane - self._cells
-        axes.broken_barh([(0, scene.duration)], (base, self._cells), color=LANE, linewidth=0)
-        axes.annotate(
-            rank.name, (0, base + self._cells / 2), (-8, 0), textcoords="offset points",
-            fontsize=9, color=INK, ha="right", va="center", linespacing=1.1,
-        )  # fmt: skip
-        cells = [bar for bar in rank.bars if bar.track == "compute"]
-        _draw_cells(axes, cells, (base, self._cells), scene, inches_per_unit)
-        for bar in cells:
-            _write_label(axes, bar, base + self._cells / 2, inches_per_unit, scene)
-        for number, track in enumerate(self._thin, start=1):
-            bars = [bar for bar in rank.bars if bar.track == track and bar.stop > bar.start]
-            y = base - number * _THIN
-            axes.broken_barh(
-                [(bar.start, bar.stop - bar.start) for bar in bars], (y, 0.7 * _THIN),
-                color=[fill("", bar.kind) for bar in bars], linewidth=0.5,
-            )  # fmt: skip
+def _height(scene: Scene, scale: _Scale) -> float:
+    title = _TITLE + len(scene.lines) * _NOTE + 0.08
+    return title + len(scene.ranks) * _row_height(scene, scale) + _AXIS
 
 
-def _prepared(axes: Axes, longest: float) -> Axes:
-    axes.set_xlim(0, longest)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.patch.set_visible(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    return axes
+def _row_height(scene: Scene, scale: _Scale) -> float:
+    memory = sum(height + 0.04 for height in _memory_heights(scene, scale) if height)
+    return scale.cells + len(scene.thin_tracks) * _THIN + memory + _GAP
 
 
-def _draw_cells(
-    axes: Axes, bars: Sequence[Bar], y: tuple[float, float], scene: Scene, inches_per_unit: float
-) -> None:
-    """One collection per look: thousands of bars are drawn at once."""
-    looks: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+def _memory_heights(scene: Scene, scale: _Scale) -> list[float]:
+    both = zip(scale.memory, scene.highest_bytes, strict=True)
+    return [height if own else 0.0 for height, own in both]
+
+
+def _draw_scene(axes: Axes, scene: Scene, top: float, scale: _Scale) -> None:
+    _write(axes, (0, top), scene.title, 13, INK, va="top", weight="bold")
+    top += _TITLE
+    for text in scene.lines:
+        _write(axes, (0, top), text, 9, FAINT, va="top")
+        top += _NOTE
+    top += 0.08
+    for rank in scene.ranks:
+        below = _draw_lane(axes, scene, rank, top, scale)
+        for tier, height in enumerate(_memory_heights(scene, scale)):
+            if height:
+                place, most = (below + 0.04, height), 1.04 * scale.most_bytes[tier]
+                steps, limit = (
+                    (rank.device, rank.limit_bytes or 0) if tier == 0 else (rank.lower, 0)
+                )
+                _draw_memory(axes, steps, place, most, scene.duration, limit)
+                _write_peaks(axes, rank, tier, below + 0.06)
+                below += 0.04 + height
+        top += _row_height(scene, scale)
+    _draw_time_axis(axes, top - 0.06, scale.longest, scene.time_unit)
+
+
+def _draw_lane(axes: Axes, scene: Scene, rank: RankScene, top: float, scale: _Scale) -> float:
+    """Draw the cells and the thin tracks under them; return where they end."""
+    middle = top + scale.cells / 2
+    _write(axes, (0, middle), rank.name, 9, INK, -8, ha="right", va="center", linespacing=1.1)
+    axes.broken_barh([(0, scene.duration)], (top, scale.cells), color=LANE, linewidth=0)
+    _draw_cells(axes, scene, rank.on("compute"), top, scale)
+    below = top + scale.cells
+    for track in scene.thin_tracks:
+        bars = [bar for bar in rank.on(track) if bar.seconds > 0]
+        spans = [(bar.record.start_s, bar.seconds) for bar in bars]
+        colours = [fill(GREY, bar.kind) for bar in bars]
+        axes.broken_barh(spans, (below + 0.3 * _THIN, 0.7 * _THIN), color=colours, linewidth=0.5)
+        below += _THIN
+    return below
+
+
+def _draw_cells(axes: Axes, scene: Scene, bars: Sequence[Bar], top: float, scale: _Scale) -> None:
+    """Draw one collection per look: thousands of bars at once."""
+    looks: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
+    edges: dict[float, list[tuple[float, float]]] = defaultdict(list)
+    y = top, scale.cells
     for bar in bars:
-        looks[scene.owners[bar.owner].colour, bar.kind].append((bar.start, bar.stop - bar.start))
+        colour, span = scene.chunks[bar.chunk].colour, (bar.record.start_s, bar.seconds)
+        inches = bar.seconds * scale.width / scale.longest
+        looks[colour, bar.kind].append(span)
+        # a white edge parts neighbours, unless it would be all that is left of them
+        edges[0.8 if inches > 0.12 else 0.3 if inches > 0.03 else 0.0].append(span)
+        for size in (9, 7):
+            if size * 0.64 * len(bar.label) < inches * 72 - 3:
+                _write_label(axes, bar, fill(colour, bar.kind), top + scale.cells / 2, size)
+                break
     for (colour, kind), spans in looks.items():
-        axes.broken_barh(
-            spans, y, facecolor=fill(colour, kind), edgecolor=tint(colour, 0.25),
-            hatch=HATCHES.get(kind), linewidth=0,
-        )  # fmt: skip
-    # a white edge parts neighbours of one colour, unless it would be all that is left of them
-    for least, most, edge in ((0.12, float("inf"), 0.8), (0.03, 0.12, 0.3)):
-        wide = [
-            (bar.start, bar.stop - bar.start)
-            for bar in bars
-            if least < (bar.stop - bar.start) * inches_per_unit <= most
-        ]
-        axes.broken_barh(wide, y, facecolor="none", edgecolor="white", linewidth=edge)
+        axes.broken_barh(spans, y, facecolor=fill(colour, kind), edgecolor=tint(colour, 0.25),
+                         hatch=HATCHES.get(kind), linewidth=0)  # fmt: skip
+    for width, spans in edges.items():
+        edge = "white" if width else "none"
+        axes.broken_barh(spans, y, facecolor="none", edgecolor=edge, linewidth=width)
 
 
-def _write_label(axes: Axes, bar: Bar, y: float, inches_per_unit: float, scene: Scene) -> None:
-    text = bar_label(bar, with_stage=scene.labels_stages)
-    for size in (9, 7):
-        if (bar.stop - bar.start) * inches_per_unit * 72 > size * 0.64 * len(text) + 3:
-            break
-    else:
-        return
-    hatched = bar.kind in HATCHES
-    axes.text(
-        (bar.start + bar.stop) / 2, y, text, fontsize=size,
-        color="white" if bar.kind == "backward" else INK, ha="center", va="center_baseline",
-        bbox={"facecolor": fill(scene.owners[bar.owner].colour, bar.kind), "linewidth": 0,
-              "boxstyle": "round,pad=0.1"} if hatched else None,
+def _write_label(axes: Axes, bar: Bar, face: str, y: float, size: int) -> None:
+    ground = {"facecolor": face, "linewidth": 0, "boxstyle": "round,pad=0.1"}
+    place = (bar.record.start_s + bar.record.stop_s) / 2, y
+    _write(axes, place, bar.label, size, ink_on(face), ha="center", va="center_baseline",
+           bbox=ground if bar.kind in HATCHES else None)  # fmt: skip
+
+
+def _draw_memory(
+    axes: Axes, steps: Steps, place: tuple[float, float], most: float, until: float, limit: int
+) -> None:
+    """Draw the parts of a memory as a stack, and a limit in bytes unless it is 0. `place`: its top
+    and height, the height of `most` bytes."""
+    top, height = place
+    bottom, right = top + height, axes.get_xlim()[1]
+    axes.plot([0, right], [bottom] * 2, color=LINE, linewidth=0.8)
+    if height >= 0.7:
+        _draw_byte_ticks(axes, place, most)
+    times = [*steps.times, until]
+    lower = np.full(len(times), bottom)
+    for part, values in steps.parts.items():
+        upper = lower - height * np.array([*values, values[-1]]) / most
+        axes.fill_between(times, lower, upper, step="post", color=PART_COLOURS[part], linewidth=0)
+        lower = upper
+    if limit:
+        y = bottom - height * limit / most
+        axes.plot([0, right], [y, y], color=LIMIT, linewidth=1.0, linestyle=_DASHES)
+        if steps.peak > limit:
+            axes.fill_between(times, y, np.minimum(y, lower), step="post", color=LIMIT, alpha=0.6,
+                              linewidth=0)  # fmt: skip
+
+
+def _write_peaks(axes: Axes, rank: RankScene, tier: int, top: float) -> None:
+    """Write the peak of the device (tier 0) and its limit, or those of the tiers below it (1)."""
+    lower = [(f"{part} {format_bytes(max(own))}", INK) for part, own in rank.lower.parts.items()]
+    device = [(f"peak {format_bytes(rank.device.peak)}", INK)]
+    if rank.limit_bytes:
+        device.append((f"limit {format_bytes(rank.limit_bytes)}", LIMIT))
+    for number, (text, colour) in enumerate((device, lower)[tier]):
+        place = axes.get_xlim()[1], top + 0.15 * number
+        _write(axes, place, text, 8, colour, 8, va="top")
+
+
+def _draw_byte_ticks(axes: Axes, place: tuple[float, float], most: float) -> None:
+    """Mark three to six multiples of a power of two."""
+    top, height = place
+    step = 1
+    while step < most / 6:
+        step *= 2
+    for used in range(step, int(most) + 1, step):
+        y = top + height * (1 - used / most)
+        axes.plot(axes.get_xlim(), [y, y], color=LINE, linewidth=0.5, zorder=0.5)
+        _write(axes, (0, y), format_bytes(used), 7.5, FAINT, -8, ha="right", va="center")
+
+
+def _draw_time_axis(axes: Axes, top: float, longest: float, time_unit: str) -> None:
+    scale, unit = 1.0, time_unit
+    if time_unit == "s" and not 1 <= longest < 600:
+        scale, unit = (1e3, "ms") if longest < 1 else (1 / 60, "min")
+    axes.plot([0, longest], [top, top], color=FAINT, linewidth=0.8)
+    ticks = MaxNLocator(nbins=14, steps=[1, 2, 2.5, 5, 10]).tick_values(0, longest * scale)
+    for tick in (tick for tick in ticks if tick <= longest * scale * (1 + 1e-9)):
+        time = tick / scale
+        axes.plot([time, time], [top, top + 0.04], color=FAINT, linewidth=0.8)
+        _write(axes, (time, top + 0.07), f"{tick:,.10g}", 9, FAINT, ha="center", va="top")
+    _write(axes, (longest / 2, top + 0.22), f"time ({unit})", 9, FAINT, ha="center", va="top")
+
+
+def _write(
+    axes: Axes, place: tuple[float, float], text: str, size: float, colour: str, right: float = 0,
+    **how: Any,
+) -> None:  # fmt: skip
+    """Write a text as it is, `right` points beside a place: no formula is made of what stands
+    between dollars."""
+    axes.annotate(text, place, (right, 0), textcoords="offset points", fontsize=size, color=colour,
+                  annotation_clip=False, parse_math=False, **how)  # fmt: skip
+
+
+def _num_columns(entries: Sequence[Entry], width: float) -> int:
+    """As many columns as fit: matplotlib fills one after the other, evenly."""
+    widths = [0.48 + len(entry.text) * 0.065 for entry in entries]
+    for num in range(len(entries), 1, -1):
+        short, longer = divmod(len(entries), num)
+        starts = [column * short + min(column, longer) for column in range(num + 1)]
+        if sum(max(widths[a:b]) for a, b in pairwise(starts)) <= width:
+            return num
+    return 1
+
+
+def _draw_legend(
+    figure: Figure, entries: Sequence[Entry], num_columns: int, corner: tuple[float, float]
+) -> None:
+    handles: list[Any] = [_handle(entry) for entry in entries]
+    figure.legend(
+        handles, [entry.text for entry in entries], ncols=num_columns, loc="upper left",
+        bbox_to_anchor=corner, frameon=False, borderpad=0, borderaxespad=0, fontsize=8.5,
+        labelcolor=INK, handlelength=1.8, columnspacing=1.4, labelspacing=0.75,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip
 
 
-def _draw_memory(axes: Axes, rank: RankScene, highest: float, scene: Scene) -> None:
-    axes.set_ylim(0, highest)
-    axes.plot([0, scene.duration], [0, 0], color="#c3c9d3", linewidth=0.8)
-    device, host = _peak(rank.device), _peak(rank.host)
-    words = [(f"peak {format_bytes(device)}", DEVICE)]
-    times, values = _steps(rank.device, scene.duration)
-    axes.plot(times, values, drawstyle="steps-post", color=DEVICE, linewidth=1.0)
-    axes.fill_between(times, values, step="post", color=DEVICE, alpha=0.25, linewidth=0)
-    if scene.has_host_memory:
-        curve = _steps(rank.host, scene.duration)
-        axes.plot(*curve, drawstyle="steps-post", color=HOST, linewidth=1.2)
-        words.append((f"{lower_words(scene.plan.tiers)} {format_bytes(host)}", HOST))
-    if rank.limit_bytes:
-        over = [max(used, rank.limit_bytes) for used in values]
-        axes.fill_between(
-            times, rank.limit_bytes, over, step="post", color=LIMIT, alpha=0.55, linewidth=0
-        )
-        limit = [rank.limit_bytes] * 2
-        axes.plot([0, scene.duration], limit, color=LIMIT, linewidth=1.0, linestyle=(0, (5, 3)))
-        words.append((f"limit {format_bytes(rank.limit_bytes)}", LIMIT))
-    for number, (text, colour) in enumerate(words):
-        axes.annotate(
-            text, (1, 1), (8, -1 - 11 * number), xycoords="axes fraction",
-            textcoords="offset points", fontsize=8, color=colour, va="top",
-        )  # fmt: skip
-
-
-def _steps(curve: Sequence[tuple[float, int]], duration: float) -> tuple[list[float], list[int]]:
-    times = [time for time, _ in curve] + [duration]
-    return times, [used for _, used in curve] + [curve[-1][1] if curve else 0]
-
-
-def _peak(curve: Sequence[tuple[float, int]]) -> int:
-    return max((used for _, used in curve), default=0)
-
-
-def _draw_time_axis(axes: Axes, longest: float, time_unit: str) -> None:
-    scale, unit = 1.0, time_unit
-    if time_unit == "s":
-        scale, unit = (1 / 60, "min") if longest >= 600 else (1.0, "s")
-        scale, unit = (1e3, "ms") if longest < 1 else (scale, unit)
-    axes.spines["bottom"].set_visible(True)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.spines["bottom"].set_position(("outward", 5))
-    ticks = MaxNLocator(nbins=14, steps=[1, 2, 2.5, 5, 10]).tick_values(0, longest * scale)
-    axes.set_xticks([tick / scale for tick in ticks if 0 <= tick <= longest * scale * (1 + 1e-9)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.10g}"))
-    axes.tick_params(axis="x", labelsize=9, colors=FAINT, length=3)
-    axes.set_xlabel(f"time ({unit})", fontsize=9, color=FAINT, labelpad=1)
+def _handle(entry: Entry) -> Line2D | tuple[Patch, ...]:
+    if entry.dashed or not entry.colours:
+        colour, width = (*entry.colours, "none")[0], 1.2 if entry.dashed else 0
+        return Line2D([], [], color=colour, linewidth=width, linestyle=_DASHES)
+    kind = entry.kind
+    faces = [fill(colour, kind) if kind else colour for colour in entry.colours]
+    hatch, edge = HATCHES.get(kind) if kind else None, tint(GREY, 0.25)
+    return tuple(Patch(facecolor=f, edgecolor=edge, hatch=hatch, linewidth=0.3) for f in faces)

@@ -1,4 +1,4 @@
-"""Which ranks a table or a picture shows where there are too many of them."""
+"""The ranks that a table or a picture shows where there are too many of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from furlong.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ShownRanks:
-    """A choice of ranks, and how to tell it."""
+    """A choice of ranks, and the words that tell it."""
 
     ranks: tuple[int, ...]
     note: str = ""
-    """Empty where all are shown."""
+    """The words; empty where all ranks are shown."""
 
 
 def choose_ranks(plan: ChunkPlan, timeline: Timeline, most: int = 16) -> ShownRanks:
@@ -46,7 +46,7 @@ def choose_ranks(plan: ChunkPlan, timeline: Timeline, most: int = 16) -> ShownRa
 
 
 def ranks_per_replica(plan: ChunkPlan) -> int:
-    """How many consecutive ranks hold the whole model."""
+    """The number of consecutive ranks that hold the whole model."""
     stages = held_stages(plan)
     again = (rank for rank in range(1, len(stages)) if stages[rank] == stages[0])
     return next(again, len(stages))
@@ -64,6 +64,5 @@ def _spread(ranks: range, most: int) -> tuple[int, ...]:
     """At most so many, the first and the last among them."""
     if len(ranks) <= most:
         return tuple(ranks)
-    if most == 1:
-        return (ranks[0],)
-    return tuple(ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most))
+    gap = (len(ranks) - 1) / max(most - 1, 1)
+    return tuple(ranks[round(i * gap)] for i in range(most))

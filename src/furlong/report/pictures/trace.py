@@ -14,92 +14,80 @@ from typing import Any
 from furlong.plan.text import format_chunk
 from furlong.plan.values import Recv, Send
 from furlong.report.pictures.looks import KIND_WORDS
-from furlong.report.pictures.scene import Bar, Panel, Scene, make_scene
+from furlong.report.pictures.scene import Bar, RankScene, Scene
 
-_THREADS = {"compute": 0, "copy": 1, "collective": 2}
 _FIRST_PEER = 10
 _PER_UNIT = 1e6
 """Trace events count microseconds."""
 
 
-def save_trace(panel: Panel, path: Path) -> None:
+def save_trace(scene: Scene, path: Path) -> None:
     """Write one timeline; a unit of time that is no second is shown as one."""
-    scene = make_scene(panel)
-    events = [event for rank in range(len(scene.ranks)) for event in _events(scene, rank)]
-    other = {"title": scene.title, "batch": scene.batch, "time_unit": scene.time_unit}
+    events = [event for rank in scene.ranks for event in _events(scene, rank)]
+    other = {"title": scene.title, "lines": scene.lines, "time_unit": scene.time_unit}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
 
-def _events(scene: Scene, rank: int) -> Iterator[dict[str, Any]]:
-    row = scene.ranks[rank]
-    yield _named("process_name", rank, 0, row.name.replace("\n", ", "))
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
+    rank = {"pid": row.rank}
+    yield _about("process_name", name=row.name.replace("\n", ", ")) | rank
+    yield _about("process_sort_index", sort_index=row.rank) | rank
     threads: dict[int, str] = {}
     for bar in row.bars:
         thread, name = _thread(bar)
         threads[thread] = name
-        yield _slice(scene, bar, rank, thread)
+        at = rank | {"tid": thread, "ts": bar.record.start_s * _PER_UNIT}
+        yield _slice(scene, bar) | at
         if bar.kind in ("activation", "gradient"):
-            yield _arrow(bar, rank, thread, len(scene.plan.chunks))
+            yield _arrow(bar, len(scene.plan.chunks)) | at
     for thread, name in threads.items():
-        yield _named("thread_name", rank, thread, name)
-        sort = {"sort_index": thread}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": sort}
-    for curve, name, shown in (
-        (row.device, "device memory (bytes)", scene.has_memory),
-        (row.host, "host memory (bytes)", scene.has_host_memory),
-    ):
-        for time, used in curve if shown else ():
-            args = {"in use": used}
-            yield {"ph": "C", "name": name, "pid": rank, "ts": time * _PER_UNIT, "args": args}
+        yield _about("thread_name", name=name) | rank | {"tid": thread}
+        yield _about("thread_sort_index", sort_index=thread) | rank | {"tid": thread}
+    for where, steps in (("device", row.device), ("host", row.lower)):
+        for time, used in zip(steps.times, steps.totals, strict=True):
+            name = f"{where} memory (bytes)"
+            yield {"ph": "C", "name": name, "ts": time * _PER_UNIT, "args": {"in use": used}} | rank
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+def _about(what: str, **args: str | int) -> dict[str, Any]:
+    """A metadata event."""
+    return {"ph": "M", "name": what, "args": args}
 
 
 def _thread(bar: Bar) -> tuple[int, str]:
-    if bar.track != "link":
-        return _THREADS[bar.track], bar.track
-    if bar.kind == "collective":
-        return _THREADS["collective"], "collectives"
     action = bar.record.action
-    assert isinstance(action, (Send, Recv))
-    receives = isinstance(action, Recv)
-    way = "from" if receives else "to"
-    return _FIRST_PEER + 2 * action.peer + receives, f"{way} rank {action.peer}"
+    if bar.track == "link" and isinstance(action, (Send, Recv)):
+        receives = isinstance(action, Recv)
+        way = "from" if receives else "to"
+        return _FIRST_PEER + 2 * action.peer + receives, f"{way} rank {action.peer}"
+    return {"compute": (0, "compute"), "copy": (1, "copy"), "link": (2, "collectives")}[bar.track]
 
 
-def _slice(scene: Scene, bar: Bar, rank: int, thread: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"stage": bar.stage}
+def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
+    record = bar.record
+    args: dict[str, Any] = {"stage": record.action.stage}
     if bar.chunk >= 0:
         chunk = scene.plan.chunks[bar.chunk]
         args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": format_chunk(chunk)}
-    args |= {"device_bytes": bar.record.device_bytes, "host_bytes": bar.record.host_bytes}
+    args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
+    duration = bar.seconds * _PER_UNIT
     return {
         "ph": "X",
-        "name": bar.record.text,
+        "name": record.text,
         "cat": KIND_WORDS[bar.kind],
-        "pid": rank,
-        "tid": thread,
-        "ts": bar.start * _PER_UNIT,
-        "dur": (bar.stop - bar.start) * _PER_UNIT,
+        "dur": duration,
         "args": args,
     }
 
 
-def _arrow(bar: Bar, rank: int, thread: int, num_chunks: int) -> dict[str, Any]:
+def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
     """One end of the arrow from a Send to its Recv; both lie in their slices."""
-    sends = isinstance(bar.record.action, Send)
     return {
-        "ph": "s" if sends else "f",
+        "ph": "s" if isinstance(bar.record.action, Send) else "f",
         "bp": "e",
         # a whole number: Perfetto reads a text as hexadecimal digits
-        "id": 2 * (bar.stage * num_chunks + bar.chunk) + (bar.kind == "gradient"),
+        "id": 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient"),
         "name": bar.kind,
         "cat": "message",
-        "pid": rank,
-        "tid": thread,
-        "ts": bar.start * _PER_UNIT,
     }
