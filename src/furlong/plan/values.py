@@ -59,7 +59,8 @@ class Slice:
 class Chunk:
     """The unit of one forward.
 
-    A slice with `start > 0` has a prefix: the earlier tokens of its sequence.
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence. A chunk without
+    slices is a dummy: each process passes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -67,6 +68,11 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether its passes only meet those of other ranks (see `ChunkPlan.regathers`)."""
+        return not self.slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,10 @@ class ChunkPlan:
     do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
     frozen_stages: int = 0
     """First stages without a trained parameter in them or below: they have no Backward."""
+    regathers: bool = False
+    """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
+    collectives of all ranks that hold the stage: these go in step, through equally many passes in
+    one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
