@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import repeat
 
 from furlong.plan.grid import Grid
 from furlong.plan.passes import directions
@@ -199,20 +200,17 @@ def ranks_never_stall(grid: Grid) -> None:
     def walk(rank: int) -> Iterator[tuple[int, _Key, int]]:
         """The rank's waits: where, for which signal, for how many of it since the start."""
         passed: dict[_Key, int] = defaultdict(int)
-        start = grid.starts[rank]
-        gathers = directions(grid.plan, rank) if grid.plan.regathers else None
-        for at in range(start, grid.starts[rank + 1]):
+        places = range(grid.starts[rank], grid.starts[rank + 1])
+        ways = directions(grid.plan, rank) if grid.plan.regathers else repeat(None)
+        for at, way in zip(places, ways, strict=False):
             action = grid.actions[at]
             if isinstance(action, Send):
                 post((rank, action.peer))
             elif isinstance(action, Recv):
                 passed[action.peer, rank] += 1
                 yield at, (action.peer, rank), passed[action.peer, rank]
-            elif isinstance(action, (Unshard, Reduce)) or (gathers and gathers[at - start]):
-                key = (
-                    type(action) if isinstance(action, (Unshard, Reduce)) else "pass",
-                    action.stage,
-                )
+            elif way or isinstance(action, (Unshard, Reduce)):
+                key = "pass" if way else type(action), action.stage
                 passed[key] += 1
                 post(key)
                 yield at, key, passed[key] * len(members[action.stage])
