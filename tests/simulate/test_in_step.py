@@ -91,7 +91,7 @@ def reference_starts(plan, costs):
             done(rank, now, now + costs.compute_s(action, rank))
         else:
             meeting = [(r, here(r)) for r in holders[action.stage]]
-            if not all(a is not None and is_pass(a) and a.stage == action.stage for _, a in meeting):
+            if any(a is None or not is_pass(a) or a.stage != action.stage for _, a in meeting):
                 return False
             start_s = max(free_s[r] for r, _ in meeting)
             until_s = start_s + max(costs.compute_s(a, r) for r, a in meeting)
@@ -211,5 +211,5 @@ def test_a_rank_that_still_copies_comes_late_to_the_next_pass():
 )
 def test_unequal_lists_are_refused_and_never_hang(second):
     plan = two_replicas(FIRST, second)
-    with pytest.raises(PlanError, match="(?s)these wait for ever: rank .* <-- here"):
+    with pytest.raises(PlanError, match=r"(?s)these wait for ever: rank .* <-- here"):
         time_actions(plan, UnitCosts(plan))

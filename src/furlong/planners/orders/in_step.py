@@ -4,15 +4,15 @@ Where weights are gathered with every pass, replicas must run the same sequence 
 backwards, and each pass takes as long as its slowest. A list is cut into its groups (a micro-batch,
 or all chunks of a cut sequence), each with its pattern: `fb` for a micro-batch, `fffbfbfb` for a
 sequence of three chunks of which one is retained. The groups of each replica are sorted, so that
-the longest patterns come first and of equal ones the slowest; the n-th of all replicas meet. Those
-with a shorter pattern, or no group left, take dummies where the others have passes of their own.
+the longest patterns come first and of equal ones the slowest; the first of all replicas meet, then
+the next. Where a pattern is shorter, further groups of the replica go into the same place, and
+dummies run whatever passes are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from furlong.cost.model import Computing, CostModel
 from furlong.plan.passes import directions
@@ -36,12 +36,13 @@ class _Group:
 def fill_up(plans: Sequence[ChunkPlan], model: CostModel) -> list[ChunkPlan]:
     """The plans of replicas with one stage on one rank each, sorted and filled up with dummies so
     that all run the same sequence of forwards and backwards."""
-    rows = list(zip_longest(*(_groups(plan, model) for plan in plans), fillvalue=_Group()))
-    wanted = [_common([group.pattern for group in row]) for row in rows]
-    return [
-        _filled(plan, zip(own, wanted, strict=True))
-        for plan, own in zip(plans, zip(*rows, strict=True), strict=True)
-    ]
+    left = [_groups(plan, model) for plan in plans]
+    rows: list[list[tuple[list[_Group], str]]] = [[] for _ in plans]
+    while any(left):
+        wanted = _common(groups[0].pattern for groups in left if groups)
+        for own, groups in zip(rows, left, strict=True):
+            own.append((_take(groups, wanted), wanted))
+    return [_filled(plan, own) for plan, own in zip(plans, rows, strict=True)]
 
 
 def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
@@ -74,6 +75,25 @@ def _common(patterns: Iterable[str]) -> str:
     return common
 
 
+def _take(groups: list[_Group], wanted: str) -> list[_Group]:
+    """Remove those that fit into `wanted` one after the other, the first ones first."""
+    taken: list[_Group] = []
+    pattern, tried = "", set()
+    for group in groups:
+        if len(pattern) + len(groups[-1].pattern) > len(wanted):
+            break
+        if group.pattern in tried:
+            continue
+        if _places(pattern + group.pattern, wanted) is None:
+            tried.add(group.pattern)
+        else:
+            taken.append(group)
+            pattern += group.pattern
+    gone = set(map(id, taken))
+    groups[:] = [group for group in groups if id(group) not in gone]
+    return taken
+
+
 def _places(pattern: str, wanted: str) -> list[int] | None:
     """Where the passes of `pattern` are in `wanted`, so that dummies can do the rest: there, each
     backward has a forward before it. As late as may be, for extra forwards come first."""
@@ -93,16 +113,16 @@ def _places(pattern: str, wanted: str) -> list[int] | None:
     return None
 
 
-def _filled(plan: ChunkPlan, groups: Iterable[tuple[_Group, str]]) -> ChunkPlan:
-    """The plan with its groups in this order, each filled up to the pattern beside it."""
+def _filled(plan: ChunkPlan, rows: Iterable[tuple[Sequence[_Group], str]]) -> ChunkPlan:
+    """The plan with its groups in this order, those of each row filled up to its pattern."""
     actions: list[Action] = []
     num_chunks = len(plan.chunks)
-    for group, wanted in groups:
-        places = _places(group.pattern, wanted)
+    for groups, wanted in rows:
+        places = _places("".join(group.pattern for group in groups), wanted)
         assert places is not None
         dummies = _dummies(wanted, places, num_chunks)
         num_chunks += len({dummy.chunk for dummy in dummies.values()})
-        own = iter(zip(group.actions, group.ways, strict=True))
+        own = (pair for group in groups for pair in zip(group.actions, group.ways, strict=True))
         for place in range(len(wanted)):
             if place in dummies:
                 actions.append(dummies[place])
