@@ -72,6 +72,7 @@ def test_a_sequence_in_pieces_meets_short_ones_and_dummies():
     ]
     chunks = "0:0-3; 0:3-6; 0:6-9; 1:0-2; 2:0-2; dummy; dummy; dummy"
     assert "; ".join(map(format_chunk, joined.chunks)) == chunks
+    assert [joined.kind(chunk) for chunk in (0, 3, 5)] == ["split", "packed", "dummy"]
 
 
 def test_groups_without_room_for_each_other_run_one_after_the_other():

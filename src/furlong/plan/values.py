@@ -20,7 +20,7 @@ output with its log-sum-exp; or its whole graph."""
 
 Tier = Literal["device", "host", "disk"]
 Order = Literal["chunk-first", "layer-first"]
-ChunkKind = Literal["packed", "split", "hybrid"]
+ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
 Payload = Literal["activation", "gradient"]
 
 
@@ -219,8 +219,11 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences."""
+        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences; dummy:
+        none."""
         slices = self.chunks[chunk].slices
+        if not slices:
+            return "dummy"
         whole = [s.start == 0 and s.stop == self.seq_lens[s.seq_id] for s in slices]
         if all(whole):
             return "packed"

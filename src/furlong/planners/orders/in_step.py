@@ -11,6 +11,7 @@ dummies run whatever passes are left.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,20 +24,18 @@ from furlong.plan.values import Action, Backward, Chunk, ChunkPlan, Forward, Reb
 class _Group:
     """Consecutive actions whose chunks no other ones depend on."""
 
-    actions: tuple[Computing, ...] = ()
-    ways: tuple[str, ...] = ()
+    actions: tuple[Computing, ...]
+    ways: tuple[str, ...]
     """Of each action through the layers: f, b, or nothing."""
-    seconds: float = 0.0
-
-    @property
-    def pattern(self) -> str:
-        return "".join(self.ways)
+    pattern: str
+    """The same in one word."""
+    seconds: float
 
 
 def fill_up(plans: Sequence[ChunkPlan], model: CostModel) -> list[ChunkPlan]:
     """The plans of replicas with one stage on one rank each, sorted and filled up with dummies so
     that all run the same sequence of forwards and backwards."""
-    left = [_groups(plan, model) for plan in plans]
+    left = [deque(_groups(plan, model)) for plan in plans]
     rows: list[list[tuple[list[_Group], str]]] = [[] for _ in plans]
     while any(left):
         wanted = _common(groups[0].pattern for groups in left if groups)
@@ -61,7 +60,8 @@ def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
         end = max(end, last[action.chunk])
         if index == end:
             actions, ways = zip(*walked[start : end + 1], strict=True)
-            found.append(_Group(actions, ways, sum(costs.compute_s(a, 0) for a in actions)))
+            seconds = sum(costs.compute_s(a, 0) for a in actions)
+            found.append(_Group(actions, ways, "".join(ways), seconds))
             start = end = index + 1
     return sorted(found, key=lambda group: (-len(group.pattern), group.pattern, -group.seconds))
 
@@ -69,28 +69,26 @@ def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
 def _common(patterns: Iterable[str]) -> str:
     """A pattern into which each of `patterns` fits: the longest, where all fit into that."""
     common = ""
-    for pattern in sorted(set(patterns), key=len, reverse=True):
+    for pattern in sorted(set(patterns), key=lambda one: (-len(one), one)):
         if _places(pattern, common) is None:
             common += pattern
     return common
 
 
-def _take(groups: list[_Group], wanted: str) -> list[_Group]:
+def _take(groups: deque[_Group], wanted: str) -> list[_Group]:
     """Remove those that fit into `wanted` one after the other, the first ones first."""
     taken: list[_Group] = []
-    pattern, tried = "", set()
-    for group in groups:
-        if len(pattern) + len(groups[-1].pattern) > len(wanted):
-            break
-        if group.pattern in tried:
-            continue
-        if _places(pattern + group.pattern, wanted) is None:
-            tried.add(group.pattern)
+    left: list[_Group] = []
+    pattern = ""
+    while groups and len(pattern) + len(groups[-1].pattern) <= len(wanted):
+        group = groups.popleft()
+        is_tried = bool(left) and left[-1].pattern == group.pattern
+        if is_tried or _places(pattern + group.pattern, wanted) is None:
+            left.append(group)
         else:
             taken.append(group)
             pattern += group.pattern
-    gone = set(map(id, taken))
-    groups[:] = [group for group in groups if id(group) not in gone]
+    groups.extendleft(reversed(left))
     return taken
 
 
