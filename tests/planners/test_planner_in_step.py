@@ -168,3 +168,11 @@ def test_a_plan_that_runs_freely_is_not_timed_under_zero_3():
     with pytest.raises(ConfigError, match="go in step"):
         MODEL.costs(plan)
     assert MODEL.costs(replace(plan, regathers=True))
+
+
+def test_one_device_has_nobody_to_meet():
+    plan = chunk_by_chunk(
+        [2], [[Chunk((Slice(0, 0, 2),)), Chunk(())]], num_layers=2, regathers=True
+    )
+    with pytest.raises(PlanError, match="chunk 1 is empty, and no rank has to go in step"):
+        check(plan)
