@@ -4,7 +4,9 @@ A stage maps a chunk's x to  y = a_s x + sum over the earlier chunks j of its se
 where k_j = x_j stands for their K,V; the loss is the sum of v_c y_c of the last stage. `gradient`
 follows the definition, chunk by chunk, whatever the order of a plan. `obey` carries out the plan,
 action by action, and keeps what the plan keeps: a plan that the checker passes must run through and
-give the same gradient.
+give the same gradient. Where a plan gathers weights with every pass, the n-th passes of all ranks
+of a stage do so together: where one goes forward and another one backward, both get the weights of
+other layers.
 """
 
 from collections import Counter, defaultdict, deque
@@ -29,8 +31,8 @@ def token(chunk):
     return 1 + (7 * chunk % 5) / 4
 
 
-def label_weight(chunk):
-    return 1 + (3 * chunk % 7) / 8
+def label_weight(plan, chunk):
+    return 0 if plan.chunks[chunk].is_dummy else 1 + (3 * chunk % 7) / 8
 
 
 def scale(stage):
@@ -72,7 +74,7 @@ def gradient(plan):
     @cache
     def of_output(chunk, stage):
         if stage == last:
-            return factors[chunk][0] * label_weight(chunk)
+            return factors[chunk][0] * label_weight(plan, chunk)
         above = stage + 1
         relayed = sum(weight(j, chunk) * of_output(j, above) for j in after[chunk] if j in factors)
         return scale(above) * of_output(chunk, above) + factors[chunk][1] * relayed
@@ -87,8 +89,8 @@ def gradient(plan):
 
 def obey(plan):
     """The same by carrying out the plan. Raises StuckError where something is missing or stays."""
-    mail = defaultdict(deque)
-    ranks = [_Rank(plan, rank, mail) for rank in range(len(plan.actions))]
+    mail, meetings = defaultdict(deque), defaultdict(dict)
+    ranks = [_Rank(plan, rank, mail, meetings) for rank in range(len(plan.actions))]
     while any(rank.go_on() for rank in ranks):
         pass
     for rank in ranks:
@@ -99,8 +101,9 @@ def obey(plan):
 
 
 class _Rank:
-    def __init__(self, plan, rank, mail):
-        self.plan, self.rank, self.mail = plan, rank, mail
+    def __init__(self, plan, rank, mail, meetings):
+        self.plan, self.rank, self.mail, self.meetings = plan, rank, mail, meetings
+        self.num_passes, self.weights = Counter(), 1.0
         self.actions, self.frees = plan.actions[rank], kv_frees(plan, rank)
         self.at = 0
         self.before = prefixes(plan)
@@ -118,6 +121,8 @@ class _Rank:
             action = self.actions[self.at]
             if isinstance(action, Recv) and not self.mail[action.peer, self.rank]:
                 break
+            if self.plan.regathers and self.gathers(action) and not self.gather(action):
+                break
             try:
                 self.obey(action)
             except KeyError as missing:
@@ -127,6 +132,33 @@ class _Rank:
                 self.relayed.pop(cell, None)
             self.at += 1
         return self.at > start
+
+    def gathers(self, action):
+        """Whether the action runs any layer: a last stage has no use for a Forward whose graph is
+        dropped and whose K,V nobody reads."""
+        if not isinstance(action, Forward):
+            return isinstance(action, (Recompute, RebuildKV, Backward))
+        cell = action.chunk, action.stage
+        wanted = cell not in self.trained and (
+            self.plan.report_loss or self.plan.chunks[action.chunk].is_dummy
+        )
+        is_last = action.stage == len(self.plan.stages) - 1
+        continues = self.plan.continues[action.chunk]
+        return not is_last or action.keep == "all" or wanted or continues
+
+    def gather(self, action):
+        """Come to the next gathering of a stage; whether all of its ranks have."""
+        meeting = self.meetings[action.stage, self.num_passes[action.stage]]
+        meeting[self.rank] = isinstance(action, Backward)
+        holders = sum(
+            any(a.stage == action.stage for a in own if not isinstance(a, (Send, Recv)))
+            for own in self.plan.actions
+        )
+        if len(meeting) < holders:
+            return False
+        self.num_passes[action.stage] += 1
+        self.weights = 1.0 if len(set(meeting.values())) == 1 else 2.0
+        return True
 
     def obey(self, action):
         match action:
@@ -175,16 +207,16 @@ class _Rank:
 
     def run(self, chunk, stage):
         seen = sum(weight(chunk, j) * self.kv[j, stage] for j in self.before[chunk])
-        return scale(stage) * self.inputs[chunk, stage] + seen
+        return self.weights * scale(stage) * self.inputs[chunk, stage] + seen
 
     def backward(self, action):
         chunk, stage = cell = action.chunk, action.stage
         self.graphs.remove(cell)
         if stage == len(self.plan.stages) - 1:
-            grad = action.loss_factor * label_weight(chunk)
+            grad = action.loss_factor * label_weight(self.plan, chunk)
         else:
             grad = self.output_grads.pop(cell)
-        self.grads[stage] += grad * self.inputs.pop(cell)
+        self.grads[stage] += self.weights * grad * self.inputs.pop(cell)
         for earlier in self.before[chunk]:
             _ = self.kv[earlier, stage]
             self.relayed[earlier, stage] += weight(chunk, earlier) * grad

@@ -19,6 +19,7 @@ from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from furlong.planners.sampling.plans import sample_backwards
 from furlong.planners.sampling.rules import Factors
@@ -67,6 +68,37 @@ def sharded_parameters():
 
 SHARDED = sharded_parameters()
 
+
+def in_step(chunks, stages, *ranks):
+    """Ranks that gather weights with every pass."""
+    pieces = tuple(map(parse_chunk, chunks.split("; ")))
+    ends = {s.seq_id: s.stop for chunk in pieces for s in chunk.slices}
+    actions = tuple(tuple(map(parse_action, rank.split(", "))) for rank in ranks)
+    return ChunkPlan(tuple(ends.values()), pieces, stages, actions, regathers=True)
+
+
+IN_STEP = in_step(
+    "0:0-3; 0:3-6; 1:0-2; 2:0-3; dummy; dummy; 3:0-1",
+    (2,),
+    "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, F2.0 all, B2.0, reduce 0",
+    "F4.0 input, F3.0 all, B3.0, F5.0 all, B5.0, F6.0 kv, R6.0, B6.0, reduce 0",
+)
+"""Two replicas: a cut sequence meets a dummy that only runs forward and one that runs both ways."""
+STAGES_IN_STEP = in_step(
+    "0:0-3; 1:0-3; 2:0-3; 3:0-2",
+    (1, 1),
+    "F0.0 all, F1.0 all, F0.1 all, F1.1 all, B1.1, B0.1, B1.0, B0.0, reduce 1, reduce 0",
+    "F2.0 all, F3.0 all, F2.1 all, F3.1 all, B3.1, B2.1, B3.0, B2.0, reduce 1, reduce 0",
+)
+PIPELINES_IN_STEP = replace(
+    join_replicas(
+        [plan_chunkflow(lens, ChunkOptions(size=3), stages=(1, 1)) for lens in ([6, 2], [5, 3])],
+        [[0, 1], [2, 3]],
+        [6, 2, 5, 3],
+    ),
+    regathers=True,
+)
+
 BASES = {
     "one device": ONE,
     "inputs": INPUTS,
@@ -80,6 +112,9 @@ BASES = {
     "sampled pipeline": SAMPLED_PIPELINE,
     "losses left out": LEFT_OUT,
     "sharded": SHARDED,
+    "in step": IN_STEP,
+    "stages in step": STAGES_IN_STEP,
+    "pipelines in step": PIPELINES_IN_STEP,
 }
 
 
@@ -141,6 +176,20 @@ def unsampled(plan):
     return replace(plan, sampled=False, report_loss=True)
 
 
+def apart(plan):
+    return replace(plan, regathers=False)
+
+
+def handed_over(*texts, to):
+    """Passes of one of two ranks to the end of the other's list, before its Reduce."""
+
+    def edit(plan):
+        moved = edited(plan, 1 - to, lambda own: [own.remove(text) for text in texts])
+        return edited(moved, to, lambda own: own.__setitem__(slice(-1, -1), texts))
+
+    return edit
+
+
 def losses_reported(plan):
     return replace(plan, report_loss=True)
 
@@ -159,6 +208,7 @@ PAIRED = "every message that is sent is received, in the same order"
 SAME = "the ranks of a stage issue its collectives in the same order"
 USED = "parameters are unsharded while they are used"
 REDUCED = "a Reduce follows the last Backward of its stage on its rank, once"
+MEET = "ranks that gather weights with every pass run the same passes of a stage"
 STALL = "no rank waits for ever"
 
 # invariant, valid plan, what breaks it, the complaint, where its arrow points
@@ -279,6 +329,25 @@ BROKEN = [
         PAIRED,
         "send activation 0.0 to 1",
     ),
+    ("I1", IN_STEP, apart, COVERED, "dummy"),
+    ("I7", IN_STEP, drop("F4.0 input", rank=1), ONCE, "dummy"),
+    # a pass less, one more, two swapped; the first difference is shown on the second rank
+    ("I10", IN_STEP, both(change("F0.0 kv", "F0.0 all"), drop("R0.0")), MEET, "F5.0 all"),
+    ("I10", IN_STEP, both(change("F0.0 kv", "F0.0 input"), insert("K0.0", "B1.0")), MEET, "B3.0"),
+    ("I10", IN_STEP, move("F5.0 all", "B3.0", rank=1), MEET, "F5.0 all"),
+    ("I10", IN_STEP, move("B5.0", "reduce 0", rank=1), MEET, "R6.0"),
+    ("I10", IN_STEP, handed_over("F5.0 all", "B5.0", to=0), MEET, "F2.0 all"),
+    ("I10", IN_STEP, handed_over("F2.0 all", "B2.0", to=1), MEET, "R6.0"),
+    (
+        "I10",
+        IN_STEP,
+        both(insert("unshard 0", "F0.0 kv"), insert("unshard 0", "F4.0 input", rank=1)),
+        MEET,
+        "unshard 0",
+    ),
+    ("I10", STAGES_IN_STEP, move("B2.1", "F3.1 all", rank=1), MEET, "B2.1"),
+    ("I10", PIPELINES_IN_STEP, move("R0.0", "recv gradient 1.1 from 1"), MEET, "B4.0"),
+    ("I11", STAGES_IN_STEP, move("F2.1 all", "F3.0 all", rank=1), STALL, "F1.0 all"),
     (
         "I11",
         PIPELINE,

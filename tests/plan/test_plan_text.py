@@ -77,7 +77,7 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Reduce, small),
 )
 slices = st.builds(Slice, small, small, small, st.integers(SHARDED, 9))
-chunks = st.builds(Chunk, st.lists(slices, min_size=1, max_size=4).map(tuple))
+chunks = st.builds(Chunk, st.lists(slices, max_size=4).map(tuple))
 
 
 @pytest.mark.parametrize(("action", "text"), FORMS)
@@ -101,6 +101,7 @@ def test_chunk_forms():
     chunk = Chunk((Slice(0, 0, 4096), Slice(7, 5, 9, placement=2), Slice(1, 0, 3, SHARDED)))
     assert format_chunk(chunk) == "0:0-4096 7:5-9@2 1:0-3@*"
     assert parse_chunk(format_chunk(chunk)) == chunk
+    assert format_chunk(Chunk(())) == "dummy"
 
 
 @settings(max_examples=200, deadline=None)
@@ -121,6 +122,7 @@ def test_plans_round_trip(chunk_list, action_lists, data):
         frozen_stages=data.draw(small),
         sp_size=data.draw(st.integers(1, 8)),
         sampled=data.draw(st.booleans()),
+        regathers=data.draw(st.booleans()),
     )
     assert load_plan(save_plan(plan)) == plan
 
@@ -170,6 +172,7 @@ def change(field, value):
         (change("tiers", {"kv": "host"}), "attention, graphs, inputs"),
         (change("frozen_stages", True), "frozen_stages"),
         (change("sampled", 1), "sampled"),
+        (change("regathers", 0), "regathers"),
         (change("seq_lens", [5, True]), "seq_lens"),
         (change("stages", "2"), "stages"),
         (change("sp_size", 1.5), "sp_size"),

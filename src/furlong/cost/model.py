@@ -20,7 +20,7 @@ from furlong.cost.devices.links import Collective, Link
 from furlong.cost.memory.activations import eager
 from furlong.cost.memory.heap import NO_HEAP, Heap
 from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
+from furlong.cost.memory.training import Training, not_in_step
 from furlong.cost.seconds.chunks import chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
 from furlong.cost.seconds.rates import Part, StageRates
@@ -110,6 +110,9 @@ class PlanCosts:
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
+        shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
+        if not plan.regathers and any(map(self._passes_gather, shared)):
+            raise not_in_step()
         shape = model.shape
         tile_tokens = model.hardware.tile_tokens
         self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size, tile_tokens)
@@ -242,7 +245,7 @@ class PlanCosts:
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""
-        return self._model.training.zero_stage == 3 and stage not in self._unsharded
+        return self._model.training.regathers and stage not in self._unsharded
 
     def _stage_rates(self, stage: int) -> StageRates:
         model, plan = self._model, self._plan

@@ -8,7 +8,7 @@
     I5   backwards descend, so that dK,dV are complete, and nothing forgets them meanwhile
     I6   every Backward has a graph, every Recompute an input
     I8   a Backward ends its cell, and no graph is left over
-    I10  messages and collectives pair up
+    I10  messages and collectives pair up, and passes where they gather weights
     I11  no rank waits for ever
     I9   memory stays within the budget
 
@@ -26,7 +26,12 @@ from typing import Protocol
 
 from furlong.errors import PlanError
 from furlong.plan.check_chunks import chunks_are_well_formed, tokens_are_covered
-from furlong.plan.check_ranks import messages_pair_up, parameters_are_managed, ranks_never_stall
+from furlong.plan.check_ranks import (
+    messages_pair_up,
+    parameters_are_managed,
+    passes_are_in_step,
+    ranks_never_stall,
+)
 from furlong.plan.grid import Grid, refuse_chunk
 from furlong.plan.values import (
     Backward,
@@ -65,6 +70,7 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
     backward_ends_a_cell(grid)
     messages_pair_up(grid)
     parameters_are_managed(grid)
+    passes_are_in_step(grid)
     ranks_never_stall(grid)
     if memory is not None:
         memory_is_enough(grid, memory)
@@ -72,7 +78,7 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
 
 def cells_run_once(grid: Grid) -> None:
     """I7. One Forward per cell, but for chunks of a sample whose loss nobody reports; Backwards at
-    all stages of a chunk from `frozen_stages` on, for all chunks if for any."""
+    all stages of a chunk from `frozen_stages` on, for all chunks but dummies if for any."""
     rule = "every cell has one Forward and one Backward, on one rank"
     frozen = grid.plan.frozen_stages
     if not 0 <= frozen < grid.num_stages:
@@ -100,7 +106,7 @@ def cells_run_once(grid: Grid) -> None:
             why = f"chunk {chunk} has {counts[0]} Forwards and {counts[1]} Backwards"
             over = f"{grid.num_stages} stages" + (f", {frozen} of them frozen" if frozen else "")
             raise refuse_chunk(grid.plan, rule, f"{why} over {over}", chunk)
-        if trained and not counts[1]:
+        if trained and not counts[1] and not grid.plan.chunks[chunk].is_dummy:
             why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
             raise refuse_chunk(grid.plan, rule, why, chunk)
 

@@ -7,12 +7,15 @@ from furlong.plan.values import SHARDED, ChunkPlan, Slice
 
 
 def tokens_are_covered(plan: ChunkPlan) -> None:
-    """I1. The slices of each sequence tile it, and every sequence is there."""
+    """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
+    has no other use than to meet the passes of other ranks."""
     rule = "every token is in exactly one slice"
+    has_others = plan.regathers and len(plan.actions) > 1
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
-        if not chunk.slices:
-            raise refuse_chunk(plan, rule, f"chunk {index} is empty", index)
+        if chunk.is_dummy and not has_others:
+            why = f"chunk {index} is empty, and no rank has to go in step with another one"
+            raise refuse_chunk(plan, rule, why, index)
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
                 why = f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}"

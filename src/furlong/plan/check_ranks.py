@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import repeat
 
 from furlong.plan.grid import Grid
+from furlong.plan.passes import directions
 from furlong.plan.text import format_action
 from furlong.plan.values import (
     Backward,
@@ -94,6 +96,41 @@ def parameters_are_managed(grid: Grid) -> None:
     _computes_while_unsharded(grid, lists)
 
 
+def passes_are_in_step(grid: Grid) -> None:
+    """I10, where each pass gathers the weights of its stage. The ranks of a stage go through it in
+    the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
+    round computes with the weights of other layers, silently."""
+    if not grid.plan.regathers:
+        return
+    rule = "ranks that gather weights with every pass run the same passes of a stage"
+    walks: dict[int, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, start in enumerate(grid.starts[:-1]):
+        for at, direction in enumerate(directions(grid.plan, rank), start):
+            if grid.kinds[at] in (Unshard, Reshard):
+                raise grid.refuse(rule, "no stage of this plan is unsharded for longer", at)
+            if direction is not None:
+                walks[grid.actions[at].stage][rank].append((at, direction))
+    members = _members(grid)
+    for stage, by_rank in walks.items():
+        first, *others = sorted(members[stage])
+        for rank in others:
+            _refuse_first_difference(grid, rule, by_rank, first, rank)
+
+
+def _refuse_first_difference(
+    grid: Grid, rule: str, walks: dict[int, list[tuple[int, str]]], first: int, rank: int
+) -> None:
+    ours, theirs = walks[first], walks[rank]
+    for (one, direction), (other, opposite) in zip(ours, theirs, strict=False):
+        if direction != opposite:
+            why = f"here rank {first} has '{format_action(grid.actions[one])}'"
+            raise grid.refuse(rule, why, other)
+    if len(ours) != len(theirs):
+        shorter, longer = (first, rank) if len(ours) < len(theirs) else (rank, first)
+        why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
+        raise grid.refuse(rule, why, walks[longer][len(walks[shorter])][0])
+
+
 def _computes_while_unsharded(grid: Grid, lists: dict[int, dict[int, list[int]]]) -> None:
     rule = "parameters are unsharded while they are used"
     state = {
@@ -146,7 +183,8 @@ def _reduces_are_last(grid: Grid) -> None:
 
 def ranks_never_stall(grid: Grid) -> None:
     """I11. Run all ranks at once: a send never waits, a receive waits for its message, a collective
-    for all ranks of its stage. Relies on equal orders at both ends."""
+    for all ranks of its stage, and so does a pass that gathers weights. Relies on equal orders at
+    both ends."""
     num_ranks = len(grid.plan.actions)
     if num_ranks == 1:
         return
@@ -162,15 +200,17 @@ def ranks_never_stall(grid: Grid) -> None:
     def walk(rank: int) -> Iterator[tuple[int, _Key, int]]:
         """The rank's waits: where, for which signal, for how many of it since the start."""
         passed: dict[_Key, int] = defaultdict(int)
-        for at in range(grid.starts[rank], grid.starts[rank + 1]):
+        places = range(grid.starts[rank], grid.starts[rank + 1])
+        ways = directions(grid.plan, rank) if grid.plan.regathers else repeat(None)
+        for at, way in zip(places, ways, strict=False):
             action = grid.actions[at]
             if isinstance(action, Send):
                 post((rank, action.peer))
             elif isinstance(action, Recv):
                 passed[action.peer, rank] += 1
                 yield at, (action.peer, rank), passed[action.peer, rank]
-            elif isinstance(action, (Unshard, Reduce)):
-                key = type(action), action.stage
+            elif way or isinstance(action, (Unshard, Reduce)):
+                key = "pass" if way else type(action), action.stage
                 passed[key] += 1
                 post(key)
                 yield at, key, passed[key] * len(members[action.stage])

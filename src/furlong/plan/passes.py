@@ -45,6 +45,18 @@ class Pass:
 
 NOTHING = Pass()
 
+Direction = Literal["forward", "backward"]
+
+
+def directions(plan: ChunkPlan, rank: int) -> tuple[Direction | None, ...]:
+    """The way in which each action of `rank` goes through the layers of its stage, if it does.
+
+    Where weights are gathered with every pass, this is the order in which they are: the layers
+    ascending or descending. A recompute inside a Backward finds them there.
+    """
+    ways: dict[Computed, Direction | None] = {"nothing": None, "backward": "backward"}
+    return tuple(ways.get(what.computes, "forward") for what in passes(plan, rank))
+
 
 def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
     """One pass for every action of `rank`; NOTHING for actions that compute nothing."""
@@ -83,7 +95,8 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     height = plan.stages[action.stage]
     is_last = action.stage == len(plan.stages) - 1
     continues = plan.continues[action.chunk]
-    if not trained and (plan.report_loss or not is_last):
+    is_dummy = plan.chunks[action.chunk].is_dummy
+    if not trained and (plan.report_loss or not is_last or is_dummy):
         return Pass("values", writes_kv=continues, loss=is_last)
     if action.keep == "all":
         return Pass("graph", writes_kv=continues, recompute_layers=action.recompute_layers)

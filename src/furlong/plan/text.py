@@ -8,6 +8,7 @@
     send activation 3.0 to 1, recv gradient 3.0 from 1
     unshard 0, reshard 0, reduce 0
     0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on sp rank 2 (@* all, none: 0)
+    dummy             a chunk without slices
 
 A capital letter is computation on a cell; everything else is a word.
 """
@@ -103,6 +104,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Action]], ...] = (
     (re.compile(r"reshard (\d+)"), lambda s: Reshard(int(s))),
     (re.compile(r"reduce (\d+)"), lambda s: Reduce(int(s))),
 )
+_DUMMY = "dummy"
 _SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(\d+|\*))?")
 
 
@@ -119,8 +121,8 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
 
 
 def format_chunk(chunk: Chunk) -> str:
-    """The short forms of a chunk's slices, one after the other."""
-    return " ".join(map(_format_slice, chunk.slices))
+    """The short forms of a chunk's slices, one after the other; `dummy` where it has none."""
+    return " ".join(map(_format_slice, chunk.slices)) or _DUMMY
 
 
 def _format_slice(piece: Slice) -> str:
@@ -130,6 +132,8 @@ def _format_slice(piece: Slice) -> str:
 
 def parse_chunk(text: str, *, source: str = "a chunk's text") -> Chunk:
     """The chunk whose short form is `text`."""
+    if text == _DUMMY:
+        return Chunk(())
     slices = []
     for word in text.split(" "):
         found = _SLICE.fullmatch(word)
@@ -150,6 +154,7 @@ def save_plan(plan: ChunkPlan) -> str:
         "sampled": json.dumps(plan.sampled),
         "report_loss": json.dumps(plan.report_loss),
         "frozen_stages": json.dumps(plan.frozen_stages),
+        "regathers": json.dumps(plan.regathers),
         "seq_lens": json.dumps(plan.seq_lens),
         "stages": json.dumps(plan.stages),
         "chunks": _lines([format_chunk(chunk) for chunk in plan.chunks]),
@@ -175,7 +180,7 @@ def load_plan(text: str) -> ChunkPlan:
     if saved.keys() != expected:
         odd = ", ".join(sorted(saved.keys() ^ expected))
         raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    for name in ("sampled", "report_loss"):
+    for name in ("sampled", "report_loss", "regathers"):
         if not isinstance(saved[name], bool):
             raise _unreadable(f"{name} = {saved[name]!r}", "true or false")
     if not isinstance(saved["actions"], list):
@@ -199,6 +204,7 @@ def load_plan(text: str) -> ChunkPlan:
         sampled=saved["sampled"],
         report_loss=saved["report_loss"],
         frozen_stages=_whole_number(saved, "frozen_stages"),
+        regathers=saved["regathers"],
     )
 
 
@@ -260,6 +266,8 @@ def format_plan(plan: ChunkPlan) -> str:
         f"{len(plan.seq_lens)} sequences, {sum(plan.seq_lens)} tokens, {len(plan.chunks)} chunks; "
         f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
     ]
+    if plan.regathers:
+        lines.append("weights are gathered with every pass: the ranks of a stage go in step")
     if plan.sampled:
         lines.append(f"{len(plan.trained)} of {len(plan.chunks)} chunks are drawn")
     lines += [

@@ -20,7 +20,7 @@ output with its log-sum-exp; or its whole graph."""
 
 Tier = Literal["device", "host", "disk"]
 Order = Literal["chunk-first", "layer-first"]
-ChunkKind = Literal["packed", "split", "hybrid"]
+ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
 Payload = Literal["activation", "gradient"]
 
 
@@ -59,7 +59,8 @@ class Slice:
 class Chunk:
     """The unit of one forward.
 
-    A slice with `start > 0` has a prefix: the earlier tokens of its sequence.
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence. A chunk without
+    slices is a dummy: each process passes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -67,6 +68,11 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether its passes only meet those of other ranks (see `ChunkPlan.regathers`)."""
+        return not self.slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,10 @@ class ChunkPlan:
     do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
     frozen_stages: int = 0
     """First stages without a trained parameter in them or below: they have no Backward."""
+    regathers: bool = False
+    """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
+    collectives of all ranks that hold the stage: these go in step, through equally many passes in
+    one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
@@ -209,8 +219,11 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences."""
+        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences; dummy:
+        none."""
         slices = self.chunks[chunk].slices
+        if not slices:
+            return "dummy"
         whole = [s.start == 0 and s.stop == self.seq_lens[s.seq_id] for s in slices]
         if all(whole):
             return "packed"

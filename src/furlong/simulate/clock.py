@@ -6,6 +6,10 @@ a collective takes the link of every rank that joins it, starts when the last of
 and is waited for by the next cell of its stage only, so that it may run beside other cells. What a
 cell copies to or from its tier runs beside it, and the rank goes on when both are done.
 
+Where a plan gathers weights with every pass, the passes of a stage are collectives too: the n-th of
+each of its ranks begins when the last of them has come to it, and none goes on before the slowest
+is through. A rank's record ends with its own work, so that the rest shows as waiting.
+
 The semantics of messages are a choice:
 
     buffered   a Send never waits, a Recv waits for its message (isend and a queue per direction)
@@ -20,7 +24,7 @@ times follow from the plan. Left out: the links of different pairs of ranks shar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,13 +40,13 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
+from furlong.simulate.collectives import Collective, Collectives
 from furlong.timeline import Lane, Record, Timeline
 
 P2P = Literal["buffered", "batched", "blocking"]
 
 _Pair = tuple[int, int]
-_Collective = tuple[type[Action], int]
-_Key = _Pair | _Collective
+_Key = _Pair | Collective
 _LINKED = (Send, Recv, Unshard, Reduce)
 
 
@@ -143,12 +147,7 @@ class _Clock:
         """Per channel, when each message was first waited for."""
         self._spans: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
         """Per channel, when each message starts and stops, as far as that is settled."""
-        self._members = _members(plan)
-        self._joined: dict[_Collective, list[list[tuple[int, int, float]]]] = defaultdict(list)
-        """Per collective and occurrence, the (rank, place in its list, time) that have come."""
-        self._settled: dict[_Collective, list[float]] = defaultdict(list)
-        """Per collective, when each occurrence stops, as far as that is settled."""
-        self._collective_free_s = [0.0] * len(plan.actions)
+        self._together = Collectives(plan, costs.compute_s, self._start_s, self._stop_s)
         self._awake = deque(range(len(plan.actions)))
         self._sleeping: dict[_Key, list[int]] = defaultdict(list)
 
@@ -165,37 +164,41 @@ class _Clock:
         return Times(self._start_s, self._stop_s, self._copy_stop_s)
 
     def _walk(self, rank: int) -> Iterator[_Key]:
+        """Go through a rank's list; yield what it waits for, where that has no time yet."""
         actions, starts, stops = self._plan.actions[rank], self._start_s[rank], self._stop_s[rank]
-        now = 0.0
+        joins = self._together.joins[rank]
+        now = 0.0  # when the rank is free for its next action
         index = 0
-        unsharding: dict[int, tuple[_Collective, int]] = {}
+        unsharding: dict[int, tuple[Collective, int]] = {}  # by stages that no cell has used yet
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
                 count = self._batch_size(actions, index)
                 yield from self._exchange(rank, index, count, now)
+                # a buffered Send leaves the rank free while its message travels
                 if self._p2p != "buffered" or isinstance(action, Recv):
                     now = max(now, *stops[index : index + count])
                 index += count
                 continue
             if isinstance(action, (Unshard, Reduce)):
-                key, occurrence = self._join(rank, index, action, now)
+                # runs on the link, beside the cells that follow
+                joined = self._join(rank, index, now)
                 if isinstance(action, Unshard):
-                    unsharding[action.stage] = key, occurrence
+                    unsharding[action.stage] = joined
                 index += 1
                 continue
             if unsharding and action.stage in unsharding:
-                key, occurrence = unsharding.pop(action.stage)
-                while len(self._settled[key]) <= occurrence:
-                    yield key
-                now = max(now, self._settled[key][occurrence])
-            starts[index] = now
-            stop = now + self._costs.compute_s(action, rank)
-            stops[index] = stop
+                now = max(now, (yield from self._end(*unsharding.pop(action.stage))))
+            if joins[index] is None:
+                starts[index] = now
+                stops[index] = free = now + self._costs.compute_s(action, rank)
+            else:
+                # in step: the last rank to come has written this one's start and stop
+                free = yield from self._end(*self._join(rank, index, now))
             if self._copies and (copy_s := self._copies.copy_s(action, rank)):
-                self._copy_stop_s[rank, index] = now + copy_s
-                stop = max(stop, now + copy_s)
-            now = stop
+                self._copy_stop_s[rank, index] = starts[index] + copy_s
+                free = max(free, starts[index] + copy_s)
+            now = free
             index += 1
 
     def _batch_size(self, actions: tuple[Action, ...], index: int) -> int:
@@ -245,26 +248,19 @@ class _Clock:
             spans.append((start, start + transfer_s))
             self._awake.extend(self._sleeping.pop(channel, ()))
 
-    def _join(
-        self, rank: int, index: int, action: Unshard | Reduce, now: float
-    ) -> tuple[_Collective, int]:
-        """Come to a collective; the last of its ranks gives it its times."""
-        key = type(action), action.stage
-        occurrence = self._members[key][rank]
-        self._members[key][rank] += 1
-        if occurrence == len(self._joined[key]):
-            self._joined[key].append([])
-        joined = self._joined[key][occurrence]
-        joined.append((rank, index, now))
-        if len(joined) == len(self._members[key]):
-            start = max(max(at, self._collective_free_s[one]) for one, _, at in joined)
-            stop = start + max(self._costs.compute_s(action, one) for one, _, _ in joined)
-            for one, place, _ in joined:
-                self._start_s[one][place], self._stop_s[one][place] = start, stop
-                self._collective_free_s[one] = stop
-            self._settled[key].append(stop)
+    def _join(self, rank: int, index: int, now: float) -> tuple[Collective, int]:
+        """Come to a collective; the last of its ranks wakes those that wait for its end."""
+        key, occurrence = self._together.join(rank, index, now)
+        if len(self._together.settled_s[key]) > occurrence:
             self._awake.extend(self._sleeping.pop(key, ()))
         return key, occurrence
+
+    def _end(self, key: Collective, occurrence: int) -> Generator[_Key, None, float]:
+        """Wait until a collective has its times; when it stops."""
+        settled_s = self._together.settled_s[key]
+        while len(settled_s) <= occurrence:
+            yield key
+        return settled_s[occurrence]
 
     def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
         actions = self._plan.actions
@@ -276,13 +272,3 @@ class _Clock:
             "these wait for ever: " + ", ".join(texts),
             grid.starts[rank] + at,
         )
-
-
-def _members(plan: ChunkPlan) -> dict[_Collective, dict[int, int]]:
-    """For each collective, the ranks that issue it, each with the count of those it has issued."""
-    members: dict[_Collective, dict[int, int]] = defaultdict(dict)
-    for rank, actions in enumerate(plan.actions):
-        for action in actions:
-            if isinstance(action, (Unshard, Reduce)):
-                members[type(action), action.stage][rank] = 0
-    return members

@@ -18,14 +18,14 @@ from furlong.plan.values import (
 
 
 class UnitCosts:
-    """ActionCosts of one plan, in units instead of seconds.
+    """ActionCosts of one plan, in units instead of seconds; a dummy counts one token.
 
     Layers that a Forward or a Recompute has checkpointed run once more within the Backward
     (InfiniPipe, Eq. 11).
     """
 
     def __init__(self, plan: ChunkPlan) -> None:
-        self._tokens = [chunk.num_tokens for chunk in plan.chunks]
+        self._tokens = [chunk.num_tokens or 1 for chunk in plan.chunks]
         mean = max(1, sum(plan.stages)) / max(1, len(plan.stages))
         self._heights = [num_layers / mean for num_layers in plan.stages]
         self._again: dict[tuple[int, int], float] = {}

@@ -15,6 +15,7 @@ from typing import Literal
 
 from furlong.cost.names import look_up
 from furlong.cost.shapes.shape import ModelShape
+from furlong.errors import ConfigError
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0, "momentum": 4.0, "sgd": 0.0, "lion": 4.0}
 """State per trained parameter: moments in float32, or in 8 bits."""
@@ -86,6 +87,12 @@ class Training:
         return cls(compute_bytes=wide, master_bytes=0, gradient_bytes=wide, kv_gradient_bytes=wide)
 
     @property
+    def regathers(self) -> bool:
+        """Whether each pass gathers weights, unless they are unsharded for longer; a plan that is
+        made for it says so too."""
+        return self.zero_stage == 3
+
+    @property
     def optimizer_bytes(self) -> float:
         """Of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
         source = "the optimizer's name"
@@ -147,3 +154,13 @@ class Training:
         ends = {0, len(stages) - 1} & held
         widest = max(largest, shape.embedding_parameters if ends else 0)
         return round(widest * self.compute_bytes / self.tp_size)
+
+
+def not_in_step() -> ConfigError:
+    """The error for replicas that each go their own way where ZeRO-3 gathers weights for all."""
+    return ConfigError(
+        given="a plan whose replicas pass their chunks independently of each other",
+        required="replicas that go in step: weights are gathered with every pass, from all of them",
+        source="the plan, and ZeRO-3",
+        change="plan the batch for ZeRO-3, or shard no more than optimizer and gradients (ZeRO-2)",
+    )

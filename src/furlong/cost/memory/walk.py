@@ -91,7 +91,9 @@ class _Walk:
         """Where the token ids of a chunk without a Backward are read last."""
         # of the rank's own chunks only: a plan may have a thousand ranks
         self._tokens = {
-            index: sum(
+            index: 1.0
+            if plan.chunks[index].is_dummy
+            else sum(
                 s.num_tokens * token_share(s, plan.sp_size, process)
                 for s in plan.chunks[index].slices
             )

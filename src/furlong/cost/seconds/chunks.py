@@ -55,6 +55,8 @@ def chunk_table(
     prefix = {window: np.zeros(shape) for window in kinds}
     prefix_keys = {window: np.zeros(shape) for window in kinds}
     for c, chunk in enumerate(chunks):
+        if chunk.is_dummy:
+            tokens[:, c] = num_slices[:, c] = 1
         for piece in chunk.slices:
             n, start = piece.num_tokens, piece.start
             whole = piece.placement == SHARDED and sp_size > 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
@@ -37,9 +38,11 @@ def chunk_by_chunk(
     num_layers: int,
     sp_size: int = 1,
     recompute_layers: int = 0,
+    regathers: bool = False,
 ) -> ChunkPlan:
     """The plan, not checked yet; replica d is rank d. `recompute_layers`: that many first layers
-    are checkpointed, each by its own input."""
+    are checkpointed, each by its own input. `regathers`: as the plan says it; the replicas have
+    equally many chunks then."""
     chunks: list[Chunk] = []
     lists: list[tuple[Action, ...]] = []
     for own in replicas:
@@ -54,6 +57,7 @@ def chunk_by_chunk(
         stages=(num_layers,),
         actions=tuple(lists),
         sp_size=sp_size,
+        regathers=regathers,
     )
 
 
@@ -86,11 +90,25 @@ def chunk_seconds(
         num_layers=num_layers,
         sp_size=sp_size,
         recompute_layers=recompute_layers,
+        regathers=model.training.regathers,
     )
     costs = model.costs(replace(plan, actions=plan.actions * dp_size))
     *cells, _ = plan.actions[0]
     seconds = [costs.compute_s(action, 0) for action in cells]
     return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
+
+
+def similar_meet(replicas: Replicas, seconds: Sequence[float]) -> Replicas:
+    """The same chunks for replicas that go in step: each one's slowest first, so that the n-th of
+    all take about equally long, and dummies behind the shorter lists. `seconds`: of every chunk, in
+    the order in which they are listed."""
+    most, left = max(map(len, replicas)), iter(seconds)
+    found = []
+    for own in replicas:
+        own_s = list(islice(left, len(own)))
+        slowest_first = sorted(range(len(own)), key=own_s.__getitem__, reverse=True)
+        found.append([own[i] for i in slowest_first] + [Chunk(())] * (most - len(own)))
+    return found
 
 
 def peak_bytes(
@@ -164,12 +182,19 @@ def fastest_plan(
         tokens = fitting_tokens(model, budget, recompute_layers=layers, **layout)
         if tokens < needed:
             continue
+        replicas = deal(tokens if device_tokens is None else device_tokens)
+        if model.training.regathers and dp_size > 1:
+            chunks = [chunk for own in replicas for chunk in own]
+            replicas = similar_meet(
+                replicas, chunk_seconds(seq_lens, chunks, model, recompute_layers=layers, **layout)
+            )
         plan = chunk_by_chunk(
             seq_lens,
-            deal(tokens if device_tokens is None else device_tokens),
+            replicas,
             num_layers=num_layers,
             sp_size=sp_size,
             recompute_layers=layers,
+            regathers=model.training.regathers,
         )
         seconds = time_actions(plan, model.costs(plan)).duration_s
         if seconds < best_s:

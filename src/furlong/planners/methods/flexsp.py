@@ -285,6 +285,7 @@ def _group_seconds(
 def _reduce_s(model: CostModel, num_devices: int) -> float:
     """What ends a step on all devices."""
     chunk = Chunk((Slice(0, 0, 1),))
-    plan = chunk_by_chunk([1], [[chunk]], num_layers=model.shape.num_layers)
+    together = model.training.regathers
+    plan = chunk_by_chunk([1], [[chunk]], num_layers=model.shape.num_layers, regathers=together)
     costs = model.costs(replace(plan, actions=plan.actions * num_devices))
     return costs.compute_s(Reduce(0), 0)

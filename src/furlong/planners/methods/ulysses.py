@@ -39,8 +39,6 @@ def plan_ulysses(
     `model`: as `with_zero_3` for DeepSpeed's way. `packed` False: every sequence is a micro-batch
     of its own. `budget_bytes` of a device: None takes the hardware's. `recompute_layers`:
     checkpointed layers; None takes the number whose plan is predicted to be fastest.
-    Under ZeRO-3 real replicas go through their micro-batches in step, since they gather weights
-    together; the plan lets each run on, which flatters it where their micro-batches differ.
     Raises ConfigError where the longest sequence does not fit or a replica has none.
     """
     refuse_unusable(seq_lens)

@@ -1,13 +1,14 @@
 """One plan of a global batch from the plans of its data-parallel replicas.
 
-Replica d of plans with p ranks each becomes the ranks d * p and following. The replicas share
-nothing but the Reduce of each stage, which all ranks of that stage join.
+Replica d of plans with p ranks each becomes the ranks d * p and following. The replicas share the
+Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.values import (
     Action,
@@ -23,23 +24,33 @@ from furlong.plan.values import (
     Slice,
 )
 from furlong.planners.chunks.balance import refuse_idle
+from furlong.planners.orders.in_step import fill_up
 
 
 def join_replicas(
-    plans: Sequence[ChunkPlan], seq_ids: Sequence[Sequence[int]], seq_lens: Sequence[int]
+    plans: Sequence[ChunkPlan],
+    seq_ids: Sequence[Sequence[int]],
+    seq_lens: Sequence[int],
+    model: CostModel | None = None,
 ) -> ChunkPlan:
     """A checked plan of the global batch `seq_lens`.
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
     in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
     tiers. A rank with a Backward whose plan left out the Reduce of a stage gets it at its end.
-    Raises ConfigError where there are fewer sequences than replicas, and ValueError for plans that
-    differ or do not belong to the sequences.
+    `model`: where its ZeRO-3 gathers weights with every pass, the replicas go in step. On one rank
+    with one stage each, their groups are sorted and filled up for it (`in_step`); pipelines and
+    layer-first walks stay as they are, and must have equal passes.
+    Raises ConfigError where there are fewer sequences than replicas, ValueError for plans that
+    differ or do not belong to the sequences, and PlanError for unequal passes in step.
     """
     refuse_idle(len(seq_lens), len(plans))
     _refuse_different(plans, seq_ids, seq_lens)
     first = plans[0]
     num_ranks = len(first.actions)
+    regathers = model is not None and model.training.regathers
+    if model is not None and regathers and num_ranks == len(first.stages) == 1:
+        plans = fill_up(plans, model)
     chunks: list[Chunk] = []
     actions: list[tuple[Action, ...]] = []
     for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):
@@ -57,6 +68,7 @@ def join_replicas(
         sp_size=first.sp_size,
         sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages,
+        regathers=regathers or any(plan.regathers for plan in plans),
     )
     check(joined)
     return joined

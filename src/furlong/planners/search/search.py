@@ -260,7 +260,8 @@ class _Search:
             for plan, own in zip(plans, replicas, strict=True)
             for seq_id, seq_len in zip(own, plan.seq_lens, strict=True)  # padded in some
         }
-        return join_replicas(plans, replicas, [planned[i] for i in range(len(planned))])
+        seq_lens = [planned[i] for i in range(len(planned))]
+        return join_replicas(plans, replicas, seq_lens, self._problem.model)
 
     def _fit(self, plan: ChunkPlan, model: CostModel) -> int:
         return fit(plan, model, self._problem.budget_bytes)

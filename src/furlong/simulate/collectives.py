@@ -1,0 +1,90 @@
+"""What the ranks of a stage do together: unshard weights, reduce gradients, and passes in step.
+
+    collective      starts when                     its ranks go on
+    Unshard         all have come, links are free   at once; their next cell waits for it
+    Reduce          all have come, links are free   at once
+    pass in step    all have come                   when the slowest of them is through
+
+A pass is one where the plan gathers weights with every pass: then the n-th passes of all ranks of a
+stage, whatever their chunks, are one collective.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import repeat
+from typing import Literal
+
+from furlong.plan.passes import directions
+from furlong.plan.values import Action, ChunkPlan, Reduce, Unshard
+
+Collective = tuple[type[Action] | Literal["pass"], int]
+"""What is joined, and the stage. Its occurrences are numbered from 0, by every rank for itself."""
+
+
+class Collectives:
+    """Who has come to which collective, and when it stops; writes the times of its actions."""
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        compute_s: Callable[[Action, int], float],
+        start_s: list[list[float]],
+        stop_s: list[list[float]],
+    ) -> None:
+        self._plan = plan
+        self._compute_s = compute_s
+        self._start_s, self._stop_s = start_s, stop_s
+        self.joins = [_joins(plan, rank) for rank in range(len(plan.actions))]
+        """Per rank and action, the collective that it is part of."""
+        self._come: dict[Collective, dict[int, int]] = defaultdict(dict)
+        """Per collective, its ranks, each with how many occurrences it has come to."""
+        for rank, joins in enumerate(self.joins):
+            for key in joins:
+                if key is not None:
+                    self._come[key][rank] = 0
+        self._waiting: dict[Collective, list[list[tuple[int, int, float]]]] = defaultdict(list)
+        """Per collective and occurrence, the (rank, place in its list, time) that have come."""
+        self.settled_s: dict[Collective, list[float]] = defaultdict(list)
+        """Per collective, when each occurrence stops, as far as all have come."""
+        self._link_free_s = [0.0] * len(plan.actions)
+
+    def join(self, rank: int, index: int, now: float) -> tuple[Collective, int]:
+        """Come to the collective of an action; the last rank to come settles its times."""
+        key = self.joins[rank][index]
+        assert key is not None
+        occurrence = self._come[key][rank]
+        self._come[key][rank] += 1
+        waiting = self._waiting[key]
+        if occurrence == len(waiting):
+            waiting.append([])
+        waiting[occurrence].append((rank, index, now))
+        if len(waiting[occurrence]) == len(self._come[key]):
+            self._settle(key, waiting[occurrence])
+        return key, occurrence
+
+    def _settle(self, key: Collective, joined: list[tuple[int, int, float]]) -> None:
+        on_link = key[0] != "pass"
+        start = max(max(at, self._link_free_s[one]) if on_link else at for one, _, at in joined)
+        own_s = [self._compute_s(self._plan.actions[one][i], one) for one, i, _ in joined]
+        stop = start + max(own_s)
+        for (one, i, _), seconds in zip(joined, own_s, strict=True):
+            # a link is in use to the end; a rank that is through with its pass only waits
+            self._start_s[one][i], self._stop_s[one][i] = start, stop
+            if on_link:
+                self._link_free_s[one] = stop
+            else:
+                self._stop_s[one][i] = start + seconds
+        self.settled_s[key].append(stop)
+
+
+def _joins(plan: ChunkPlan, rank: int) -> list[Collective | None]:
+    ways = directions(plan, rank) if plan.regathers else repeat(None)
+    joins: list[Collective | None] = []
+    for action, way in zip(plan.actions[rank], ways, strict=False):
+        if isinstance(action, (Unshard, Reduce)):
+            joins.append((type(action), action.stage))
+        else:
+            joins.append(("pass", action.stage) if way else None)
+    return joins
