@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from furlong.errors import ConfigError
-from furlong.units import parse_bytes
 
+def number(lowest: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers between two bounds."""
 
-def number(lowest: int, most: int, *, auto: bool = False) -> Callable[[str], int | None]:
-    """A reader of whole numbers between two bounds; `auto`, where it may be given, is None."""
-
-    def read(text: str) -> int | None:
-        if auto and text == "auto":
-            return None
+    def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -27,32 +22,3 @@ def number(lowest: int, most: int, *, auto: bool = False) -> Callable[[str], int
         return value
 
     return read
-
-
-def tier_or_auto(text: str) -> object:
-    """A tier or a mapping of kinds, as a run file has it; auto is None."""
-    from furlong.planners.options import checked_tier
-
-    source = "the flag --chunks.tier"
-    value: object = text
-    if text.lstrip().startswith("{"):
-        from furlong.config.run_file import read_yaml
-
-        value = read_yaml(text, source, "write it as '{attention: disk}'")
-    try:
-        return None if value == "auto" else checked_tier(value)
-    except ConfigError as error:
-        raise ConfigError(
-            given=error.given, required=error.required, source=source, change=error.change
-        ) from None
-
-
-def amount(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def amount_or_auto(text: str) -> int | None:
-    return None if text == "auto" else amount(text)
