@@ -30,9 +30,7 @@ def test_a_run_file_has_its_lengths_counted_once(run, capsys):
     assert main(["plan", str(file), "--json"]) == 0
     captured = capsys.readouterr()
     batch = json.loads(captured.out)["batch"]
-    assert batch["source"] == (
-        f"the longest of the 8 of {counted}, and 2 others drawn with seed 0"
-    )
+    assert batch["source"] == (f"the longest of the 8 of {counted}, and 2 others drawn with seed 0")
     assert batch["num_sequences"] == 3
     assert str(counted) in captured.err
     assert main(["plan", str(file), "--json"]) == 0

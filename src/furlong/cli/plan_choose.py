@@ -93,14 +93,14 @@ def _longest_words(longest: Longest, subject: Subject) -> str:
     tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
     fits = "fits" if _longest_fits(longest, subject) else "does not fit"
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
-    words = f"{tokens:,} tokens in the data ({where}): {fits}\n"
+    words = f"{tokens:,} tokens in the data ({where}): {fits}\nalone "
     if not longest.num_tokens:
-        return f"{words}alone not even one token would, under these dials"
+        return f"{words}not even one token would, under the dials above"
     if longest.limit == "positions":
         most = f"{longest.num_tokens:,}"
-        return f"{words}alone {most} tokens would, under the dials above: the model's {most} positions"
+        return f"{words}{most} would, under the dials above: the model's {most} positions"
     bound = "" if longest.limit == "memory" else "at least "
-    words += f"alone {bound}{format_count(longest.num_tokens)} tokens would, under the dials above"
+    words += f"{bound}{format_count(longest.num_tokens)} would, under the dials above"
     positions = subject.num_positions
     if positions is not None and positions < tokens:
         words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"

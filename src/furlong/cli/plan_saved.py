@@ -73,9 +73,7 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
     draw(Panel(measured.timeline, measured.plan, title), chosen)
 
 
-def _show_predicted(
-    plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]
-) -> None:
+def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
     chosen = flags.own
     config = run_of(flags, saved.get("run") or {})
     zero = saved.get("zero") if chosen.zero is None else chosen.zero

@@ -1,4 +1,4 @@
-"""What `furlong plan` searches a plan for: a batch, a model, devices, and the dials that are given."""
+"""What `furlong plan` plans for: a batch, a model, devices, and the dials that are given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cli.plan_sample import check_dials
 from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
 from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
-from furlong.cost.memory.training import Training
+from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import MODELS, model_shape
 from furlong.cost.shapes.shape import ModelShape
@@ -81,9 +81,10 @@ class Subject:
         spec = problem.model.hardware
         budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
-        host = f" and {format_bytes(self.host_bytes)} of its host's memory" if self.host_bytes else ""
-        idle = f"; {self.num_idle} more stay idle" if self.num_idle else ""
-        return f"{problem.num_devices} x {name}, a budget of {format_bytes(budget)}{host} each{idle}"
+        words = f"{problem.num_devices} x {name}, a budget of {format_bytes(budget)}"
+        if self.host_bytes:
+            words += f" and {format_bytes(self.host_bytes)} of the host's memory"
+        return f"{words} each" + (f"; {self.num_idle} more idle" if self.num_idle else "")
 
     def words(self) -> str:
         """The lines over an answer."""
@@ -116,6 +117,7 @@ class Subject:
             "model": self.config.model.name,
             "hardware": problem.model.hardware.name,
             "num_devices": problem.num_devices,
+            "host_budget_bytes": self.host_bytes,
         }
 
 
@@ -149,7 +151,9 @@ def subject_of(flags: RunFlags) -> Subject:
         num_devices=num_devices,
         budget_bytes=None if budget == "auto" else budget,
         tiers=tiers,
-        **sizes,
+        dp=sizes["dp"],
+        sp=sizes["sp"],
+        pp=sizes["pp"],
     )
     return Subject(
         problem=problem, dials=dials, batch=batch, config=config, is_run=is_run, figures=figures,
@@ -159,8 +163,8 @@ def subject_of(flags: RunFlags) -> Subject:
 
 
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> PlannedRun:
-    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run that
-    were saved with a plan. Raises ConfigError."""
+    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
+    that were saved with a plan. Raises ConfigError."""
     from furlong.config.run_file import read_run_file
     from furlong.config.schema import PlannedRun
     from furlong.config.sources import merge
@@ -213,10 +217,15 @@ def spec_of(name: str) -> HardwareSpec:
 
 
 def figures_of(
-    config: PlannedRun, spec: HardwareSpec, num_devices: int, zero: int | None, *, calibrate: bool
+    config: PlannedRun,
+    spec: HardwareSpec,
+    num_devices: int,
+    zero: ZeroStage | None,
+    *,
+    calibrate: bool,
 ) -> Calibrated:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
-    stage = zero if zero is not None else 1 if num_devices > 1 else 0
+    stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
     training = replace(training_of(config.model), zero_stage=stage)
     model = CostModel(model_shape_of(config.model.name), spec, training)
     return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
@@ -247,14 +256,6 @@ def _dials(config: PlannedRun, batch: Batch) -> dict[str, Any]:
             source="chunks.size and the lengths",
             change=f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
         )
-    for name in ("size", "num_retained", "stage_layers"):
-        if dials.get(name, 0) > MAX_TOKENS:
-            raise ConfigError(
-                given=f"chunks.{name} = {dials[name]:,}",
-                required=f"at most {MAX_TOKENS:,}",
-                source=f"chunks.{name}",
-                change="give a smaller one, or auto",
-            )
     return dials
 
 

@@ -182,7 +182,9 @@ class OneDevice(ParallelConfig):
     def _is_one(cls, value: object) -> object:
         """Accepts what this release carries out."""
         if value not in ("auto", 1):
-            raise PydanticCustomError("not_in_release", "1 or auto: the rest is not in this release")
+            raise PydanticCustomError(
+                "not_in_release", "1 or auto: the rest is not in this release"
+            )
         return value
 
 

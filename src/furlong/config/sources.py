@@ -28,7 +28,6 @@ from furlong.config.run_file import read_run_file, read_yaml
 from furlong.config.schema import PlannedRun, RunConfig
 from furlong.errors import ConfigError
 
-
 _Run = TypeVar("_Run", bound=PlannedRun)
 
 
@@ -60,9 +59,7 @@ class RunFlags(NamedTuple):
     """The verb's own arguments."""
 
 
-def read_flags(
-    schema: type[PlannedRun], parser: RunParser, arguments: Sequence[str]
-) -> RunFlags:
+def read_flags(schema: type[PlannedRun], parser: RunParser, arguments: Sequence[str]) -> RunFlags:
     """A command line of the parser's own arguments and the keys of `schema`.
 
     A flag of the parser comes before a key of that name. Raises ConfigError; `--help` prints and

@@ -11,7 +11,7 @@ def missing_to_run(plan: ChunkPlan, seq_lens: Sequence[int] | None = None) -> st
     """The part of a plan that no executor carries out yet, as words; empty where there is none.
 
     One rank of one process runs; the executor's comms refuse a plan for the same reason.
-    `seq_lens`: tokens of each sequence of the batch; a plan of longer ones pads, and is refused too.
+    `seq_lens`: tokens of the batch's sequences; a plan of longer ones pads, and is refused too.
     """
     num_replicas = sum(
         any(isinstance(action, Forward) and action.stage == 0 for action in actions)

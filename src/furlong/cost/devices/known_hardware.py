@@ -27,7 +27,7 @@ _ASSUMED = {
     "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
     "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
     "host_bytes_per_s": "assumed: four fifths of the PCIe rate, one link per device",
-    "host_bytes": "of what the node has, less an assumed tenth for the system, one share per device",
+    "host_bytes": "one of equal shares of the node's, less an assumed tenth for the system",
     "disk_bytes_per_s": "assumed: one NVMe drive shared by the node",
 }
 
