@@ -9,7 +9,7 @@ import pytest
 from furlong.cli.main import main
 from furlong.cost.shapes.known_models import MODELS
 from furlong.plan.check import check
-from furlong.plan.text import load_plan
+from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import Tiers
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
@@ -76,15 +76,34 @@ def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
-    assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0
+    flags = ["--devices", "2", "--zero", "2", "--memory.device", "20GiB", "--model.lora.rank", "4"]
+    assert plan(lengths, "--method", "1F1B padded", *flags, "--json", "--out", file) == 0
     first = json.loads(capsys.readouterr().out)
-    model = ["--model.name", "Qwen2.5-0.5B", "--hardware", "RTX4090"]
-    assert main(["plan", file, *model, "--json"]) == 0
+    assert main(["plan", file, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["step_s"] == pytest.approx(first["step_s"])
-    assert again["memory"] == first["memory"]
-    assert main(["plan", file, "--model.name", "Qwen2.5-7B", "--hardware", "RTX4090"]) == 2
+    for name in ("step_s", "tokens_per_s", "memory", "budget_bytes", "runs_here"):
+        assert again[name] == first[name]
+    assert main(["plan", file, "--json", "--hardware", "H100"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] < first["step_s"] / 3
+    assert main(["plan", file]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x RTX4090, Qwen2.5-0.5B" in printed and "units" not in printed
+    assert "runs here  no: " in printed
+    assert main(["plan", file, "--model.name", "Qwen2.5-7B"]) == 2
     refused(capsys, "a model of 28 layers", "one of 24 layers")
+
+
+def test_a_bare_plan_is_predicted_for_the_model_and_hardware_of_flags(lengths, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert plan(lengths, *QUICK, "--json", "--out", str(file)) == 0
+    first = json.loads(capsys.readouterr().out)
+    file.write_text(save_plan(load_plan(file.read_text())))
+    model = ["--model.name=Qwen2.5-0.5B", "--hardware=RTX4090"]
+    assert main(["plan", str(file), *model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == first["step_s"]
+    for flag in model:
+        assert main(["plan", str(file), flag]) == 2
+        refused(capsys, "one of --model.name and --hardware")
 
 
 def test_dials_that_are_given_are_kept(lengths, capsys):
@@ -172,6 +191,8 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--memory.device", "lots"], ["'lots' is no amount of memory"]),
         (["--zero", "4"], ["--zero"]),
         (["--chunks.siz", "4"], ["did you mean --chunks.size?"]),
+        (["--max-seq-len", "4"], ["did you mean --data.max_seq_len?"]),
+        (["--model", "Qwen2.5-0.5B"], ["one of its keys: name", "did you mean --model.name?"]),
         (["--out", "plan.yaml"], ["--out plan.yaml", ".json"]),
         (["--compare", "--out", "plan.json"], ["--compare with --out"]),
         (["--picture", "no/such/folder.png"], ["--picture no/such", "make the folder no/such"]),
