@@ -12,7 +12,6 @@ from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError
-from furlong.plan.runnable import missing_to_run
 from furlong.plan.text import save_plan
 from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.catalogue import SEARCHED
@@ -45,16 +44,15 @@ def _run(flags: RunFlags, tell: Tell) -> None:
     else:
         found = search_with(subject, methods, strict=True, tell=tell)
     best, sampling = found.best, subject.dials.get("sample")
-    missing = missing_to_run(best.plan, problem.seq_lens)
-    if missing and chosen.runnable:
+    tell("a plan is found, it is measured")
+    report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
+    if report.missing and chosen.runnable:
         raise ConfigError(
-            given=f"a plan with {missing}, with --runnable",
+            given=f"a plan with {report.missing}, with --runnable",
             required="a plan that this release runs",
             source=f"the method {best.candidate.method}",
             change="name another method, or none",
         )
-    tell("a plan is found, it is measured")
-    report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
     tell("looking for the longest sequence that would fit")
     positions, own = subject.num_positions, max(problem.seq_lens)
     longest = longest_sequence(
@@ -62,8 +60,7 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     if chosen.json:
-        more: dict[str, Any] = {"runs_here": not missing, "missing_to_run": missing}
-        more |= {} if decision is None else {"auto": decision.words}
+        more: dict[str, Any] = {} if decision is None else {"auto": decision.words}
         more |= {} if sampling is None else {"sample": sample_json(best.plan, sampling)}
         print(json.dumps(_to_json(subject, found, report, longest) | more, indent=1))
     else:
@@ -74,7 +71,7 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         print(format_report(report))
         print(line("longest", _longest_words(longest, subject)))
         device = "" if decision is None else problem.model.hardware.name
-        print(line("runs here", runs_words(missing, device)))
+        print(line("runs here", runs_words(report, device)))
         if decision is None:
             print(line("next best", _next_words(found)))
         else:

@@ -14,7 +14,6 @@ from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
-from furlong.plan.runnable import missing_to_run
 from furlong.plan.text import format_plan, load_plan, read_made_for
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
@@ -90,13 +89,12 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
         )
     budget_bytes = None if budget == "auto" else budget
     report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
-    missing = missing_to_run(plan)
     if chosen.json:
-        print(json.dumps(report.to_json() | {"runs_here": not missing}, indent=1))
+        print(json.dumps(report.to_json(), indent=1))
     else:
         print(line("devices", f"{num_devices} x {spec.name}, {config.model.name}"))
         print(format_report(report))
-        print(line("runs here", runs_words(missing)))
+        print(line("runs here", runs_words(report)))
     draw(report.panel(Path(file).stem), chosen)
 
 

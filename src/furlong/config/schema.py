@@ -15,7 +15,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -24,6 +23,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
+from furlong.config.parallel import OneDevice, ParallelConfig
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
 
@@ -159,33 +159,6 @@ class MemoryConfig(BaseModel):
     """Budget on disk for kept tensors; 0 = none."""
     disk_dir: Annotated[str | None, Field(min_length=1)] = None
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
-
-
-class ParallelConfig(BaseModel):
-    """Layout over devices."""
-
-    model_config = _SECTION
-
-    dp: Positive | Literal["auto"] = "auto"
-    """Data parallel ranks."""
-    sp: Positive | Literal["auto"] = 1
-    """Ranks that share a sequence."""
-    pp: Positive | Literal["auto"] = 1
-    """Pipeline stages."""
-
-
-class OneDevice(ParallelConfig):
-    """Layout over devices: one of them."""
-
-    @field_validator("dp", "sp", "pp")
-    @classmethod
-    def _is_one(cls, value: object) -> object:
-        """Accepts what this release carries out."""
-        if value not in ("auto", 1):
-            raise PydanticCustomError(
-                "not_in_release", "1 or auto: the rest is not in this release"
-            )
-        return value
 
 
 class TrainConfig(BaseModel):

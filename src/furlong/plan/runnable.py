@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from furlong.plan.values import ChunkPlan, Forward
 
 
-def missing_to_run(plan: ChunkPlan, seq_lens: Sequence[int] | None = None) -> str:
+def missing_to_run(plan: ChunkPlan, num_tokens: int | None = None) -> str:
     """The part of a plan that no executor carries out yet, as words; empty where there is none.
 
     One rank of one process runs; the executor's comms refuse a plan for the same reason.
-    `seq_lens`: tokens of the batch's sequences; a plan of longer ones pads, and is refused too.
+    `num_tokens`: those of the batch; a plan of more pads its sequences, and is refused too.
     """
     num_replicas = sum(
         any(isinstance(action, Forward) and action.stage == 0 for action in actions)
@@ -27,6 +25,6 @@ def missing_to_run(plan: ChunkPlan, seq_lens: Sequence[int] | None = None) -> st
         )
         if number > 1
     ]
-    if seq_lens is not None and sorted(plan.seq_lens) != sorted(seq_lens):
+    if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
         parts.append("padding")
     return ", ".join(parts)

@@ -37,14 +37,15 @@ def format_comparison(rows: Sequence[Row]) -> str:
     every = _by_time(rows)
     planned = [pair for pair in every if pair[1].step_s <= _FAR * every[0][1].step_s]
     head = [
-        "method", "dp x sp x pp", "s/step", "vs best", "tokens/s", "bubble", *_SHARES.values(),
-        "peak", "dials",
+        "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
+        *_SHARES.values(), "peak", "dials",
     ]  # fmt: skip
     table = [head]
     for row, report in planned:
         shares = [getattr(report.breakdown, name) for name in _SHARES]
         table.append([
-            row.method, row.layout, format_seconds(report.step_s),
+            row.method, row.layout, "no" if report.missing else "yes",
+            format_seconds(report.step_s),
             f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
             f"{report.figures.bubble_ratio:.1%}", *(f"{share:.1%}" for share in shares),
             format_bytes(report.peak_bytes), row.dials,
