@@ -1,9 +1,11 @@
-"""Readers of flags' values for argparse, which shows what they raise."""
+"""Readers of flags' values for argparse, and what is wrong with a command line."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+
+from furlong.errors import ConfigError
 
 
 def number(lowest: int, most: int) -> Callable[[str], int]:
@@ -22,3 +24,8 @@ def number(lowest: int, most: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def refusal(given: str, required: str, change: str) -> ConfigError:
+    """The error of a command line."""
+    return ConfigError(given=given, required=required, source="the command line", change=change)

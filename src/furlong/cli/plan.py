@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_flags import parse_flags
-from furlong.errors import ConfigError
 
 _OF_A_PLAN = (
     "--model", "--memory.device", "--hardware", "--zero", "--no-calibration", "--json", "--out",
@@ -30,11 +30,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
-            raise ConfigError(
-                given=f"{subject} with a flag of the search ({name})",
-                required="a saved plan or a run folder alone: nothing is searched",
-                source="the command line",
-                change="leave the flag out, or name a run file or --lengths in its place",
+            raise refusal(
+                f"{subject} with a flag of the search ({name})",
+                "a saved plan or a run folder alone: nothing is searched",
+                "leave the flag out, or name a run file or --lengths in its place",
             )
     from furlong.cli import plan_saved
 

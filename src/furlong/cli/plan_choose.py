@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw, write
 from furlong.cli.plan_run import decision_of, found_of, with_run_budget
 from furlong.cli.plan_sample import sample_json, sample_words
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
-from furlong.errors import ConfigError
 from furlong.plan.text import save_plan
 from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.catalogue import SEARCHED
@@ -47,12 +47,8 @@ def _run(flags: RunFlags, tell: Tell) -> None:
     tell("a plan is found, it is measured")
     report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
     if report.missing and chosen.runnable:
-        raise ConfigError(
-            given=f"a plan with {report.missing}, with --runnable",
-            required="a plan that this release runs",
-            source=f"the method {best.candidate.method}",
-            change="name another method, or none",
-        )
+        given = f"a plan with {report.missing}, with --runnable"
+        raise refusal(given, "a plan that this release runs", "name another method, or none")
     tell("looking for the longest sequence that would fit")
     positions, own = subject.num_positions, max(problem.seq_lens)
     longest = longest_sequence(

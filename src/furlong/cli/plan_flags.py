@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.cli.flag_types import number
-from furlong.errors import ConfigError
+from furlong.cli.flag_types import number, refusal
 
 if TYPE_CHECKING:
     from furlong.config.sources import RunFlags
@@ -106,27 +105,23 @@ def _check_outputs(chosen: argparse.Namespace) -> None:
         ("--out", chosen.out, TRACES),
     ):
         if path is not None and path.suffix.lower() not in endings:
-            raise _refusal(
+            raise refusal(
                 f"{flag} {path}", f"a name that ends in {', '.join(endings)}",
                 "give the file another ending",
             )  # fmt: skip
         if path is not None and not path.parent.is_dir():
-            raise _refusal(
+            raise refusal(
                 f"{flag} {path}", "a file in a folder that exists",
                 f"make the folder {path.parent}, or choose another one",
             )  # fmt: skip
     if chosen.out is not None and chosen.out == chosen.trace:
-        raise _refusal(
+        raise refusal(
             f"--out and --trace {chosen.out}", "two files: a plan and a trace",
             "give one of them another name",
         )  # fmt: skip
     if chosen.compare and (chosen.out or chosen.trace):
-        raise _refusal(
+        raise refusal(
             f"--compare with {'--out' if chosen.out else '--trace'}",
             "one plan to write; --compare makes one per method",
             "add --method NAME in the place of --compare",
         )
-
-
-def _refusal(given: str, required: str, change: str) -> ConfigError:
-    return ConfigError(given=given, required=required, source="the command line", change=change)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw
 from furlong.cli.plan_subject import check_num_devices, figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
@@ -37,7 +38,7 @@ def show_plan(file: str, flags: RunFlags) -> None:
     that flags name; without them in units."""
     chosen = flags.own
     if chosen.out is not None:
-        raise _refusal(f"{file} with --out", "a plan that is searched", "copy the file")
+        raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
     text, plan = _load(file)
     saved = read_made_for(text)
     named = any(name.startswith("--model") for name in flags.names)
@@ -46,7 +47,7 @@ def show_plan(file: str, flags: RunFlags) -> None:
         return
     if named or chosen.hardware is not None:
         both = "both, to predict seconds and bytes; or none"
-        raise _refusal("one of --model.name and --hardware", both, "add the other one")
+        raise refusal("one of --model.name and --hardware", both, "add the other one")
     timeline = simulate(plan, UnitCosts(plan))
     figures = measure(timeline)
     if chosen.json:
@@ -133,7 +134,3 @@ def _has_lengths(file: str) -> bool:
     except UserError:
         return False
     return True
-
-
-def _refusal(given: str, required: str, change: str) -> ConfigError:
-    return ConfigError(given=given, required=required, source="the command line", change=change)

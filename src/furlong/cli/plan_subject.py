@@ -9,6 +9,7 @@ from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_batch import Batch, batch_of
 from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cli.plan_sample import check_dials
@@ -68,30 +69,23 @@ class Subject:
             return floor(rope.factor * (original or shape.num_positions))
         return max(shape.num_positions, self.config.data.max_seq_len)
 
-    def model_words(self) -> str:
-        model = self.problem.model
-        shape, training = model.shape, model.training
+    def words(self) -> str:
+        """The lines over an answer."""
+        problem, model = self.problem, self.problem.model
+        shape, training, spec = model.shape, model.training, model.hardware
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
         counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
         guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
-        return f"{self.config.model.name}: {counts}; {lora}, ZeRO-{training.zero_stage}{guess}"
-
-    def devices_words(self) -> str:
-        problem = self.problem
-        spec = problem.model.hardware
-        budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
-        words = f"{problem.num_devices} x {name}, a budget of {format_bytes(budget)}"
-        if self.host_bytes:
-            words += f" and {format_bytes(self.host_bytes)} of the host's memory"
-        return f"{words} each" + (f"; {self.num_idle} more idle" if self.num_idle else "")
-
-    def words(self) -> str:
-        """The lines over an answer."""
+        budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
+        host = f" and {format_bytes(self.host_bytes)} of the host's memory"
+        budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''} each"
+        idle = f"; {self.num_idle} more idle" if self.num_idle else ""
+        zero = f"ZeRO-{training.zero_stage}"
         return "\n".join([
             line("batch", str(self.batch)),
-            line("model", self.model_words()),
-            line("devices", self.devices_words()),
+            line("model", f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}"),
+            line("devices", f"{problem.num_devices} x {name}, a budget of {budgets}{idle}"),
             line("figures", self.figures.words),
         ])  # fmt: skip
 
@@ -273,11 +267,10 @@ def _layout(flags: RunFlags, config: PlannedRun) -> tuple[dict[str, int | None],
     needed = prod(size or 1 for size in sizes.values())
     if own.runnable:
         if needed > 1:
-            raise ConfigError(
-                given=f"sizes of parallel that multiply to {needed:,}, with --runnable",
-                required="1: this release runs plans of one device",
-                source="the command line",
-                change="leave --runnable out, or the sizes",
+            raise refusal(
+                f"sizes of parallel that multiply to {needed:,}, with --runnable",
+                "1: this release runs plans of one device",
+                "leave --runnable out, or the sizes",
             )
         return dict.fromkeys(_SIZES, 1), 1
     check_num_devices(needed, "the product of dp, sp and pp")
@@ -285,9 +278,8 @@ def _layout(flags: RunFlags, config: PlannedRun) -> tuple[dict[str, int | None],
 
 
 def _missing(flag: str) -> ConfigError:
-    return ConfigError(
-        given=f"no {flag}",
-        required="RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware",
-        source="the command line",
-        change=f"add {flag}, or see furlong plan --help",
+    return refusal(
+        f"no {flag}",
+        "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware",
+        f"add {flag}, or see furlong plan --help",
     )
