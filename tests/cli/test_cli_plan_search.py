@@ -93,6 +93,20 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     refused(capsys, "a model of 28 layers", "one of 24 layers")
 
 
+@pytest.mark.parametrize(
+    "edited", [{"run": 5}, {"zero": 7}, {"num_tokens": 0}, {"hardware": None}, {"zero": True}]
+)
+def test_what_a_plan_was_made_for_is_refused_where_it_was_edited(lengths, tmp_path, capsys, edited):
+    file = tmp_path / "plan.json"
+    assert plan(lengths, *QUICK, "--chunks.size=4096", "--json", "--out", str(file)) == 0
+    values = json.loads(file.read_text())
+    values["made_for"] |= edited
+    file.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert main(["plan", str(file)]) == 2
+    refused(capsys, "made_for = ", str(file))
+
+
 def test_a_bare_plan_is_predicted_for_the_model_and_hardware_of_flags(lengths, tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert plan(lengths, *QUICK, "--json", "--out", str(file)) == 0

@@ -40,7 +40,7 @@ def show_plan(file: str, flags: RunFlags) -> None:
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
     text, plan = _load(file)
-    saved = read_made_for(text)
+    saved = _checked(read_made_for(text), file)
     named = any(name.startswith("--model") for name in flags.names)
     if saved or (named and chosen.hardware is not None):
         _show_predicted(plan, file, flags, saved)
@@ -75,7 +75,7 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
 
 def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
     chosen = flags.own
-    config = run_of(flags, saved.get("run") or {})
+    config = run_of(flags, saved.get("run", {}))
     zero = saved.get("zero") if chosen.zero is None else chosen.zero
     spec = spec_of(chosen.hardware or str(saved.get("hardware")))
     num_devices = len(plan.actions) * plan.sp_size
@@ -97,6 +97,20 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
         print(format_report(report))
         print(line("runs here", runs_words(report)))
     draw(report.panel(Path(file).stem), chosen)
+
+
+def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """What a plan was made for, as `--out` writes it. Raises ConfigError where it was edited."""
+    kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
+    is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
+    if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
+        raise ConfigError(
+            given=f"made_for = {saved!r:.80}",
+            required=f"{', '.join(kinds)} as furlong plan --out writes them",
+            source=file,
+            change="make the plan again, or remove made_for",
+        )
+    return saved
 
 
 def _load(file: str) -> tuple[str, ChunkPlan]:
