@@ -74,7 +74,7 @@ def _run(flags: RunFlags, tell: Tell) -> None:
             print(line("auto", decision.words))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
-        write(save_plan(best.plan, subject.made_for()), chosen.out)
+        write(save_plan(best.plan, subject.made_for(problem.model)), chosen.out)
         if not chosen.json:
             print(f"wrote {chosen.out}")
     candidate = best.candidate

@@ -89,14 +89,17 @@ class Subject:
             line("figures", self.figures.words),
         ])  # fmt: skip
 
-    def made_for(self) -> dict[str, Any]:
-        """Plain values that are saved with a plan, to predict it again."""
-        training = self.problem.model.training
+    def made_for(self, model: CostModel) -> dict[str, Any]:
+        """Plain values that are saved with a plan, to predict it again on its `model`."""
         run: dict[str, Any] = {"model": self.config.model.model_dump(mode="json")}
         if self.problem.budget_bytes is not None:
             run["memory"] = {"device": self.problem.budget_bytes}
-        hardware, tokens = self.problem.model.hardware.name, sum(self.problem.seq_lens)
-        return {"run": run, "hardware": hardware, "zero": training.zero_stage, "num_tokens": tokens}
+        return {
+            "run": run,
+            "hardware": model.hardware.name,
+            "zero": model.training.zero_stage,
+            "num_tokens": sum(self.problem.seq_lens),
+        }
 
     def to_json(self) -> dict[str, Any]:
         problem = self.problem
