@@ -157,6 +157,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--data.train=[x].jsonl"], "[x].jsonl", "YAML", "the flag --data.train", "quote"),
         (["--data.train", "{a"], "expected", "YAML", "the flag --data.train", "quote"),
         (['--data.train=a"b'], "Mismatched quotes", "values that fit", "command line", "--help"),
+        (["--model=x"], "--model x", "one of its keys: name", "command line", "--model.name?"),
         (["--model={nme: x}"], "model.nme", "one of name", "the flag --model", "model.name?"),
         (["--data.eval="], "data.eval = ''", "path should have at least 1", "flag", "set"),
         (["--data.train=[a, {path: ''}]"], "''", "path should have at least 1", "flag", "set"),

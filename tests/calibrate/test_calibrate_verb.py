@@ -43,8 +43,10 @@ def parts(printed):
 def test_a_calibration_is_written_and_found_again(model, quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = calibration_file(THIS_CPU, "float32")
-    plan = ["plan", "--lengths", "github", "--sequences", "4", "--max-seq-len", "2000", "--dtype",
-            "float32", "--model", str(model), "--hardware", "cpu"]  # fmt: skip
+    plan = [
+        "plan", "--lengths=github", "--sequences=4", "--data.max_seq_len=2000",
+        "--model.dtype=float32", f"--model.name={model}", "--hardware=cpu",
+    ]  # fmt: skip
     assert main(plan) == 0
     assert "assumed; furlong calibrate measures them" in capsys.readouterr().out
     assert main(["calibrate", str(model), "--disk-dir", str(tmp_path)]) == 0

@@ -90,7 +90,9 @@ def test_refuses_what_it_cannot_read_or_write(arguments, given, capsys):
 def test_help_loads_nothing_heavy():
     program = (
         "import sys\n"
+        "import furlong.cli.plan\n"
         "from furlong.cli.main import main\n"
+        "assert 'pydantic' not in sys.modules\n"
         "try:\n"
         "    main(['plan', '--help'])\n"
         "except SystemExit:\n"
@@ -100,6 +102,8 @@ def test_help_loads_nothing_heavy():
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "PLAN.json" in finished.stdout
+    for flag in ("--lengths", "--runnable", "--chunks.size", "--train.seed", "--model.lora.rank"):
+        assert flag in finished.stdout
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from furlong.cli.main import main
 from furlong.cost.shapes.known_models import MODELS
 from furlong.plan.check import check
-from furlong.plan.text import load_plan
+from furlong.plan.text import load_plan, save_plan
 from furlong.plan.values import Tiers
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
@@ -26,7 +26,7 @@ def lengths(tmp_path):
 
 def plan(lengths, *flags, model="Qwen2.5-0.5B", hardware="RTX4090"):
     return main(
-        ["plan", "--lengths", str(lengths), "--model", model, "--hardware", hardware, *flags]
+        ["plan", "--lengths", str(lengths), "--model.name", model, "--hardware", hardware, *flags]
     )
 
 
@@ -46,13 +46,15 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
     assert heads == [
         "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
-        "tier", "layout", "step", "bubble", "time", "memory", "longest", "next best", "search",
+        "tier", "layout", "step", "bubble", "time", "memory", "longest", "runs here", "next best",
+        "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
     assert "tokens/s" in printed
     assert "weights" in printed and "optimizer" in printed and "dK,dV" in printed
-    assert "in one sequence alone would still fit" in printed
+    assert "9,000 tokens in the data (in the batch): fits" in printed
+    assert "runs here  no: " in printed
 
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
@@ -74,15 +76,48 @@ def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
-    assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0
+    flags = ["--devices", "2", "--zero", "2", "--memory.device", "20GiB", "--model.lora.rank", "4"]
+    assert plan(lengths, "--method", "1F1B padded", *flags, "--json", "--out", file) == 0
     first = json.loads(capsys.readouterr().out)
-    model = ["--model", "Qwen2.5-0.5B", "--hardware", "RTX4090"]
-    assert main(["plan", file, *model, "--json"]) == 0
+    assert main(["plan", file, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["step_s"] == pytest.approx(first["step_s"])
-    assert again["memory"] == first["memory"]
-    assert main(["plan", file, "--model", "Qwen2.5-7B", "--hardware", "RTX4090"]) == 2
+    for name in ("step_s", "tokens_per_s", "memory", "budget_bytes", "runs_here"):
+        assert again[name] == first[name]
+    assert main(["plan", file, "--json", "--hardware", "H100"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] < first["step_s"] / 3
+    assert main(["plan", file]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x RTX4090, Qwen2.5-0.5B" in printed and "units" not in printed
+    assert "runs here  no: " in printed
+    assert main(["plan", file, "--model.name", "Qwen2.5-7B"]) == 2
     refused(capsys, "a model of 28 layers", "one of 24 layers")
+
+
+@pytest.mark.parametrize(
+    "edited", [{"run": 5}, {"zero": 7}, {"num_tokens": 0}, {"hardware": None}, {"zero": True}]
+)
+def test_what_a_plan_was_made_for_is_refused_where_it_was_edited(lengths, tmp_path, capsys, edited):
+    file = tmp_path / "plan.json"
+    assert plan(lengths, *QUICK, "--chunks.size=4096", "--json", "--out", str(file)) == 0
+    values = json.loads(file.read_text())
+    values["made_for"] |= edited
+    file.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert main(["plan", str(file)]) == 2
+    refused(capsys, "made_for = ", str(file))
+
+
+def test_a_bare_plan_is_predicted_for_the_model_and_hardware_of_flags(lengths, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert plan(lengths, *QUICK, "--json", "--out", str(file)) == 0
+    first = json.loads(capsys.readouterr().out)
+    file.write_text(save_plan(load_plan(file.read_text())))
+    model = ["--model.name=Qwen2.5-0.5B", "--hardware=RTX4090"]
+    assert main(["plan", str(file), *model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == first["step_s"]
+    for flag in model:
+        assert main(["plan", str(file), flag]) == 2
+        refused(capsys, "one of --model.name and --hardware")
 
 
 def test_dials_that_are_given_are_kept(lengths, capsys):
@@ -95,25 +130,26 @@ def test_dials_that_are_given_are_kept(lengths, capsys):
 
 def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
     weights = {}
-    for flags in ("--zero=0", "--zero=3", "--lora-rank=8"):
+    for flags in ("--zero=0", "--zero=3", "--model.lora.rank=8"):
         fixed = [*QUICK, "--devices", "2", "--parallel.dp", "2", "--memory.device", "20GB"]
         assert plan(lengths, *fixed, "--chunks.size", "1024", flags, "--json") == 0
         values = json.loads(capsys.readouterr().out)
         assert values["budget_bytes"] == 20 * 10**9
         weights[flags] = values["memory"][0]["parts"]["weights"]
     assert weights["--zero=3"] == pytest.approx(weights["--zero=0"] / 2, rel=1e-3)
-    assert weights["--lora-rank=8"] < weights["--zero=0"] / 2
+    assert weights["--model.lora.rank=8"] < weights["--zero=0"] / 2
 
 
 def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
     drawn = []
     for seed in ("0", "0", "1"):
-        assert plan(lengths, *QUICK, "--sequences", "3", "--seed", seed, "--json") == 0
+        assert plan(lengths, *QUICK, "--sequences", "3", "--train.seed", seed, "--json") == 0
         drawn.append(json.loads(capsys.readouterr().out)["batch"])
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0]["num_sequences"] == 3
-    assert "drawn from the 6" in drawn[0]["source"]
-    assert plan(lengths, *QUICK, "--max-seq-len", "1000", "--json") == 0
+    assert "the longest of the 6" in drawn[0]["source"]
+    assert all(batch["longest_tokens"] == max(MIXED) for batch in drawn)
+    assert plan(lengths, *QUICK, "--data.max_seq_len", "1000", "--json") == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
     assert batch["num_sequences"] == 4
     assert "2 longer ones left out" in batch["source"]
@@ -121,7 +157,7 @@ def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
 
 def test_presets_and_config_files_need_no_data(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
-    flags = ["--sequences", "8", "--max-seq-len", "4096", "--json"]
+    flags = ["--sequences", "8", "--data.max_seq_len", "4096", "--json"]
     assert plan("wikipedia", *flags, model=str(tmp_path)) == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
     assert batch["num_sequences"] == 8
@@ -145,8 +181,8 @@ def test_compares_every_method(lengths, tmp_path, capsys):
     assert plan(lengths, *flags, "--picture", str(tmp_path / "c.svg")) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert {m for m in METHODS if any(line.startswith(m) for line in lines)} == set(METHODS)
-    assert "SeCO: no plan\n  SeCO on 2 devices with pp 2" in printed
+    assert {m for m in METHODS if any(m in line for line in lines)} == set(METHODS)
+    assert "SeCO: no plan: SeCO on 2 devices with pp 2" in printed
     picture = (tmp_path / "c.svg").read_text()
     assert picture.count("limit of device memory") == 1
     assert plan(lengths, *flags, "--json") == 0
@@ -162,17 +198,19 @@ def test_compares_every_method(lengths, tmp_path, capsys):
     [
         (["--lengths", "wikipdia"], ["'wikipdia'", "did you mean wikipedia?"]),
         (["--hardware", "H10"], ["'H10'", "did you mean H100"]),
-        (["--model", "Qwen2.5-8B"], ["'Qwen2.5-8B'", "did you mean Qwen2.5-"]),
-        (["--model", "no/such.json"], ["No such file"]),
+        (["--model.name", "Qwen2.5-8B"], ["'Qwen2.5-8B'", "did you mean Qwen2.5-"]),
+        (["--model.name", "no/such.json"], ["No such file"]),
         (["--method", "chunkflw"], ["'chunkflw'", "did you mean ChunkFlow?"]),
-        (["--parallel.pp", "0"], ["'0' is no whole number of at least 1"]),
+        (["--parallel.pp", "0"], ["parallel.pp = '0'", "greater than 0"]),
         (["--memory.device", "lots"], ["'lots' is no amount of memory"]),
         (["--zero", "4"], ["--zero"]),
         (["--chunks.siz", "4"], ["did you mean --chunks.size?"]),
+        (["--max-seq-len", "4"], ["did you mean --data.max_seq_len?"]),
+        (["--model", "Qwen2.5-0.5B"], ["one of its keys: name", "did you mean --model.name?"]),
         (["--out", "plan.yaml"], ["--out plan.yaml", ".json"]),
         (["--compare", "--out", "plan.json"], ["--compare with --out"]),
         (["--picture", "no/such/folder.png"], ["--picture no/such", "make the folder no/such"]),
-        (["--max-seq-len", "50"], ["max_seq_len 50", "at least 90 tokens"]),
+        (["--data.max_seq_len", "50"], ["max_seq_len 50", "at least 90 tokens"]),
     ],
 )
 def test_a_flag_that_cannot_be_obeyed_is_told(lengths, flags, parts, capsys):
@@ -189,8 +227,8 @@ def test_lengths_are_positive_whole_numbers(tmp_path, listed, capsys):
 
 
 def test_no_lengths_model_or_hardware(capsys):
-    assert main(["plan", "--model", "Qwen2.5-0.5B"]) == 2
-    refused(capsys, "no --lengths", "--lengths, --model and --hardware")
+    assert main(["plan", "--model.name", "Qwen2.5-0.5B"]) == 2
+    refused(capsys, "no --lengths", "--lengths, --model.name and --hardware")
 
 
 def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
@@ -233,7 +271,7 @@ def test_a_combination_that_no_method_offers_is_told(lengths, capsys):
 
 def test_flags_of_the_search_do_not_go_with_a_saved_plan(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "plan.json"), "--compare"]) == 2
-    refused(capsys, "with a flag of the search (compare)")
+    refused(capsys, "with a flag of the search (--compare)")
 
 
 RUN = """\
@@ -259,7 +297,9 @@ def test_a_run_file_takes_its_own_lengths_batch_seed_and_model(run_file, lengths
     assert main(["plan", str(run_file), "--hardware", "RTX4090", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_sequences"] == 4
-    assert values["batch"]["source"] == f"drawn from the 6 of {counted} with seed 3"
+    assert values["batch"]["source"] == (
+        f"the longest of the 6 of {counted}, and 3 others drawn with seed 3"
+    )
     assert values["num_devices"] == 1
     assert values["model"] == str(Path(run_file).parent / "model")
 
@@ -335,10 +375,13 @@ def test_several_devices_keep_order_and_stage_layers(lengths, capsys):
         (["--chunks.tier=disk"], ["memory.disk = 0", "add memory.disk"]),
         (["--chunks.tier=host", "--memory.host=0"], ["memory.host = 0", "add memory.host"]),
         (["--chunks.order=layers"], ["'layers'", "'layer-first'"]),
-        (["--chunks.stage_layers=0"], ["'0'", "at least 1"]),
-        (["--chunks.order=chunk-first", "--chunks.stage_layers=2"], ["stage_layers = 2", "leave"]),
+        (["--chunks.stage_layers=0"], ["'0'", "greater than 0"]),
+        (
+            ["--chunks.order=chunk-first", "--chunks.stage_layers=2"],
+            ["stage_layers = 2", "remove chunks.stage_layers"],
+        ),
         (["--memory.host=24XB"], ["'24XB'", "512MiB"]),
-        (["--memory.disk=auto"], ["'auto'", "512MiB"]),
+        (["--memory.disk=auto"], ["'auto'", "valid integer"]),
         (["--devices=2", "--chunks.tier={attention: host}"], ["attention on the host", "fewer"]),
     ],
 )

@@ -25,8 +25,12 @@ def test_every_device_is_whole_and_sourced(name):
     assert spec.links.host.bytes_per_s < spec.links.within_node.bytes_per_s * 2
     assert spec.links.between_nodes.bytes_per_s < spec.links.within_node.bytes_per_s
     sourced = ", ".join(spec.sources)
-    for figure in ("peak_flops_per_s", "memory_bytes", "between_bytes_per_s", "half_tokens"):
+    for figure in (
+        "peak_flops_per_s", "memory_bytes", "between_bytes_per_s", "half_tokens", "node_host_bytes",
+    ):  # fmt: skip
         assert figure in sourced, figure
+    node = KNOWN[name]
+    assert 0.85 < node.devices_per_node * spec.host_bytes / node.node_host_bytes <= 0.9
     assert all(spec.sources.values())
 
 
@@ -37,6 +41,7 @@ def test_figures_of_the_data_sheets():
     assert hardware("A800").links.within_node.bytes_per_s == 400e9 / 2
     assert hardware("A800").links.between_nodes.bytes_per_s == 400e9 / 8 / 8
     assert hardware("RTX3090").memory_bytes == 24 * 2**30
+    assert KNOWN["H100"].node_host_bytes == 2 * KNOWN["A100-40"].node_host_bytes == 2**41
 
 
 @pytest.mark.parametrize(

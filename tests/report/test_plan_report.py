@@ -182,17 +182,25 @@ def test_a_comparison_is_sorted_and_keeps_refusals():
     rows = [
         Row("slow", "1 x 1 x 2", "size 256", slow),
         Row("none", refusal="rank 0 lacks 3 GiB"),
+        Row("another", refusal="rank 0 lacks 3 GiB"),
         Row("fast", "1 x 1 x 2", "size 1024", fast),
     ]
     lines = format_comparison(rows).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["fast", "slow"]
     assert "1.00x" in lines[1]
-    assert lines[3:] == ["none: no plan", "  rank 0 lacks 3 GiB"]
+    assert lines[3:] == ["none, another: no plan: rank 0 lacks 3 GiB"]
     assert len({len(line.split("size")[0]) for line in lines[1:3]}) == 1
     values = comparison_json(rows)
-    assert [value["method"] for value in values] == ["fast", "slow", "none"]
+    assert [value["method"] for value in values] == ["fast", "slow", "none", "another"]
     assert values[1]["relative"] == pytest.approx(slow.step_s / fast.step_s)
     assert values[2] == {"method": "none", "refusal": "rank 0 lacks 3 GiB"}
+
+
+def test_what_takes_many_times_as_long_is_no_row_of_the_table():
+    report = report_plan(build(), model())
+    far = replace(report, figures=replace(report.figures, duration_s=53 * report.step_s))
+    lines = format_comparison([Row("padded", report=far), Row("fast", report=report)]).splitlines()
+    assert lines[1].startswith("fast") and lines[2:] == ["padded: 53x the time of the fastest"]
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():

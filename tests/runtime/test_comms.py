@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from furlong.errors import PlanError
+from furlong.plan.runnable import missing_to_run
 from furlong.plan.values import Recv, Send
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
@@ -16,7 +17,9 @@ PLAN = plan_on_device([9, 3], ChunkOptions(size=4, order="layer-first"), num_lay
 
 def test_alone_takes_plans_of_one_rank():
     Alone().accept(PLAN)
+    assert not missing_to_run(PLAN)
     for other in (replace(PLAN, actions=PLAN.actions * 2), replace(PLAN, sp_size=2)):
+        assert missing_to_run(other)
         with pytest.raises(PlanError, match="this run has one rank"):
             Alone().accept(other)
 

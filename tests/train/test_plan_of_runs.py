@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from furlong.cli.main import main
+from furlong.plan.lengths import count_lengths
 from furlong.report.measured import MEASURED, read_measured
 
 
@@ -31,7 +30,7 @@ def test_a_run_file_has_its_lengths_counted_once(run, capsys):
     assert main(["plan", str(file), "--json"]) == 0
     captured = capsys.readouterr()
     batch = json.loads(captured.out)["batch"]
-    assert batch["source"] == f"drawn from the 8 of {counted} with seed 0"
+    assert batch["source"] == (f"the longest of the 8 of {counted}, and 2 others drawn with seed 0")
     assert batch["num_sequences"] == 3
     assert str(counted) in captured.err
     assert main(["plan", str(file), "--json"]) == 0
@@ -42,38 +41,44 @@ def test_a_run_file_has_its_lengths_counted_once(run, capsys):
 
 @pytest.fixture
 def counting(run, tmp_path, monkeypatch):
-    """A copy of the run file, and how often another process was asked for its lengths."""
+    """A copy of the run file, and the runs whose lengths were counted."""
     file = tmp_path / "run.yaml"
     file.write_text(run[0].read_text())
-    asked = []
+    counted = []
 
-    def answer(command, **_):
-        asked.append(command)
-        Path(command[-1]).write_text('{"version": 1, "lengths": [9, 90, 99]}')
-        return subprocess.CompletedProcess(command, 0, "", "")
+    def answer(config):
+        counted.append(config)
+        return count_lengths([9, 90, 99])
 
-    monkeypatch.setattr("furlong.cli.plan_batch.subprocess.run", answer)
-    return file, asked
+    monkeypatch.setattr("furlong.cli.lengths.count_run", answer)
+    return file, counted
 
 
 def test_lengths_older_than_the_run_file_are_counted_again(counting):
-    file, asked = counting
+    file, counted = counting
     assert main(["plan", str(file)]) == main(["plan", str(file)]) == 0
-    assert len(asked) == 1
+    assert len(counted) == 1
     written = file.with_name("run.lengths.json").stat().st_mtime
     os.utime(file, (written + 10, written + 10))
     assert main(["plan", str(file)]) == 0
-    assert len(asked) == 2
+    assert len(counted) == 2
 
 
-def test_what_furlong_lengths_refuses_is_told_in_its_words(counting, monkeypatch, capsys):
-    message = "given:    a\nrequired: b\nfrom:     c\nchange:   d\n"
-    monkeypatch.setattr(
-        "furlong.cli.plan_batch.subprocess.run",
-        lambda command, **_: subprocess.CompletedProcess(command, 2, "", f"a warning\n{message}"),
-    )
-    assert main(["plan", str(counting[0])]) == 2
-    assert capsys.readouterr().err.endswith(message)
+def test_a_run_of_flags_alone_is_planned_as_it_would_be_trained(tiny_run, tmp_path, capsys):
+    flags = [flag for flag in tiny_run.arguments(tmp_path / "out") if flag.startswith("--")]
+    assert main(["plan", *flags, "--out", str(tmp_path / "plan.json"), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["runs_here"] and values["longest_of_data_fits"]
+    assert "of data.train" in values["batch"]["source"]
+
+
+def test_what_the_data_is_refused_for_is_told(run, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    config = json.loads(run[0].read_text())
+    config["data"]["train"] = [str(tmp_path / "none.jsonl")]
+    file.write_text(json.dumps(config))
+    assert main(["plan", str(file)]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
 
 
 def test_a_run_leaves_its_last_timeline_and_plan_shows_it(run, tmp_path, capsys):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
+    from furlong.config.schema import PlannedRun
     from furlong.plan.lengths import Lengths
 
 _PICTURES = (".png", ".svg")
@@ -95,22 +96,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _of_run(chosen: argparse.Namespace) -> _Found:
-    """The training sequences of a run: the draws of its first epoch."""
+    """The training sequences of a run."""
     from furlong.config.sources import load_run
 
     config = load_run(chosen.data[0])
+    lengths, limit = count_run(config, chosen.tokenizer), config.data.max_seq_len
+    return _Found(lengths, f"{chosen.data[0]}: data.train", limit)
+
+
+def count_run(config: PlannedRun, tokenizer: str | None = None) -> Lengths:
+    """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
+    found in the data."""
     from furlong.train.run import load_splits
 
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
-    tokenizer = _tokenizer(chosen.tokenizer or config.model.name, "model.name")
-    data = load_splits(config.data.model_copy(update={"eval": None, **unlimited}), tokenizer)
+    own = _tokenizer(tokenizer or config.model.name, "model.name")
+    data = load_splits(config.data.model_copy(update={"eval": None, **unlimited}), own)
     train = data["train"]
-    lens = train.seq_lens[train.mixture.order(config.train.seed, 0)]
     if too_long := int((train.seq_lens > limit).sum()):
         print(f"{too_long:,} sequences are longer than data.max_seq_len = {limit:,}")
-    return _Found(_count(lens), f"{chosen.data[0]}: data.train", limit)
+    return _count(train.seq_lens[train.mixture.order(config.train.seed, 0)])
 
 
 def _of_data(chosen: argparse.Namespace) -> _Found:

@@ -5,43 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_flags import parse_flags
-from furlong.errors import ConfigError
 
-_OF_THE_SEARCH = (
-    "lengths", "sequences", "seed", "max_seq_len", "devices", "dp", "sp", "pp", "size",
-    "num_retained", "keep", "tier", "order", "stage_layers", "host", "disk", "method", "compare",
+_OF_A_PLAN = (
+    "--model", "--memory.device", "--hardware", "--zero", "--no-calibration", "--json", "--out",
+    "--picture", "--trace",
 )  # fmt: skip
+"""Flags, or what they begin with, that go with a plan which is there already."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parse_flags(arguments)
-    subject = chosen.subject
+    flags = parse_flags(arguments)
+    subject = flags.own.subject
     if subject is None or _is_run_file(subject):
-        if chosen.compare:
+        if flags.own.compare:
             from furlong.cli import plan_compare
 
-            plan_compare.run(chosen)
+            plan_compare.run(flags)
         else:
             from furlong.cli import plan_choose
 
-            plan_choose.run(chosen)
+            plan_choose.run(flags)
         return 0
-    path = Path(subject)
-    for name in _OF_THE_SEARCH:
-        if getattr(chosen, name) not in (None, False):
-            raise ConfigError(
-                given=f"{subject} with a flag of the search ({name})",
-                required="a saved plan or a run folder alone: nothing is searched",
-                source="the command line",
-                change="leave the flag out, or name a run file or --lengths in its place",
+    for name in sorted(flags.names):
+        if not name.startswith(_OF_A_PLAN):
+            raise refusal(
+                f"{subject} with a flag of the search ({name})",
+                "a saved plan or a run folder alone: nothing is searched",
+                "leave the flag out, or name a run file or --lengths in its place",
             )
     from furlong.cli import plan_saved
 
-    if path.is_dir():
-        plan_saved.show_run(path, chosen)
+    if Path(subject).is_dir():
+        plan_saved.show_run(Path(subject), flags.own)
     else:
-        plan_saved.show_plan(subject, chosen)
+        plan_saved.show_plan(subject, flags)
     return 0
 
 

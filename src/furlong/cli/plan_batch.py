@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
-import subprocess
 import sys
+from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from furlong.cli.plan_flags import MAX_BATCH
 from furlong.errors import ConfigError
-from furlong.plan.lengths import Lengths, draw_lengths, read_lengths
+from furlong.plan.lengths import Lengths, draw_lengths, read_lengths, write_lengths
 from furlong.report.words import count_words
 from furlong.units import format_count
 
 if TYPE_CHECKING:
-    from furlong.config.schema import RunConfig
+    from furlong.config.schema import PlannedRun
+    from furlong.config.sources import RunFlags
 
-_DEFAULT_SEQUENCES = 64
-_FURLONG = "import sys; from furlong.cli.main import main; sys.exit(main())"
+_OF_A_PRESET = 64
+"""Sequences that are drawn from a preset, which has no end."""
+_LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's sequences."""
+    """The sequences of one step."""
 
     seq_lens: tuple[int, ...]
     source: str
     """Where they come from, in words."""
+    longest_tokens: int
+    """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
     lengths: Lengths | None = None
-    """What they are drawn from, and the seed of the draw; None for a preset."""
+    """The data's; None for a preset."""
     seed: int = 0
+    """Seed of the draw."""
 
     def __str__(self) -> str:
         count = count_words(len(self.seq_lens), "sequence")
@@ -41,52 +45,34 @@ class Batch:
         return f"{count}, {tokens}, longest {max(self.seq_lens):,}: {self.source}"
 
 
-def batch_of_flags(chosen: argparse.Namespace) -> Batch:
-    """The batch of --lengths, --sequences, --seed and --max-seq-len. Raises ConfigError."""
-    seed = chosen.seed or 0
-    name = chosen.lengths
-    if os.path.exists(name) or name.endswith(".json"):
+def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
+    """The batch of a run file, of --data.train, or of --lengths. Raises ConfigError."""
+    own, seed = flags.own, config.train.seed
+    is_run = own.subject is not None or "--data.train" in flags.names
+    limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else None
+    count = own.sequences
+    if count is None and (is_run or _PER_STEP in flags.names):
+        count = config.train.sequences_per_step
+    name = own.lengths
+    if name is not None and not os.path.exists(name) and not name.endswith(".json"):
+        return _of_preset(name, count or _OF_A_PRESET, seed, limit)
+    if name is None:
+        name, lengths = _counted(own.subject, config)
+    else:
         lengths = read_lengths(Path(name))
-        return draw(lengths, name, chosen.sequences, seed, chosen.max_seq_len)
-    from furlong.cost.lengths import sample_lengths
-
-    count = chosen.sequences or _DEFAULT_SEQUENCES
-    lens = sample_lengths(name, count, seed, max_seq_len=chosen.max_seq_len)
-    limit = f" of at most {chosen.max_seq_len:,} tokens" if chosen.max_seq_len else ""
-    return Batch(lens, f"drawn from the preset {name}{limit} with seed {seed}")
-
-
-def batch_of_run(file: str, config: RunConfig, chosen: argparse.Namespace) -> Batch:
-    """As many sequences of a run's data as it takes per step. Raises ConfigError."""
-    if chosen.lengths is not None and not os.path.exists(chosen.lengths):
-        return batch_of_flags(chosen)
-    counted = Path(chosen.lengths) if chosen.lengths else _counted(Path(file), config)
-    seed = config.train.seed if chosen.seed is None else chosen.seed
-    limit = chosen.max_seq_len or config.data.max_seq_len
-    lengths = read_lengths(counted)
-    refuses = config.data.too_long == "error" and chosen.max_seq_len is None
-    if refuses and lengths.longest > limit:
-        raise ConfigError(
-            given=f"a sequence of {lengths.longest:,} tokens in {counted}",
-            required=f"at most data.max_seq_len = {limit:,} tokens, with data.too_long: error",
-            source=f"{file}, key data.max_seq_len",
-            change="raise data.max_seq_len, or set data.too_long to truncate or drop",
-        )
-    count = chosen.sequences or config.train.sequences_per_step
-    return draw(lengths, str(counted), count, seed, limit)
+    too_long = config.data.too_long
+    if is_run and too_long == "error" and _LIMIT not in flags.names:
+        _refuse_longer(lengths, name, config.data.max_seq_len, own.subject)
+    if limit is not None and too_long == "truncate":
+        lengths = _truncated(lengths, limit)
+    return draw(lengths, name, count, seed, limit)
 
 
 def draw(
-    lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
+    lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None = None
 ) -> Batch:
-    """`count` sequences in a random order, each once unless there are fewer."""
-    if count is not None and count > MAX_BATCH:
-        raise ConfigError(
-            given=f"a batch of {count:,} sequences",
-            required=f"at most {MAX_BATCH:,}",
-            source="train.sequences_per_step, of which furlong plan makes its batch",
-            change="plan for fewer with --sequences N",
-        )
+    """The longest sequence and others in a random order, `count` in all, each once unless there are
+    fewer; all of them for None. Raises ConfigError."""
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
         raise ConfigError(
@@ -96,42 +82,81 @@ def draw(
             change="raise max_seq_len",
         )
     some = Lengths(tuple(kept))
-    left_out = lengths.num_sequences - some.num_sequences
+    number, longest = some.num_sequences, some.longest
+    left_out = lengths.num_sequences - number
     longer = f", {left_out:,} longer ones left out" if left_out else ""
-    everything = count is None and some.num_sequences <= _DEFAULT_SEQUENCES
-    count = some.num_sequences if everything else count or _DEFAULT_SEQUENCES
-    num_rounds = -(-count // some.num_sequences)
-    again = f", {num_rounds} times over" if num_rounds > 1 else ""
-    words = f"drawn from the {some.num_sequences:,} of {source}{longer}{again} with seed {seed}"
-    if everything:
-        words = f"all of {source}{longer}, in the order of seed {seed}"
-    return Batch(draw_lengths(some, count, seed), words, some, seed)
+    _check_count(number if count is None else count, source)
+    if count is None or count >= number:
+        again = f", {count / number:.3g} times over" if count and count > number else ""
+        words = f"all of {source}{longer}{again}, in the order of seed {seed}"
+        seq_lens = draw_lengths(some, count or number, seed)
+        return Batch(seq_lens, words, longest, some, seed)
+    others = Lengths((*kept[:-1], *([(longest, kept[-1][1] - 1)] if kept[-1][1] > 1 else [])))
+    drawn = draw_lengths(others, count - 1, seed) if count > 1 else ()
+    words = f"the longest of the {number:,} of {source}{longer}"
+    if drawn:
+        words += f", and {count - 1:,} others drawn with seed {seed}"
+    return Batch((longest, *drawn), words, longest, some, seed)
 
 
-def _counted(file: Path, config: RunConfig) -> Path:
-    """The run's file of lengths, made by `furlong lengths` where there is none or it is old.
+def _of_preset(name: str, count: int, seed: int, limit: int | None) -> Batch:
+    from furlong.cost.lengths import length_preset, sample_lengths
 
-    That reads data with a tokenizer, so another process does it.
-    """
-    counted = file.with_name(f"{file.stem}.lengths.json")
-    sources = [file, *(Path(s if isinstance(s, str) else s.path) for s in config.data.train)]
+    _check_count(count, name)
+    seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
+    words = f" of at most {limit:,} tokens" if limit else ""
+    longest = min(limit or sys.maxsize, length_preset(name).longest_tokens)
+    return Batch(seq_lens, f"drawn from the preset {name}{words} with seed {seed}", longest)
+
+
+def _counted(file: str | None, config: PlannedRun) -> tuple[str, Lengths]:
+    """The name and the lengths of a run's data. They are counted where there is no file of them
+    beside the run file, or an old one: that loads torch and the tokenizer."""
+    if file is None:
+        return "data.train", _count(config)
+    counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
+    named = (s if isinstance(s, str) else s.path for s in config.data.train)
+    sources = [Path(file), *map(Path, named)]
     if counted.exists():
         written = counted.stat().st_mtime
         if all(not path.exists() or path.stat().st_mtime <= written for path in sources):
-            return counted
-    command = [sys.executable, "-c", _FURLONG, "lengths", str(file), "--out", str(counted)]
+            return str(counted), read_lengths(counted)
     print(f"counting the lengths of {file}'s sequences into {counted}", file=sys.stderr)
-    finished = subprocess.run(command, capture_output=True, text=True)
-    if finished.returncode:
-        raise _as_error(finished.stderr, " ".join(command[3:]))
-    return counted
+    lengths = _count(config)
+    write_lengths(counted, lengths)
+    return str(counted), lengths
 
 
-def _as_error(message: str, command: str) -> Exception:
-    parts = re.search(
-        r"given: +(.*)\nrequired: +(.*)\nfrom: +(.*)\nchange: +(.*)", message, re.DOTALL
-    )
-    if parts is None:
-        return RuntimeError(f"furlong {command} failed:\n{message}")
-    given, required, source, change = (part.strip() for part in parts.groups())
-    return ConfigError(given=given, required=required, source=source, change=change)
+def _count(config: PlannedRun) -> Lengths:
+    from furlong.cli.lengths import count_run
+
+    with redirect_stdout(sys.stderr):
+        return count_run(config)
+
+
+def _truncated(lengths: Lengths, limit: int) -> Lengths:
+    counts: Counter[int] = Counter()
+    for seq_len, times in lengths.counts:
+        counts[min(seq_len, limit)] += times
+    return Lengths(tuple(sorted(counts.items())))
+
+
+def _refuse_longer(lengths: Lengths, name: str, limit: int, file: str | None) -> None:
+    if lengths.longest > limit:
+        raise ConfigError(
+            given=f"a sequence of {lengths.longest:,} tokens in {name}",
+            required=f"at most data.max_seq_len = {limit:,} tokens, with data.too_long: error",
+            source=f"{file or 'no run file'}, key data.max_seq_len",
+            change="raise data.max_seq_len, or set data.too_long to truncate or drop",
+        )
+
+
+def _check_count(count: int, source: str) -> None:
+    if count > MAX_BATCH:
+        raise ConfigError(
+            given=f"{count:,} sequences of {source} in one step",
+            required=f"at most {MAX_BATCH:,}",
+            source="the batch to plan: all sequences of a file of lengths, else"
+            " train.sequences_per_step",
+            change="say how many a step takes with --sequences N",
+        )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw, write
 from furlong.cli.plan_run import decision_of, found_of, with_run_budget
 from furlong.cli.plan_sample import sample_json, sample_words
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
+from furlong.config.sources import RunFlags
 from furlong.plan.text import save_plan
 from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.catalogue import SEARCHED
@@ -18,7 +19,7 @@ from furlong.planners.search.longest import Longest, longest_sequence
 from furlong.planners.search.search import Found
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import PlanReport, report_plan
-from furlong.report.plan_text import format_report, line
+from furlong.report.plan_text import format_report, line, runs_words
 from furlong.report.words import count_words
 from furlong.units import format_count, format_seconds
 
@@ -26,15 +27,16 @@ _SAME = 1 + 1e-6
 """Times that are no further apart are equal."""
 
 
-def run(chosen: argparse.Namespace) -> None:
+def run(flags: RunFlags) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
     with patience("searching for a plan") as tell:
-        _run(chosen, tell)
+        _run(flags, tell)
 
 
-def _run(chosen: argparse.Namespace, tell: Tell) -> None:
+def _run(flags: RunFlags, tell: Tell) -> None:
+    chosen = flags.own
     methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
-    subject = with_run_budget(subject_of(chosen))
+    subject = with_run_budget(subject_of(flags))
     problem = subject.problem
     decision = decision_of(subject, chosen)
     if decision is not None and decision.searched is not None:
@@ -44,6 +46,9 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
     best, sampling = found.best, subject.dials.get("sample")
     tell("a plan is found, it is measured")
     report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
+    if report.missing and chosen.runnable:
+        given = f"a plan with {report.missing}, with --runnable"
+        raise refusal(given, "a plan that this release runs", "name another method, or none")
     tell("looking for the longest sequence that would fit")
     positions, own = subject.num_positions, max(problem.seq_lens)
     longest = longest_sequence(
@@ -61,13 +66,15 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
             print(line("sample", sample_words(best.plan, sampling)))
         print(format_report(report))
         print(line("longest", _longest_words(longest, subject)))
+        device = "" if decision is None else problem.model.hardware.name
+        print(line("runs here", runs_words(report, device)))
         if decision is None:
             print(line("next best", _next_words(found)))
         else:
             print(line("auto", decision.words))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
-        write(save_plan(best.plan), chosen.out)
+        write(save_plan(best.plan, subject.made_for(problem.model)), chosen.out)
         if not chosen.json:
             print(f"wrote {chosen.out}")
     candidate = best.candidate
@@ -76,19 +83,26 @@ def _run(chosen: argparse.Namespace, tell: Tell) -> None:
 
 
 def _longest_words(longest: Longest, subject: Subject) -> str:
+    tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
+    fits = "fits" if _longest_fits(longest, subject) else "does not fit"
+    where = "in the batch" if tokens == own else f"the batch has {own:,}"
+    words = f"{tokens:,} tokens in the data ({where}): {fits}\nalone "
     if not longest.num_tokens:
-        return "not even one token would fit with these dials"
-    alone = "in one sequence alone would still fit, with the same dials"
+        return f"{words}not even one token would, under the dials above"
     if longest.limit == "positions":
-        return (
-            f"{longest.num_tokens:,} tokens {alone}: the model's {longest.num_tokens:,} positions"
-        )
+        most = f"{longest.num_tokens:,}"
+        return f"{words}{most} would, under the dials above: the model's {most} positions"
     bound = "" if longest.limit == "memory" else "at least "
-    words = f"{bound}{format_count(longest.num_tokens)} tokens {alone}"
+    words += f"{bound}{format_count(longest.num_tokens)} would, under the dials above"
     positions = subject.num_positions
-    if positions is not None and positions < max(subject.problem.seq_lens):
+    if positions is not None and positions < tokens:
         words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
     return words
+
+
+def _longest_fits(longest: Longest, subject: Subject) -> bool:
+    tokens = subject.batch.longest_tokens
+    return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
 
 
 def _rivals(found: Found) -> list[tuple[float, bool, Candidate]]:
@@ -136,6 +150,7 @@ def _to_json(
         **subject.to_json(),
         **_candidate_json(found.best.candidate),
         **report.to_json(),
+        "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_is_bound": longest.limit != "trials",
         "longest_sequence_limit": longest.limit,

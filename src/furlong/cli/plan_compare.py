@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 
 from furlong.cli.plan_files import save, with_few_ranks
 from furlong.cli.plan_search import OURS, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
+from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.planners.methods.flexsp import estimate_flexsp
 from furlong.planners.search.search import Found, Problem
@@ -22,15 +22,16 @@ _SLOWEST = 2
 """Of the panels of a picture, by the fastest one's time: more would squeeze all others."""
 
 
-def run(chosen: argparse.Namespace) -> None:
+def run(flags: RunFlags) -> None:
     """Print the table and draw the panels. Raises ConfigError where no method has a plan."""
     with patience("comparing methods") as tell:
-        _run(chosen, tell)
+        _run(flags, tell)
 
 
-def _run(chosen: argparse.Namespace, tell: Tell) -> None:
+def _run(flags: RunFlags, tell: Tell) -> None:
+    chosen = flags.own
     methods = methods_named(chosen.method)
-    subject = subject_of(chosen)
+    subject = subject_of(flags)
     found: dict[str, Found] = {}
     rows: list[Row] = []
     for name, method in methods.items():

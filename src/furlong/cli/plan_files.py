@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from furlong.errors import ConfigError
+from furlong.cli.flag_types import refusal
 from furlong.report.pictures.ranks import choose_ranks
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines
@@ -52,9 +52,5 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            given=f"{path}: {error.strerror}",
-            required="a file that can be written",
-            source="the command line",
-            change="choose another place",
-        ) from error
+        given = f"{path}: {error.strerror}"
+        raise refusal(given, "a file that can be written", "choose another place") from error

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cli.plan_subject import Subject
-from furlong.cost.calibration.file import Calibrated, uncalibrated
-from furlong.cost.devices.hardware import THIS_CPU, free_ram_budget_bytes, this_cpu
+from furlong.cost.devices.hardware import THIS_CPU, free_ram_budget_bytes
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
@@ -26,7 +25,7 @@ from furlong.planners.search.search import Found, Outcome, Refusal, Trial
 def with_run_budget(subject: Subject) -> Subject:
     """A run on this machine's CPU may use what `furlong train` would take of the free RAM."""
     problem = subject.problem
-    of_run = subject.config is not None and problem.num_devices == 1
+    of_run = subject.is_run and problem.num_devices == 1
     if not of_run or problem.budget_bytes is not None or not _on_this_cpu(subject):
         return subject
     return replace(subject, problem=replace(problem, budget_bytes=free_ram_budget_bytes()))
@@ -37,15 +36,13 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
 
     Raises ConfigError where no plan is predicted to fit.
     """
-    problem, batch, config = subject.problem, subject.batch, subject.config
+    problem, batch = subject.problem, subject.batch
     if chosen.method is not None or problem.num_devices != 1:
         return None
     model, words = problem.model, "memory.device"
-    if chosen.memory is None and (config is None or config.memory.device == "auto"):
-        of_run = config is not None and _on_this_cpu(subject)
+    if subject.config.memory.device == "auto":
+        of_run = subject.is_run and _on_this_cpu(subject)
         words = FREE_RAM if of_run else f"of a {model.hardware.name}"
-    if _on_this_cpu(subject) and _figures(subject).calibration is None:
-        model = replace(model, hardware=this_cpu(measured=False))
     budget = problem.budget_bytes
     return decide(
         batch.lengths or count_lengths(problem.seq_lens),
@@ -56,9 +53,9 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
         budget_words=words,
         host_bytes=subject.host_bytes,
         disk_bytes=subject.disk_bytes,
-        margin=_figures(subject).margin(MARGIN),
+        margin=subject.figures.margin(MARGIN),
         must_fit=True,
-        alone=config is not None,
+        alone=subject.is_run,
         dials=subject.dials,
     )
 
@@ -96,10 +93,6 @@ def _refusal(tried: Tried) -> Refusal:
         given=f"{tried.needs.device_bytes} bytes", required="less", source="", change=""
     )
     return Refusal(_candidate(tried.options), error)
-
-
-def _figures(subject: Subject) -> Calibrated:
-    return subject.figures or uncalibrated(subject.problem.model)
 
 
 def _on_this_cpu(subject: Subject) -> bool:

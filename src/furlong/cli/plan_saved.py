@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_subject import check_num_devices, model_shape_of, training_of
+from furlong.cli.plan_subject import check_num_devices, figures_of, run_of, spec_of
+from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
-from furlong.plan.text import format_plan, load_plan
+from furlong.plan.text import format_plan, load_plan, read_made_for
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
+from furlong.report.plan_report import report_plan
+from furlong.report.plan_text import format_report, line, runs_words
 from furlong.report.tables import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
@@ -23,30 +29,25 @@ from furlong.simulate.unit_costs import UnitCosts
 _UNITS = "units"
 _ABOUT_UNITS = (
     "one unit: a token's forward through a stage of average height; no hardware is given"
-    " (--model and --hardware predict seconds)"
+    " (--model.name and --hardware predict seconds)"
 )
 
 
-def show_plan(file: str, chosen: argparse.Namespace) -> None:
-    """A saved plan: in units without hardware, in seconds and bytes with a model and hardware."""
-    plan = _load(file)
+def show_plan(file: str, flags: RunFlags) -> None:
+    """A saved plan in seconds and bytes, of the model and the hardware that it was saved with or
+    that flags name; without them in units."""
+    chosen = flags.own
     if chosen.out is not None:
-        raise ConfigError(
-            given=f"{file} with --out",
-            required="a plan that is searched",
-            source="the command line",
-            change="copy the file",
-        )
-    if (chosen.model is None) != (chosen.hardware is None):
-        raise ConfigError(
-            given="one of --model and --hardware",
-            required="both, to predict seconds and bytes; or none",
-            source="the command line",
-            change="add the other one",
-        )
-    if chosen.model is not None:
-        _show_predicted(plan, file, chosen)
+        raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
+    text, plan = _load(file)
+    saved = _checked(read_made_for(text), file)
+    named = any(name.startswith("--model") for name in flags.names)
+    if saved or (named and chosen.hardware is not None):
+        _show_predicted(plan, file, flags, saved)
         return
+    if named or chosen.hardware is not None:
+        both = "both, to predict seconds and bytes; or none"
+        raise refusal("one of --model.name and --hardware", both, "add the other one")
     timeline = simulate(plan, UnitCosts(plan))
     figures = measure(timeline)
     if chosen.json:
@@ -72,33 +73,50 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
     draw(Panel(measured.timeline, measured.plan, title), chosen)
 
 
-def _show_predicted(plan: ChunkPlan, file: str, chosen: argparse.Namespace) -> None:
-    from furlong.cost.devices.hardware import hardware
-    from furlong.cost.model import CostModel
-    from furlong.report.plan_report import report_plan
-    from furlong.report.plan_text import format_report
-
-    spec = hardware(chosen.hardware)
-    shape = model_shape_of(chosen.model)
+def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
+    chosen = flags.own
+    config = run_of(flags, saved.get("run", {}))
+    zero = saved.get("zero") if chosen.zero is None else chosen.zero
+    spec = spec_of(chosen.hardware or str(saved.get("hardware")))
+    num_devices = len(plan.actions) * plan.sp_size
+    figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
+    shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
         raise ConfigError(
-            given=f"a model of {shape.num_layers} layers, {chosen.model}",
+            given=f"a model of {shape.num_layers} layers, {config.model.name}",
             required=f"one of {sum(plan.stages)} layers, as the plan's stages have them",
-            source=f"--model and {file}",
+            source=f"--model.name and {file}",
             change="give the model that the plan was made for",
         )
-    training = training_of(chosen, len(plan.actions) * plan.sp_size)
-    report = report_plan(plan, CostModel(shape, spec, training), chosen.memory)
+    budget_bytes = None if budget == "auto" else budget
+    report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
     if chosen.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
+        print(line("devices", f"{num_devices} x {spec.name}, {config.model.name}"))
         print(format_report(report))
+        print(line("runs here", runs_words(report)))
     draw(report.panel(Path(file).stem), chosen)
 
 
-def _load(file: str) -> ChunkPlan:
+def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """What a plan was made for, as `--out` writes it. Raises ConfigError where it was edited."""
+    kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
+    is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
+    if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
+        raise ConfigError(
+            given=f"made_for = {saved!r:.80}",
+            required=f"{', '.join(kinds)} as furlong plan --out writes them",
+            source=file,
+            change="make the plan again, or remove made_for",
+        )
+    return saved
+
+
+def _load(file: str) -> tuple[str, ChunkPlan]:
     try:
-        plan = load_plan(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        plan = load_plan(text)
         check(plan)
         check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +139,7 @@ def _load(file: str) -> ChunkPlan:
             source=file,
             change="undo what was edited by hand, or make the plan again",
         ) from error
-    return plan
+    return text, plan
 
 
 def _has_lengths(file: str) -> bool:

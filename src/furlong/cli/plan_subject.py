@@ -1,11 +1,7 @@
-"""What `furlong plan` searches a plan for: a batch, a model, devices, and the dials that are given.
-
-Flags come first, then the run file, then defaults.
-"""
+"""What `furlong plan` plans for: a batch, a model, devices, and the dials that are given."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,19 +9,20 @@ from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.plan_batch import Batch, batch_of_flags, batch_of_run
+from furlong.cli.flag_types import refusal
+from furlong.cli.plan_batch import Batch, batch_of
 from furlong.cli.plan_flags import MAX_DEVICES
 from furlong.cli.plan_sample import check_dials
 from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
-from furlong.cost.devices.hardware import THIS_CPU, hardware
-from furlong.cost.memory.training import Lora, Training, ZeroStage
+from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import MODELS, model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.values import Tier
-from furlong.planners.auto.decide import given_dials
-from furlong.planners.auto.decide import training_of as training_of_run
+from furlong.planners.auto.decide import given_dials, training_of
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.search.search import Problem
 from furlong.planners.tier_budgets import tier_budgets
@@ -33,10 +30,10 @@ from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from furlong.config.schema import RunConfig
+    from furlong.config.schema import PlannedRun
+    from furlong.config.sources import RunFlags
 
-
-_DIALS = ("size", "num_retained", "keep", "tier", "order", "stage_layers")
+_SIZES = ("dp", "sp", "pp")
 MAX_CHUNKS = 2048
 """Chunks of the longest sequence that a plan may have."""
 
@@ -49,51 +46,60 @@ class Subject:
     dials: Mapping[str, Any]
     """Values that are given: size, num_retained, keep, tier, order, stage_layers, sample."""
     batch: Batch
-    model_name: str
-    config: RunConfig | None = None
-    """Of a run file."""
-    figures: Calibrated | None = None
+    config: PlannedRun
+    is_run: bool
+    """Whether there is data, which `furlong train` could train on."""
+    figures: Calibrated
     """Where the seconds and bytes of the problem's model come from."""
-    host_bytes: int | None = 0
-    """Budget of the host; None: no limit."""
+    host_bytes: int = 0
+    """Budget of a device in its host's memory."""
     disk_bytes: int = 0
+    num_idle: int = 0
+    """Devices that are there and, with --runnable, not used."""
 
     @property
     def num_positions(self) -> int | None:
         """Positions of the model after the run's `model.rope`; None where they are unknown."""
         shape = self.problem.model.shape
-        rope = self.config.model.rope if self.config is not None else None
+        rope = self.config.model.rope
         if rope is None or shape.num_positions is None:
             return shape.num_positions
         original = rope.original_max_position_embeddings or shape.original_positions
         if rope.factor is not None:
             return floor(rope.factor * (original or shape.num_positions))
-        assert self.config is not None  # it has the rope
         return max(shape.num_positions, self.config.data.max_seq_len)
-
-    def model_words(self) -> str:
-        model = self.problem.model
-        shape, training = model.shape, model.training
-        lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
-        counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
-        guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
-        return f"{self.model_name}: {counts}; {lora}, ZeRO-{training.zero_stage}{guess}"
-
-    def devices_words(self) -> str:
-        problem = self.problem
-        spec = problem.model.hardware
-        budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
-        name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
-        return f"{problem.num_devices} x {name}, a budget of {format_bytes(budget)} each"
 
     def words(self) -> str:
         """The lines over an answer."""
+        problem, model = self.problem, self.problem.model
+        shape, training, spec = model.shape, model.training, model.hardware
+        lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
+        counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
+        guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
+        name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
+        budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
+        host = f" and {format_bytes(self.host_bytes)} of the host's memory"
+        budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''} each"
+        idle = f"; {self.num_idle} more idle" if self.num_idle else ""
+        zero = f"ZeRO-{training.zero_stage}"
         return "\n".join([
             line("batch", str(self.batch)),
-            line("model", self.model_words()),
-            line("devices", self.devices_words()),
-            *([line("figures", self.figures.words)] if self.figures else []),
+            line("model", f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}"),
+            line("devices", f"{problem.num_devices} x {name}, a budget of {budgets}{idle}"),
+            line("figures", self.figures.words),
         ])  # fmt: skip
+
+    def made_for(self, model: CostModel) -> dict[str, Any]:
+        """Plain values that are saved with a plan, to predict it again on its `model`."""
+        run: dict[str, Any] = {"model": self.config.model.model_dump(mode="json")}
+        if self.problem.budget_bytes is not None:
+            run["memory"] = {"device": self.problem.budget_bytes}
+        return {
+            "run": run,
+            "hardware": model.hardware.name,
+            "zero": model.training.zero_stage,
+            "num_tokens": sum(self.problem.seq_lens),
+        }
 
     def to_json(self) -> dict[str, Any]:
         problem = self.problem
@@ -103,27 +109,75 @@ class Subject:
                 "num_sequences": len(problem.seq_lens),
                 "num_tokens": sum(problem.seq_lens),
                 "longest_tokens": max(problem.seq_lens),
+                "longest_of_data_tokens": self.batch.longest_tokens,
             },
-            "model": self.model_name,
+            "model": self.config.model.name,
             "hardware": problem.model.hardware.name,
             "num_devices": problem.num_devices,
+            "host_budget_bytes": self.host_bytes,
         }
 
 
-def subject_of(chosen: argparse.Namespace) -> Subject:
+def subject_of(flags: RunFlags) -> Subject:
     """What a command line asks for. Raises ConfigError."""
-    if chosen.subject is not None:
-        return _of_run(chosen)
-    for name in ("lengths", "model", "hardware"):
-        if getattr(chosen, name) is None:
-            raise ConfigError(
-                given=f"no --{name}",
-                required="RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model and --hardware",
-                source="the command line",
-                change=f"add --{name}, or see furlong plan --help",
-            )
-    dials = {name: getattr(chosen, name) for name in _DIALS}
-    return _build(chosen, batch_of_flags(chosen), chosen.model, dials, None)
+    config, own = run_of(flags), flags.own
+    is_run = own.subject is not None or "--data.train" in flags.names
+    if own.hardware is None and not is_run:
+        raise _missing("--hardware")
+    batch = batch_of(flags, config)
+    spec = spec_of(THIS_CPU if own.hardware is None else own.hardware)
+    dials = _dials(config, batch)
+    sizes, num_devices = _layout(flags, config)
+    longest = batch.lengths.longest if batch.lengths is not None else max(batch.seq_lens)
+    check_dials(own, dials, num_devices, longest)
+    tier = dials.get("tier")
+    host_bytes, disk_bytes = tier_budgets(
+        tier, config.memory.host, config.memory.disk,
+        on_cpu=spec.name == THIS_CPU, free_host_bytes=int(spec.host_bytes),
+    )  # fmt: skip
+    assert host_bytes is not None  # the hardware's is known
+    spec = replace(spec, host_bytes=host_bytes)
+    tiers: tuple[Tier, ...] = ("device", "host") if host_bytes else ("device",)
+    if tier is not None:
+        tiers = (ChunkOptions(tier=tier).tiers.kv,)
+    figures = figures_of(config, spec, num_devices, own.zero, calibrate=not own.no_calibration)
+    budget = config.memory.device
+    problem = Problem(
+        seq_lens=batch.seq_lens,
+        model=figures.model,
+        num_devices=num_devices,
+        budget_bytes=None if budget == "auto" else budget,
+        tiers=tiers,
+        dp=sizes["dp"],
+        sp=sizes["sp"],
+        pp=sizes["pp"],
+    )
+    return Subject(
+        problem=problem, dials=dials, batch=batch, config=config, is_run=is_run, figures=figures,
+        host_bytes=host_bytes, disk_bytes=disk_bytes,
+        num_idle=(own.devices or 1) - 1 if own.runnable else 0,
+    )  # fmt: skip
+
+
+def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> PlannedRun:
+    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
+    that were saved with a plan. Raises ConfigError."""
+    from furlong.config.run_file import read_run_file
+    from furlong.config.schema import PlannedRun
+    from furlong.config.sources import merge
+
+    file = flags.own.subject
+    if made_for is None and file is not None:
+        return merge(PlannedRun, flags, read_run_file(file), file)
+    values: dict[str, Any] = dict(made_for or {})
+    if "--data.train" not in flags.names:
+        # The schema asks for data; a plan needs no more of it than its lengths.
+        if file is None and flags.own.lengths is None:
+            raise _missing("--lengths")
+        values["data"] = {"train": file or flags.own.lengths}
+    if "model" not in values and not any(name.startswith("--model") for name in flags.names):
+        raise _missing("--model.name")
+    return merge(PlannedRun, flags, values, file or "no run file")
 
 
 def model_shape_of(name: str) -> ModelShape:
@@ -153,92 +207,25 @@ def model_shape_of(name: str) -> ModelShape:
         ) from error
 
 
-def training_of(
-    chosen: argparse.Namespace, num_devices: int, config: RunConfig | None = None
-) -> Training:
-    """What is trained and in which dtypes; `config`: the run's, if there is one."""
-    dtype = dtype_of(chosen, config)
-    zero: ZeroStage = chosen.zero if chosen.zero is not None else 1 if num_devices > 1 else 0
-    training = training_of_run(config.model) if config else Training()
-    if chosen.lora_rank is not None:
-        training = replace(training, lora=Lora(chosen.lora_rank, attention=True, mlp=True))
-    return replace(Training.in_dtype(dtype), zero_stage=zero, lora=training.lora)
+def spec_of(name: str) -> HardwareSpec:
+    """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
+    decide alike."""
+    return this_cpu(measured=False) if name == THIS_CPU else hardware(name)
 
 
-def dtype_of(chosen: argparse.Namespace, config: RunConfig | None) -> str:
-    """Of the compute: the flag's, the run's, or bfloat16."""
-    return str(chosen.dtype or (config.model.dtype if config else "bfloat16"))
-
-
-def _of_run(chosen: argparse.Namespace) -> Subject:
-    from furlong.config.sources import load_run
-
-    config = load_run(chosen.subject)
-    dials = {
-        name: getattr(config.chunks, name) if getattr(chosen, name) is None else
-        getattr(chosen, name)
-        for name in _DIALS
-    }  # fmt: skip
-    dials["sample"] = given_dials(config.chunks).get("sample")
-    batch = batch_of_run(chosen.subject, config, chosen)
-    return _build(chosen, batch, chosen.model or config.model.name, dials, config)
-
-
-def _build(
-    chosen: argparse.Namespace,
-    batch: Batch,
-    model_name: str,
-    dials: Mapping[str, Any],
-    config: RunConfig | None,
-) -> Subject:
-    sizes = _sizes(chosen, config)
-    num_devices = chosen.devices or prod(size or 1 for size in sizes.values())
-    check_num_devices(num_devices, "the product of dp, sp and pp")
-    _check_chunks(max(batch.seq_lens), dials["size"])
-    spec = hardware(THIS_CPU if chosen.hardware is None else chosen.hardware)
-    fixed = {name: value for name, value in dials.items() if value not in (None, "auto")}
-    if "tier" in fixed:
-        fixed["tier"] = checked_tier(fixed["tier"])
-    if "stage_layers" in fixed:
-        fixed.setdefault("order", "layer-first")
-    longest = batch.lengths.longest if batch.lengths is not None else max(batch.seq_lens)
-    check_dials(chosen, fixed, num_devices, longest)
-    tier = fixed.get("tier")
-    host_bytes, disk_bytes = _tier_budgets(chosen, tier, spec.name == THIS_CPU, config)
-    budget = chosen.memory
-    if budget is None and config is not None and config.memory.device != "auto":
-        budget = config.memory.device
-    tiers: tuple[Tier, ...] = ("device",) if host_bytes == 0 else ("device", "host")
-    if tier is not None:
-        tiers = (ChunkOptions(tier=tier).tiers.kv,)
-    model = CostModel(model_shape_of(model_name), spec, training_of(chosen, num_devices, config))
-    figures = uncalibrated(model)
-    if not chosen.no_calibration:
-        figures = calibrated(model, dtype_of(chosen, config))
-    problem = Problem(
-        seq_lens=batch.seq_lens,
-        model=figures.model,
-        num_devices=num_devices,
-        budget_bytes=budget,
-        tiers=tiers,
-        dp=sizes["dp"],
-        sp=sizes["sp"],
-        pp=sizes["pp"],
-    )
-    return Subject(
-        problem=problem, dials=fixed, batch=batch, model_name=model_name, config=config,
-        host_bytes=host_bytes, disk_bytes=disk_bytes, figures=figures,
-    )  # fmt: skip
-
-
-def _tier_budgets(
-    chosen: argparse.Namespace, tier: object, on_cpu: bool, config: RunConfig | None
-) -> tuple[int | None, int]:
-    """Of host and disk: flags, then the run file."""
-    memory = config.memory if config is not None else None
-    host = chosen.host if chosen.host is not None else memory.host if memory else "auto"
-    disk = chosen.disk if chosen.disk is not None else memory.disk if memory else 0
-    return tier_budgets(tier, host, disk, on_cpu=on_cpu)
+def figures_of(
+    config: PlannedRun,
+    spec: HardwareSpec,
+    num_devices: int,
+    zero: ZeroStage | None,
+    *,
+    calibrate: bool,
+) -> Calibrated:
+    """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
+    stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
+    training = replace(training_of(config.model), zero_stage=stage)
+    model = CostModel(model_shape_of(config.model.name), spec, training)
+    return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
 
 
 def check_num_devices(num_devices: int, source: str) -> None:
@@ -252,9 +239,13 @@ def check_num_devices(num_devices: int, source: str) -> None:
         )
 
 
-def _check_chunks(longest: int, size: object) -> None:
-    """Raises ConfigError for more chunks of a sequence than can be planned for."""
-    if isinstance(size, int) and longest > size * MAX_CHUNKS:
+def _dials(config: PlannedRun, batch: Batch) -> dict[str, Any]:
+    """The dials that are given. Raises ConfigError for more than can be planned for."""
+    dials = given_dials(config.chunks)
+    if "tier" in dials:
+        dials["tier"] = checked_tier(dials["tier"])
+    longest, size = max(batch.seq_lens), dials.get("size", MAX_TOKENS)
+    if longest > size * MAX_CHUNKS:
         raise ConfigError(
             given=f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest"
             f" sequence of {longest:,}",
@@ -262,13 +253,36 @@ def _check_chunks(longest: int, size: object) -> None:
             source="chunks.size and the lengths",
             change=f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
         )
+    return dials
 
 
-def _sizes(chosen: argparse.Namespace, config: RunConfig | None) -> dict[str, int | None]:
-    """dp, sp and pp; None: searched. A run file's sp and pp of 1 are its defaults: with more
-    devices than they take, what no flag gives is searched."""
-    sizes: dict[str, int | None] = {name: getattr(chosen, name) for name in ("dp", "sp", "pp")}
-    if config is not None and not any(sizes.values()) and not chosen.devices:
-        given = config.parallel
-        sizes = {"dp": None if given.dp == "auto" else given.dp, "sp": given.sp, "pp": given.pp}
-    return sizes
+def _layout(flags: RunFlags, config: PlannedRun) -> tuple[dict[str, int | None], int]:
+    """Sizes of dp, sp and pp, where None is searched, and the number of devices.
+
+    With devices or sizes among the flags a run file's sizes of 1, its defaults, are searched.
+    """
+    own, given = flags.own, {f"--parallel.{name}" for name in _SIZES} & flags.names
+    sizes: dict[str, int | None] = {}
+    for name in _SIZES:
+        size = getattr(config.parallel, name)
+        is_default = size == 1 and (given or own.devices) and f"--parallel.{name}" not in given
+        sizes[name] = None if size == "auto" or is_default else size
+    needed = prod(size or 1 for size in sizes.values())
+    if own.runnable:
+        if needed > 1:
+            raise refusal(
+                f"sizes of parallel that multiply to {needed:,}, with --runnable",
+                "1: this release runs plans of one device",
+                "leave --runnable out, or the sizes",
+            )
+        return dict.fromkeys(_SIZES, 1), 1
+    check_num_devices(needed, "the product of dp, sp and pp")
+    return sizes, own.devices or needed
+
+
+def _missing(flag: str) -> ConfigError:
+    return refusal(
+        f"no {flag}",
+        "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware",
+        f"add {flag}, or see furlong plan --help",
+    )

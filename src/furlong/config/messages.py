@@ -81,6 +81,7 @@ def _refuse_no_sections(values: Mapping[Any, Any], key: tuple[str, ...], source:
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     """Advice for an unknown key, with its section in front; `known` are whole keys too."""
+    key = key.replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)
@@ -212,15 +213,15 @@ def _leaves(section: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
-def unknown_flag(flag: str, known: Sequence[Any]) -> ConfigError:
-    """The message about a flag, or a second run file, that `furlong train` does not know."""
+def unknown_flag(flag: str, known: Sequence[Any], prog: str) -> ConfigError:
+    """The message about a flag, or a second run file, that the verb `prog` does not know."""
     if flag.startswith("-"):
         change = suggest(flag.lstrip("-"), [text.lstrip("-") for text in known], "--")
     else:
         change = "remove it"
     return ConfigError(
         given=flag,
-        required="a flag of furlong train, or one run file",
+        required=f"a flag of {prog}, or one run file",
         source="the command line",
         change=change,
     )

@@ -1,7 +1,8 @@
 """The one schema of a run: it serves the run file, the flags, `--help` and Python.
 
-Numbers may be given as text, as flags are (see `numbers`). A key that only a later release carries
-out accepts nothing but the value that means "off".
+Numbers may be given as text, as flags are (see `numbers`). A run that is trained accepts, of a key
+that only a later release carries out, nothing but the value that means "off"; one that is planned
+(`PlannedRun`) accepts all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,23 +23,11 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
+from furlong.config.parallel import OneDevice, ParallelConfig
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-def _only(*allowed: object) -> AfterValidator:
-    """Accepts the values that this release carries out."""
-    listed = " or ".join("null" if value is None else str(value).lower() for value in allowed)
-
-    def check(value: object) -> object:
-        if value not in allowed:
-            raise PydanticCustomError("not_in_release", "{listed}: the rest is not in this release",
-                                      {"listed": listed})  # fmt: skip
-        return value
-
-    return AfterValidator(check)
 
 
 def _listed(value: object) -> object:
@@ -173,19 +161,6 @@ class MemoryConfig(BaseModel):
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
-class ParallelConfig(BaseModel):
-    """Layout over devices."""
-
-    model_config = _SECTION
-
-    dp: Annotated[Positive | Literal["auto"], _only("auto", 1)] = "auto"
-    """Data parallel ranks."""
-    sp: Annotated[Positive, _only(1)] = 1
-    """Ranks that share a sequence."""
-    pp: Annotated[Positive, _only(1)] = 1
-    """Pipeline stages."""
-
-
 class TrainConfig(BaseModel):
     """The optimizer's steps."""
 
@@ -248,8 +223,8 @@ class LogConfig(BaseModel):
     """Project on Weights & Biases; needs furlong[wandb]."""
 
 
-class RunConfig(BaseSettings):
-    """A training run."""
+class PlannedRun(BaseSettings):
+    """A run as `furlong plan` takes it: on any number of devices."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -271,7 +246,7 @@ class RunConfig(BaseSettings):
         return (named["init_settings"],)
 
     @model_validator(mode="after")
-    def _tiers_have_room(self) -> RunConfig:
+    def _tiers_have_room(self) -> PlannedRun:
         for tier, budget in (("disk", self.memory.disk), ("host", self.memory.host)):
             if budget == 0 and names_tier(self.chunks.tier, tier):
                 name = f"memory.{tier}"
@@ -284,7 +259,7 @@ class RunConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_a_base(self) -> RunConfig:
+    def _adapters_have_a_base(self) -> PlannedRun:
         if self.model.lora is not None and self.model.init == "random":
             raise PydanticCustomError(
                 "lora_base",
@@ -292,3 +267,9 @@ class RunConfig(BaseSettings):
                 " random base weights would be lost",
             )
         return self
+
+
+class RunConfig(PlannedRun):
+    """A training run."""
+
+    parallel: OneDevice = OneDevice()

@@ -10,32 +10,95 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
-from furlong.config.messages import check_sections, config_error, is_text, unknown_flag
+from furlong.config.messages import (
+    check_sections,
+    config_error,
+    fields_at,
+    is_text,
+    unknown_flag,
+)
 from furlong.config.run_file import read_run_file, read_yaml
-from furlong.config.schema import RunConfig
+from furlong.config.schema import PlannedRun, RunConfig
 from furlong.errors import ConfigError
 
+_Run = TypeVar("_Run", bound=PlannedRun)
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+
+class RunParser(argparse.ArgumentParser):
+    """Flags of a verb, to which `read_flags` adds the keys of a run. Raises ConfigError instead of
+    ending the process."""
 
     def error(self, message: str) -> NoReturn:
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             flag = message.removeprefix(prefix).split()[0].split("=")[0]
-            raise unknown_flag(flag, list(self._option_string_actions))
+            raise unknown_flag(flag, list(self._option_string_actions), self.prog)
         raise ConfigError(
             given=message,
             required="--section.key=value",
             source="the command line",
-            change="see furlong train --help",
+            change=f"see {self.prog} --help",
         )
+
+
+class RunFlags(NamedTuple):
+    """What a command line gives."""
+
+    keys: CliSettingsSource[Any]
+    """Keys of a run."""
+    names: frozenset[str]
+    """All flags, such as `--train.lr`."""
+    own: argparse.Namespace
+    """The verb's own arguments."""
+
+
+def read_flags(schema: type[PlannedRun], parser: RunParser, arguments: Sequence[str]) -> RunFlags:
+    """A command line of the parser's own arguments and the keys of `schema`.
+
+    A flag of the parser comes before a key of that name. Raises ConfigError; `--help` prints and
+    raises SystemExit(0).
+    """
+    own = parser.parse_args([])
+
+    def add_argument(group: Any, *names: str, **kinds: Any) -> None:
+        if names[0].removeprefix("--") not in own:
+            argparse.ArgumentParser.add_argument(group, *names, **kinds)
+
+    def parse_args(_: Any, arguments: list[str]) -> argparse.Namespace:
+        parsed = vars(parser.parse_args(arguments))
+        for name in vars(own):
+            setattr(own, name, parsed.pop(name))
+        return argparse.Namespace(**parsed)
+
+    with _settings_error_told(parser.prog):
+        keys: CliSettingsSource[Any] = CliSettingsSource(
+            schema,
+            cli_parse_args=_with_json(arguments),
+            cli_parse_none_str="null",
+            cli_enforce_required=False,
+            cli_exit_on_error=False,
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            root_parser=parser,
+            add_argument_method=add_argument,
+            parse_args_method=parse_args,
+        )
+    names = frozenset(text.split("=")[0] for text in arguments if text.startswith("--"))
+    return RunFlags(keys, names, own)
+
+
+def merge(schema: type[_Run], flags: RunFlags, values: Mapping[str, Any], source: str) -> _Run:
+    """The run of `values`, which were read from `source`, under the flags. Raises ConfigError."""
+    checked = check_sections(values, source)
+    build = partial(schema, **({"_cli_settings_source": flags.keys} | checked))
+    return _validated(build, source, set(flags.names))
 
 
 def parse_run(
@@ -49,37 +112,14 @@ def parse_run(
     `switches`: flags without a value that the verb reads itself, with their help. Raises
     ConfigError; `--help` prints and raises SystemExit(0).
     """
-    parser = _Parser(prog=prog, allow_abbrev=False, description=description)
+    parser = RunParser(prog=prog, allow_abbrev=False, description=description)
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
     for name, text in (switches or {}).items():
         parser.add_argument(name, action="store_true", help=text)
-    chosen: dict[str, str | None] = {}
-
-    def parse_args(_: Any, arguments: list[str]) -> argparse.Namespace:
-        parsed = parser.parse_args(arguments)
-        chosen["file"] = parsed.file
-        return parsed
-
-    with _settings_error_told():
-        flags: CliSettingsSource[Any] = CliSettingsSource(
-            RunConfig,
-            cli_parse_args=_with_json(arguments),
-            cli_parse_none_str="null",
-            cli_enforce_required=False,
-            cli_exit_on_error=False,
-            cli_avoid_json=True,
-            cli_hide_none_type=True,
-            root_parser=parser,
-            parse_args_method=parse_args,
-        )
-    file = chosen.get("file")
-    values = check_sections(read_run_file(file), file) if file is not None else {}
-    given_flags = {text.split("=")[0] for text in arguments if text.startswith("--")}
-    return _validated(
-        lambda: RunConfig(**({"_cli_settings_source": flags} | values)),
-        file or "no run file",
-        given_flags,
-    )
+    flags = read_flags(RunConfig, parser, arguments)
+    file = flags.own.file
+    values = read_run_file(file) if file is not None else {}
+    return merge(RunConfig, flags, values, file or "no run file")
 
 
 def _with_json(arguments: Sequence[str]) -> list[str]:
@@ -92,6 +132,8 @@ def _with_json(arguments: Sequence[str]) -> list[str]:
             flag = name
         elif flag:
             name, equals, value = "", "", argument
+        if equals or not argument.startswith("--"):
+            _refuse_word(flag, value)
         if flag and value.lstrip()[:1] in ("{", "[") and not is_text(flag[2:]):
             change = "quote the value for the shell, and in it every name with odd characters:"
             read = read_yaml(value, f"the flag {flag}", f"{change} {flag}='[\"a b.jsonl\"]'")
@@ -110,8 +152,20 @@ def _with_json(arguments: Sequence[str]) -> list[str]:
     return changed
 
 
+def _refuse_word(flag: str, value: str) -> None:
+    """Raise ConfigError for a word in the place of a section's keys."""
+    keys = fields_at(tuple(flag[2:].split(".")))
+    if keys and value != "null" and value.lstrip()[:1] not in ("{", "["):
+        raise ConfigError(
+            given=f"{flag} {value[:40]}",
+            required=f"one of its keys: {', '.join(keys)}",
+            source="the command line",
+            change=f"did you mean {flag}.{keys[0]}?",
+        )
+
+
 @contextmanager
-def _settings_error_told() -> Iterator[None]:
+def _settings_error_told(prog: str = "furlong train") -> Iterator[None]:
     try:
         yield
     except SettingsError as error:
@@ -119,7 +173,7 @@ def _settings_error_told() -> Iterator[None]:
             given=str(error),
             required="values that fit their keys",
             source="the command line",
-            change="see furlong train --help",
+            change=f"see {prog} --help",
         ) from error
 
 
@@ -130,11 +184,10 @@ def load_run(file: str | Path) -> RunConfig:
 
 def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
     """The run of values that were read from `source`. Raises ConfigError."""
-    checked = check_sections(values, source)
-    return _validated(lambda: RunConfig(**checked), source, set())
+    return _validated(partial(RunConfig, **check_sections(values, source)), source, set())
 
 
-def _validated(build: Callable[[], RunConfig], file: str, flags: set[str]) -> RunConfig:
+def _validated(build: Callable[[], _Run], file: str, flags: set[str]) -> _Run:
     try:
         with _settings_error_told():
             return build()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
@@ -46,6 +46,8 @@ from furlong.plan.values import (
 
 VERSION = 3
 """Of the JSON form. Other versions are refused: a plan is cheap to make again."""
+
+_MADE_FOR = "made_for"
 
 
 def format_action(action: Action) -> str:
@@ -145,8 +147,9 @@ def parse_chunk(text: str, *, source: str = "a chunk's text") -> Chunk:
     return Chunk(tuple(slices))
 
 
-def save_plan(plan: ChunkPlan) -> str:
-    """JSON that a person can read: one chunk and one action per line."""
+def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:
+    """JSON that a person can read: one chunk and one action per line. `made_for`: plain values that
+    `load_plan` passes over, such as the model and the devices."""
     values = {
         "version": str(VERSION),
         "tiers": json.dumps(asdict(plan.tiers)),
@@ -160,6 +163,8 @@ def save_plan(plan: ChunkPlan) -> str:
         "chunks": _lines([format_chunk(chunk) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
     }
+    if made_for is not None:
+        values = {_MADE_FOR: json.dumps(made_for), **values}
     return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in values.items()) + "\n}\n"
 
 
@@ -177,6 +182,7 @@ def load_plan(text: str) -> ChunkPlan:
         version = saved.get("version") if isinstance(saved, dict) else None
         raise _unreadable(f"version {version!r}", f"version {VERSION}")
     expected = {"version", *(field.name for field in fields(ChunkPlan))}
+    saved.pop(_MADE_FOR, None)
     if saved.keys() != expected:
         odd = ", ".join(sorted(saved.keys() ^ expected))
         raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
@@ -206,6 +212,12 @@ def load_plan(text: str) -> ChunkPlan:
         frozen_stages=_whole_number(saved, "frozen_stages"),
         regathers=saved["regathers"],
     )
+
+
+def read_made_for(text: str) -> dict[str, Any]:
+    """What `save_plan` was told that a plan was made for; empty where it was told nothing."""
+    values = json.loads(text).get(_MADE_FOR)
+    return values if isinstance(values, dict) else {}
 
 
 def _tiers(values: Any) -> Tiers:

@@ -69,13 +69,22 @@ class DoesNotFitError(ConfigError):
 
 def fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None) -> int:
     """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
-    device has less."""
-    memory = model.memory(budget_bytes)
+    device has less, ConfigError at the first whose share of its host's memory is smaller."""
+    memory, host_bytes = model.memory(budget_bytes), model.hardware.host_bytes
     peak = 0
     for rank in range(len(plan.actions)):
         curve = memory.curve(plan, rank)
         needed = sum(curve.peak.values())
         if needed > memory.budget_bytes(rank):
             raise DoesNotFitError(rank, curve.peak, memory.budget_bytes(rank))
+        if (on_host := int(curve.host.max(initial=0))) > host_bytes:
+            raise ConfigError(
+                given=f"rank {rank} needs {format_bytes(on_host)} of its host's memory",
+                required=f"at most {format_bytes(host_bytes)}: memory.host, or a device's share"
+                " of its node",
+                source="the memory of the host",
+                change="raise memory.host if the node has more, keep less (chunks.keep), or use"
+                " more devices",
+            )
         peak = max(peak, needed)
     return peak

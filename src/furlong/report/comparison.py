@@ -12,6 +12,10 @@ from furlong.report.tables import align
 from furlong.report.words import BREAKDOWN_WORDS
 from furlong.units import format_bytes, format_count, format_seconds
 
+_FAR = 10
+"""Times the fastest: what is slower is no row of the table."""
+_WIDTH = 160
+"""Characters of a reason for having no plan; `--json` has all of it."""
 _SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
 """Columns of what is no computation, by the fields of Breakdown."""
 
@@ -28,26 +32,35 @@ class Row:
 
 
 def format_comparison(rows: Sequence[Row]) -> str:
-    """The methods that have a plan, fastest first; then those that have none, with the reason."""
-    planned = _by_time(rows)
+    """The methods that have a plan, fastest first; in footnotes those that take many times as long,
+    and those that have none, with the reason."""
+    every = _by_time(rows)
+    planned = [pair for pair in every if pair[1].step_s <= _FAR * every[0][1].step_s]
     head = [
-        "method", "dp x sp x pp", "s/step", "vs best", "tokens/s", "bubble", *_SHARES.values(),
-        "peak", "dials",
+        "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
+        *_SHARES.values(), "peak", "dials",
     ]  # fmt: skip
     table = [head]
     for row, report in planned:
         shares = [getattr(report.breakdown, name) for name in _SHARES]
         table.append([
-            row.method, row.layout, format_seconds(report.step_s),
+            row.method, row.layout, "no" if report.missing else "yes",
+            format_seconds(report.step_s),
             f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
             f"{report.figures.bubble_ratio:.1%}", *(f"{share:.1%}" for share in shares),
             format_bytes(report.peak_bytes), row.dials,
         ])  # fmt: skip
     lines = align(_without_empty(table), left=("method", "dials")) if planned else []
+    lines += [
+        f"{row.method}: {report.step_s / every[0][1].step_s:.0f}x the time of the fastest"
+        for row, report in every[len(planned) :]
+    ]
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.report is None:
-            lines.append(f"{row.method}: no plan")
-            lines += textwrap.wrap(row.refusal, 98, initial_indent="  ", subsequent_indent="  ")
+            reasons.setdefault(row.refusal, []).append(row.method)
+    for reason, methods in reasons.items():
+        lines.append(textwrap.shorten(f"{', '.join(methods)}: no plan: {reason}", _WIDTH))
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import PARTS, Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
 from furlong.cost.model import CostModel, Hidden, PlanCosts
+from furlong.plan.runnable import missing_to_run
 from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.report.pictures.scene import Panel
 from furlong.simulate.clock import simulate
@@ -81,6 +82,11 @@ class PlanReport:
     def peak_bytes(self) -> int:
         return max(rank.device_bytes for rank in self.memory)
 
+    @property
+    def missing(self) -> str:
+        """What this release lacks to run the plan, as words; empty where it runs it."""
+        return missing_to_run(self.plan, self.num_tokens)
+
     def panel(self, title: str, note: str = "") -> Panel:
         """What a picture of it is made of."""
         limits = (self.budget_bytes,) * len(self.memory)
@@ -103,6 +109,8 @@ class PlanReport:
                 for rank, own in enumerate(self.memory)
             ],
             "figures": self.figures.to_json(),
+            "runs_here": not self.missing,
+            "missing_to_run": self.missing,
         }
 
 

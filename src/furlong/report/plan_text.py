@@ -56,6 +56,16 @@ def format_report(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
+def runs_words(report: PlanReport, train_on: str = "") -> str:
+    """Whether this release runs the plan. `train_on`: the device on which a run would decide for
+    this very plan."""
+    if report.missing:
+        return f"no: {report.missing}; planned, not yet run by furlong train (see --runnable)"
+    if train_on:
+        return f"yes: furlong train decides for it on one {train_on}"
+    return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
+
+
 def memory_words(report: PlanReport) -> str:
     """The rank that needs most, and what is left of its budget."""
     peaks = [rank.device_bytes for rank in report.memory]

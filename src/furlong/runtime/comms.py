@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from furlong.errors import PlanError
+from furlong.plan.runnable import missing_to_run
 from furlong.plan.text import format_action
 from furlong.plan.values import ChunkPlan, Recv, Send
 
@@ -51,7 +52,7 @@ class Alone:
     """The comms of a single rank, which holds every sum whole."""
 
     def accept(self, plan: ChunkPlan) -> None:
-        if len(plan.actions) != 1 or plan.sp_size != 1:
+        if missing_to_run(plan):
             raise PlanError(
                 f"this run has one rank: the plan has {len(plan.actions)} with {plan.sp_size} "
                 "processes each, whose gradients nothing would add up"

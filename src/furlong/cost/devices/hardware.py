@@ -71,6 +71,8 @@ class HardwareSpec:
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
     optimizer_parameters_per_s: float = inf
     """Trained parameters that a step of the optimizer updates per second."""
+    host_bytes: float = inf
+    """What one device may keep in its host's memory: its share of the node's."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from."""
 
@@ -112,6 +114,7 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
             disk=Link(1e-4, figures.disk_bytes_per_s),
             collectives=figures.collectives,
         ),
+        host_bytes=figures.host_bytes,
         sources=figures.sources,
     )
 
@@ -140,6 +143,7 @@ def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec
         activation_bytes_per_s=2e9,
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
+        host_bytes=memory - memory // 8,
         links=Links(
             devices_per_node=cores,
             within_node=Link(5e-5, copy / 2),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from furlong.cost.devices.links import Collective, Link
 
+TIB = 2**40
 GIB = 2**30
 MIB = 2**20
 
@@ -26,6 +27,7 @@ _ASSUMED = {
     "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
     "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
     "host_bytes_per_s": "assumed: four fifths of the PCIe rate, one link per device",
+    "host_bytes": "one of equal shares of the node's, less an assumed tenth for the system",
     "disk_bytes_per_s": "assumed: one NVMe drive shared by the node",
 }
 
@@ -38,6 +40,8 @@ class Figures:
     within_bytes_per_s: float
     between_bytes_per_s: float
     host_bytes_per_s: float
+    node_host_bytes: int
+    """Memory of a node's host."""
     devices_per_node: int = 8
     linear_best: float = 0.62
     attention_forward_best: float = 0.55
@@ -59,12 +63,18 @@ class Figures:
     def reserved_bytes(self) -> int:
         return GIB // 2 + int(0.03 * self.memory_bytes)
 
+    @property
+    def host_bytes(self) -> int:
+        """A device's share of the host's memory, a tenth of which is the system's."""
+        return self.node_host_bytes * 9 // 10 // self.devices_per_node
 
-def _sources(sheet: str, node: str) -> dict[str, str]:
+
+def _sources(sheet: str, node: str, host: str = "") -> dict[str, str]:
     return {
         "peak_flops_per_s, memory_bytes_per_s, within_bytes_per_s": sheet,
         "memory_bytes": "nvidia-smi on such a device",
         "between_bytes_per_s, devices_per_node": node,
+        "node_host_bytes": host or node,
         **_ASSUMED,
     }
 
@@ -89,31 +99,35 @@ def _skrull_links() -> dict[tuple[Collective, bool], Link]:
 _A100 = Figures(
     peak_flops_per_s=312e12, memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
     within_bytes_per_s=300e9, between_bytes_per_s=25e9, host_bytes_per_s=25e9,
+    node_host_bytes=2 * TIB,
 )  # fmt: skip
 _H100 = Figures(
     peak_flops_per_s=989e12, memory_bytes=81559 * MIB, memory_bytes_per_s=3.35e12,
     within_bytes_per_s=450e9, between_bytes_per_s=50e9, host_bytes_per_s=50e9,
     linear_best=0.55, attention_forward_best=0.50, attention_backward_best=0.42,
+    node_host_bytes=2 * TIB,
 )  # fmt: skip
 _CARD = Figures(
     peak_flops_per_s=165.2e12, memory_bytes=24 * GIB, memory_bytes_per_s=1008e9,
     within_bytes_per_s=20e9, between_bytes_per_s=1.25e9, host_bytes_per_s=25e9,
+    node_host_bytes=512 * GIB,
 )  # fmt: skip
-_DGX_A100 = "DGX A100: eight adapters of 200 Gb/s for eight devices"
-_DGX_H100 = "DGX H100: eight adapters of 400 Gb/s for eight devices"
-_PC = "assumed: a node of PCIe 4 cards without NVLink, and one 100 Gb/s adapter for eight"
+_DGX_A100 = "DGX A100: eight adapters of 200 Gb/s for eight devices, 2 TB of memory (40 GB: 1 TB)"
+_DGX_H100 = "DGX H100: eight adapters of 400 Gb/s for eight devices, 2 TB of memory"
+_PC = "assumed: a node of PCIe 4 cards without NVLink, one 100 Gb/s adapter and 512 GiB for eight"
 
 KNOWN: dict[str, Figures] = {
     "A100-40": replace(
-        _A100, memory_bytes=40 * GIB, memory_bytes_per_s=1.555e12,
+        _A100, memory_bytes=40 * GIB, memory_bytes_per_s=1.555e12, node_host_bytes=TIB,
         sources=_sources("NVIDIA A100 SXM4 40GB data sheet", _DGX_A100),
     ),
     "A100-80": replace(_A100, sources=_sources("NVIDIA A100 SXM4 80GB data sheet", _DGX_A100)),
     "A800": replace(
-        _A100, within_bytes_per_s=200e9, between_bytes_per_s=6.25e9,
+        _A100, within_bytes_per_s=200e9, between_bytes_per_s=6.25e9, node_host_bytes=TIB,
         sources=_sources(
             "as the A100 80GB, NVLink 400 GB/s in both directions (InfiniPipe, 5.1)",
             "InfiniPipe, 5.1: one InfiniBand network of 400 Gb/s for eight devices",
+            "assumed: 1 TB, as the smaller DGX A100 has",
         ),
     ),
     "H100": replace(_H100, sources=_sources("NVIDIA H100 SXM5 data sheet", _DGX_H100)),
@@ -132,7 +146,10 @@ KNOWN: dict[str, Figures] = {
         _H100, peak_flops_per_s=2.25e15, memory_bytes=183359 * MIB, memory_bytes_per_s=8e12,
         within_bytes_per_s=900e9, linear_best=0.50, attention_forward_best=0.45,
         attention_backward_best=0.38,
-        sources=_sources("NVIDIA DGX B200 data sheet, per device", "DGX B200: 400 Gb/s per device"),
+        sources=_sources(
+            "NVIDIA DGX B200 data sheet, per device",
+            "DGX B200: 400 Gb/s per device, 2 TB of memory (up to 4 TB)",
+        ),
     ),
     "RTX3090": replace(
         _CARD, peak_flops_per_s=71e12, memory_bytes_per_s=936e9,
