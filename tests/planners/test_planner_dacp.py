@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.skrull_forms import flops
 
-from furlong.cost.skrull import flops
 from furlong.plan.values import SHARDED
 from furlong.planners.chunks.dacp import place_by_load, place_in_turn
 

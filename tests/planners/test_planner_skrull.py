@@ -10,8 +10,8 @@ import pytest
 from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers import skrull_forms as skrull
 
-from furlong.cost import skrull
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.memory.training import Training

@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers import skrull_forms as skrull
+from papers.skrull_exact import Problem, solve_skrull, step_s
 
-from furlong.cost import skrull
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED
-from furlong.planners.methods.skrull import schedule_skrull, step_s
-from furlong.planners.methods.skrull_exact import Problem, solve_skrull
+from furlong.planners.methods.skrull import schedule_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time
 FIT = skrull.TimeFit(
