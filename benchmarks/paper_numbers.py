@@ -33,7 +33,8 @@ INTRODUCTION = """\
 Written by `python benchmarks/paper_numbers.py`. *Paper* is what a paper prints; *ours* is what
 furlong's planners, simulator and cost model give. A row says whether it was fitted, what bound it
 promises, and where it misses with which cause. Rows without a bound are shown only: their settings
-are not printed. What we derived ourselves is not here but in [derivations](derivations.md).
+are not printed (Skrull's four speed-ups are among them). What we derived ourselves is in
+[derivations](derivations.md).
 """
 
 

@@ -160,7 +160,8 @@ def speedups(num_batches: int = 3) -> Table:
             "heuristics** (GDS and DACP) on average: one long local sequence keeps its group "
             "waiting",
             "the paper enables DACP alone first and finds it effective; here it is slower than "
-            "nearly every baseline, for the same cause: unexplained",
+            "nearly every baseline, for the same cause; that the paper finds otherwise is "
+            "unexplained",
             "settings: " + "; ".join(f"{model} {data}" for model, data, *_ in SETTINGS) + ". "
             "Memory is bounded by the paper's BucketSize, nothing is recomputed; what is longer "
             "than a group can hold is drawn again; lengths below 1K, most of wikipedia and lmsys, "

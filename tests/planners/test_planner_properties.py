@@ -72,7 +72,7 @@ def sampling(rng):
 
 def chunkflow(rng):
     return plan_chunkflow(
-        lengths(rng), options(rng), stages=(rng.randint,)(1, 4), backward=rng.random() < 0.9
+        lengths(rng), options(rng), stages=(rng.randint(1, 4),), backward=rng.random() < 0.9
     )
 
 
