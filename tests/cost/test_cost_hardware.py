@@ -1,6 +1,7 @@
 """Devices by name, efficiencies, links and collectives."""
 
 import pytest
+from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
 
 from furlong.cost.devices.hardware import (
     THIS_CPU,
@@ -13,7 +14,6 @@ from furlong.cost.devices.hardware import (
 )
 from furlong.cost.devices.known_hardware import KNOWN
 from furlong.cost.devices.links import Link, Links
-from furlong.cost.skrull import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
 from furlong.errors import ConfigError
 
 

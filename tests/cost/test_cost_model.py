@@ -110,6 +110,22 @@ def test_tensor_parallelism_divides_work_and_pays_gathers():
     assert quarter == pytest.approx(whole / 4 + gathers)
 
 
+def test_tensor_parallelism_over_two_nodes_shares_their_adapters():
+    """A ring crosses a node's edge once: each of its four devices carries a quarter."""
+    plan, links = one_chunk(Slice(0, 0, LONG)), A100.links
+    far = replace(
+        links, devices_per_node=4, between_nodes=replace(links.between_nodes, bytes_per_s=5e9)
+    )
+    seconds = [
+        forward_s(plan, CostModel(SHAPE, replace(EXACT, links=own), Training(tp_size=8)))
+        for own in (links, far)
+    ]
+    moved = 4 * 32 * LONG * 4096 * 2 * 7 / 8
+    latency = 4 * 32 * (far.between_nodes.latency_s - links.within_node.latency_s)
+    slower = moved / 20e9 - moved / 300e9
+    assert seconds[1] - seconds[0] == pytest.approx(slower + latency)
+
+
 def test_messages_of_neighbours_and_of_other_nodes():
     model = CostModel(SHAPE, A100)
     plan = plan_chunkflow((512,) * 3, ChunkOptions(size=512), stages=(2,) * 16)

@@ -7,10 +7,11 @@ import pytest
 
 from furlong.cost.devices.hardware import Efficiency, hardware
 from furlong.cost.memory.activations import eager
-from furlong.cost.memory.training import Training
+from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.chunks import chunk_table
 from furlong.cost.seconds.flops import attended_keys
+from furlong.cost.seconds.optimizer import optimizer_s
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
 
@@ -94,5 +95,24 @@ def test_tiles_that_the_diagonal_cuts_are_computed_whole():
 
 
 def test_the_optimizers_step():
-    assert NOTHING.optimizer_s(10**9) == 0.0
     assert replace(NOTHING, optimizer_parameters_per_s=2e8).optimizer_s(10**9) == 5.0
+    # a data sheet's device passes 30 bytes of each parameter through its memory
+    assert hardware("A100-80").optimizer_s(2.039e12) == pytest.approx(30)
+
+
+def test_the_optimizers_step_of_a_shard():
+    spec = replace(NOTHING, optimizer_parameters_per_s=1e6)
+    model = CostModel(SHAPE, spec, Training())
+    whole = optimizer_s(model, PLAN, 0)
+    assert whole == pytest.approx(SHAPE.stage_parameters((3,), 0) / 1e6)
+
+    def on(plan=PLAN, **training):
+        return optimizer_s(replace(model, training=Training(**training)), plan, 0) / whole
+
+    assert on(replicas=4) == 1 and on(replicas=4, zero_stage=1) == 0.25
+    assert on(tp_size=2, zero_stage=3) == 0.5
+    two = replace(PLAN, actions=PLAN.actions * 2, sp_size=2)
+    assert on(two) == 1 and on(two, zero_stage=1) == 0.25
+    adapters = Lora(rank=1)
+    own = sum(adapters.layer_parameters(SHAPE, layer) for layer in range(3))
+    assert on(lora=adapters) * whole == pytest.approx(own / 1e6)

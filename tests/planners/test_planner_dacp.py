@@ -6,10 +6,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.skrull_forms import flops
 
-from furlong.cost.skrull import flops
 from furlong.plan.values import SHARDED
-from furlong.planners.chunks.dacp import place_by_load, place_in_turn
+from furlong.planners.chunks.dacp import place_by_load
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=14)
 
@@ -31,8 +31,8 @@ def rank_tokens(seq_lens, placements, cp_size):
     ]
 
 
-def reference(seq_lens, bucket_tokens, cp_size, *, by_load=True, as_printed=False):
-    """Algorithms 1 and 3 (or 4) line by line. Returns placements, and how often it rolled back.
+def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
+    """Algorithms 1 and 3 line by line. Returns placements, and how often it rolled back.
 
     as_printed: RollBack as in the paper's listing, RB[rank] <- RB[rank] - S + S/N for one rank.
     """
@@ -43,8 +43,7 @@ def reference(seq_lens, bucket_tokens, cp_size, *, by_load=True, as_printed=Fals
     while at < len(order):
         i = order[at]
         share = Fraction(seq_lens[i], cp_size)
-        targets = [load.index(min(load))] if by_load else []
-        for rank in [*targets, room.index(max(room))]:
+        for rank in (load.index(min(load)), room.index(max(room))):
             if room[rank] >= seq_lens[i]:
                 result[i] = rank
                 room[rank] -= seq_lens[i]
@@ -92,13 +91,11 @@ def test_worked_example_without_roll_back():
 
 @given(lengths, st.integers(1, 60), st.integers(1, 8))
 def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, cp_size):
-    work = work_of(seq_lens)
-    sizes = {"bucket_tokens": bucket_tokens, "cp_size": cp_size}
-    for placements in (place_by_load(seq_lens, work, **sizes), place_in_turn(seq_lens, **sizes)):
-        assert (placements is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
-        if placements is not None:
-            assert max(rank_tokens(seq_lens, placements, cp_size)) <= bucket_tokens
-            assert all(p == SHARDED or 0 <= p < cp_size for p in placements)
+    placements = place(seq_lens, bucket_tokens, cp_size)
+    assert (placements is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
+    if placements is not None:
+        assert max(rank_tokens(seq_lens, placements, cp_size)) <= bucket_tokens
+        assert all(p == SHARDED or 0 <= p < cp_size for p in placements)
 
 
 @settings(max_examples=200)
@@ -106,8 +103,6 @@ def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, cp_size)
 def test_agrees_with_the_reference(seq_lens, bucket_tokens, cp_size):
     # group sizes that are powers of two, so that loads are exact here too
     assert place(seq_lens, bucket_tokens, cp_size) == reference(seq_lens, bucket_tokens, cp_size)[0]
-    in_turn = place_in_turn(seq_lens, bucket_tokens=bucket_tokens, cp_size=cp_size)
-    assert in_turn == reference(seq_lens, bucket_tokens, cp_size, by_load=False)[0]
 
 
 def test_roll_back_as_printed_never_works():

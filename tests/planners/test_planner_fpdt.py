@@ -1,12 +1,12 @@
 """FPDT's plans and the dial between it and SeCO: order, lives of K,V, memory, chunk sizes."""
 
-import dataclasses
 from itertools import pairwise
 
 import pytest
 from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.seco import plan_seco
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
@@ -15,9 +15,8 @@ from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
 from furlong.plan.values import SHARDED, Backward, Forward, RebuildKV, Reduce, Tiers
-from furlong.planners.methods.fpdt import choose_fpdt_chunk, plan_fpdt
+from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.orders.layer_first import stage_heights
-from furlong.planners.sampling.spaco import plan_seco
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
@@ -193,38 +192,6 @@ def test_layer_first_costs_the_rebuilds():
     ratio = time_actions(plan, model.costs(plan)).duration_s
     ratio /= time_actions(seco, model.costs(seco)).duration_s
     assert 1 < ratio < 1.35
-
-
-def with_rates(model, *, attention_flops_per_s, link_bytes_per_s):
-    device = model.hardware
-    host = dataclasses.replace(device.links.host, bytes_per_s=link_bytes_per_s)
-    best = attention_flops_per_s / device.peak_flops_per_s
-    rates = {
-        name: dataclasses.replace(getattr(device, name), best=best)
-        for name in ("attention_forward", "attention_backward")
-    }
-    links = dataclasses.replace(device.links, host=host)
-    return dataclasses.replace(model, hardware=dataclasses.replace(device, links=links, **rates))
-
-
-@pytest.mark.parametrize(
-    ("tera_flops", "giga_bytes", "full", "grouped"),
-    # twice c0 of 8K, 32K, 12K and 1.5K tokens, and a quarter of that, to the next power of two
-    [
-        (200, 25, 2**14, 2**12),
-        (200, 6.25, 2**16, 2**14),
-        (600, 50, 2**15, 2**13),
-        (600, 400, 2**12, 2**10),
-    ],
-)
-def test_chunk_that_hides_its_loads(tera_flops, giga_bytes, full, grouped):
-    rates = {"attention_flops_per_s": tera_flops * 1e12, "link_bytes_per_s": giga_bytes * 1e9}
-    assert choose_fpdt_chunk(with_rates(model_of("Llama-2-7B"), **rates)) == full
-    for sp_size in (1, 2, 8):
-        model = with_rates(model_of("Llama-3-8B"), **rates)
-        assert choose_fpdt_chunk(model, sp_size) == grouped
-    # past 8 ranks a process holds one whole K,V head for ever fewer query heads
-    assert choose_fpdt_chunk(with_rates(model_of("Llama-3-8B"), **rates), 32) == full
 
 
 def test_the_plans_pass_with_memory():

@@ -6,7 +6,6 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_schedules import FIGURE_2, FIGURE_6A, FIGURE_6B
 
 from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
@@ -26,6 +25,26 @@ FOUR = (1,) * 4
 LENS = (1, 1, 2, 4)
 A, C = ("0:0-1 1:0-1",), ("2:0-2",)
 D = ("3:0-2", "3:2-4")
+
+# Reconstructed from the printed ratios: the drawings themselves are lost. A line is a stage.
+FIGURE_2 = """
+F0[0-4] F1[4-6] F2[6-7] F3[7-8] B0[40-48] B1[48-52] B2[52-54] B3[54-56]
+F0[4-8] F1[8-10] F2[10-11] B0[32-40] F3[40-41] B1[41-45] B2[45-47] B3[47-49]
+F0[8-12] F1[12-14] B0[24-32] F2[32-33] B1[33-37] F3[41-42] B2[42-44] B3[45-47]
+F0[12-16] B0[16-24] F1[24-26] B1[26-30] F2[33-34] B2[34-36] F3[42-43] B3[43-45]
+"""
+FIGURE_6B = """
+FA[0-2] FD1[2-4] FD2[4-6] FC[6-8] BA[20-24] BD2[32-36] BD1[36-40] BC[42-46]
+FA[2-4] FD1[4-6] FD2[6-8] BA[16-20] FC[20-22] BD2[28-32] BD1[32-36] BC[38-42]
+FA[4-6] FD1[6-8] BA[12-16] FD2[16-18] FC[22-24] BD2[24-28] BD1[28-32] BC[34-38]
+FA[6-8] BA[8-12] FD1[12-14] FD2[18-20] BD2[20-24] BD1[24-28] FC[28-30] BC[30-34]
+"""
+FIGURE_6A = """
+FA[0-2] FD1[2-4] FD2[4-6] FC[6-8] BA[20-24] BD2[32-36] RD1[42-44] BD1[44-48] BC[48-52]
+FA[2-4] FD1[4-6] FD2[6-8] BA[16-20] FC[20-22] BD2[28-32] RD1[36-38] BD1[38-42] BC[42-46]
+FA[4-6] FD1[6-8] BA[12-16] FD2[16-18] FC[22-24] BD2[24-28] RD1[30-32] BD1[32-36] BC[36-40]
+FA[6-8] BA[8-12] FD1[12-14] FD2[18-20] BD2[20-24] RD1[24-26] BD1[26-30] FC[30-32] BC[32-36]
+"""
 
 
 def groups_of(*texts):

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 from helpers.toy_model import gradient, obey
+from papers.seco import plan_seco, plan_spaco
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.levels import PARTS
@@ -31,7 +32,6 @@ from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from furlong.planners.sampling.plans import sampled
 from furlong.planners.sampling.rules import Sampling
-from furlong.planners.sampling.spaco import plan_seco, plan_spaco
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

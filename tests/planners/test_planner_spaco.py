@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 from helpers.toy_model import gradient, obey
+from papers.seco import plan_seco, plan_spaco
 
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
@@ -17,7 +18,6 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.sampling.plans import sample_backwards, sampled
 from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw_chunks
-from furlong.planners.sampling.spaco import plan_seco, plan_spaco
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

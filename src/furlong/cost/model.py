@@ -265,7 +265,9 @@ class PlanCosts:
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
                 sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,
-                tp_link=links.link("all_gather", links.num_nodes(devices[: training.tp_size]) > 1),
+                tp_link=links.effective(
+                    "all_gather", training.tp_size, links.num_nodes(devices[: training.tp_size])
+                ),
                 stream=None if "streams" in self._free else stream,
                 segment_tokens=segment_tokens(kv_token_bytes, model.device_type),
                 lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)

@@ -25,6 +25,9 @@ from furlong.cost.names import look_up
 
 THIS_CPU = "cpu"
 _CORE_FLOPS_PER_S = 5e10
+OPTIMIZER_STEP_BYTES = 30
+"""AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
+writes all but the gradient, and the weight in 16 bits (2)."""
 CPU_TILE_TOKENS = 512
 """Keys of a tile of torch's flash attention on a CPU (kvSplitSize in FlashAttentionKernel.cpp)."""
 
@@ -80,7 +83,7 @@ class HardwareSpec:
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
 
-    def optimizer_s(self, parameters: int) -> float:
+    def optimizer_s(self, parameters: float) -> float:
         """Seconds of the optimizer's step over so many trained parameters."""
         return parameters / self.optimizer_parameters_per_s
 
@@ -106,6 +109,7 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
         attention_forward=Efficiency(figures.attention_forward_best, figures.half_tokens),
         attention_backward=Efficiency(figures.attention_backward_best, figures.half_tokens),
         layer_launch_s=figures.layer_launch_s,
+        optimizer_parameters_per_s=figures.memory_bytes_per_s / OPTIMIZER_STEP_BYTES,
         links=Links(
             devices_per_node=figures.devices_per_node,
             within_node=Link(figures.within_latency_s, figures.within_bytes_per_s),

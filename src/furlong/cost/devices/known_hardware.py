@@ -24,6 +24,7 @@ _ASSUMED = {
     "gives an A100 the loss of small chunks in ChunkFlow's Table 6, and an RTX 3090 the 128 tokens "
     "beyond which SeCO (4.2) sees little gain; calibrate",
     "layer_launch_s": "assumed: some 25 kernels at 6 us, as eager modules launch them; calibrate",
+    "optimizer_parameters_per_s": "the bytes that AdamW passes over the memory's bandwidth",
     "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
     "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
     "host_bytes_per_s": "assumed: four fifths of the PCIe rate, one link per device",

@@ -25,27 +25,15 @@ def place_by_load(
     split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
     each sequence, spread evenly.
     """
-    return _place(seq_lens, work, bucket_tokens, cp_size)
-
-
-def place_in_turn(seq_lens: Sequence[int], *, bucket_tokens: int, cp_size: int) -> list[int] | None:
-    """Skrull's baseline (Alg. 4): a sequence goes to the rank with most room, whatever its work."""
-    return _place(seq_lens, None, bucket_tokens, cp_size)
-
-
-def _place(
-    seq_lens: Sequence[int], work: Sequence[float] | None, bucket_tokens: int, cp_size: int
-) -> list[int] | None:
     rooms = [bucket_tokens * cp_size] * cp_size
     loads = [0.0] * cp_size
     placements = [SHARDED] * len(seq_lens)
     local: list[deque[int]] = [deque() for _ in range(cp_size)]
 
     def shard(seq_id: int) -> None:
-        shared = work[seq_id] / cp_size if work else 0.0
         for rank in range(cp_size):
             rooms[rank] -= seq_lens[seq_id]
-            loads[rank] += shared
+            loads[rank] += work[seq_id] / cp_size
 
     def roll_back(rank: int) -> bool:
         if not local[rank]:
@@ -54,20 +42,20 @@ def _place(
         placements[seq_id] = SHARDED
         shard(seq_id)
         rooms[rank] += seq_lens[seq_id] * cp_size
-        loads[rank] -= work[seq_id] if work else 0.0
+        loads[rank] -= work[seq_id]
         return True
 
     for seq_id in sorted(range(len(seq_lens)), key=seq_lens.__getitem__):
         needed = seq_lens[seq_id] * cp_size
         while True:
-            rank = loads.index(min(loads)) if work else rooms.index(max(rooms))
+            rank = loads.index(min(loads))
             if rooms[rank] < needed:
                 rank = rooms.index(max(rooms))
             if rooms[rank] >= needed:
                 placements[seq_id] = rank
                 local[rank].append(seq_id)
                 rooms[rank] -= needed
-                loads[rank] += work[seq_id] if work else 0.0
+                loads[rank] += work[seq_id]
                 break
             fullest = rooms.index(min(rooms))
             if rooms[fullest] >= seq_lens[seq_id]:

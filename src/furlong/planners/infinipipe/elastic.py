@@ -7,11 +7,10 @@ in one pipeline or in several, one after the other; each cell recomputes as few 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -35,9 +34,6 @@ from furlong.planners.infinipipe.stage_loads import BatchLoads
 from furlong.planners.orders.pipeline import assemble, number_chunks, with_messages
 from furlong.planners.orders.seq1f1b import plan_seq1f1b, seq1f1b_cells
 from furlong.simulate.clock import time_actions
-
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""The built-in map, or an executor's that spreads it over processes."""
 
 _ROUNDING_BYTES = 8
 """The walk rounds each part to a byte; what that hides is found in the walk of the plan itself."""
@@ -104,7 +100,6 @@ class Setting:
     tiers: Tiers = ON_DEVICE
     mode: Mode = "adaptive"
     mip_gap: float = 0.02
-    solve_map: Map = map
     stop_at: float = float("inf")
     """On time.monotonic()."""
 
@@ -182,14 +177,14 @@ def _group(
             mip_gap=setting.mip_gap,
             time_limit_s=setting.left_s,
         )
-        return setting.solve_map(choose, of(stretches))
+        return map(choose, of(stretches))
 
     bound = partial(least_layers, mode=setting.mode)
     return group_classes(
         len(starts) - 1,
         ends_s=ends_s,
         layer_s=layer_s,
-        least=lambda stretches: setting.solve_map(bound, of(stretches)),
+        least=lambda stretches: map(bound, of(stretches)),
         solve=solve,
         gap=setting.mip_gap,
     )

@@ -26,7 +26,7 @@ from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks.groups import Groups, refuse_unusable
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.checkpointing import Mode
-from furlong.planners.infinipipe.elastic import ElasticPlan, Map, NoRoom, Setting, plan_elastic
+from furlong.planners.infinipipe.elastic import ElasticPlan, NoRoom, Setting, plan_elastic
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.layout import cut_layers, mean_attended_keys
@@ -59,7 +59,6 @@ def plan_infinipipe(
     max_slices: int = 64,
     mip_gap: float = 0.02,
     time_limit_s: float = 60.0,
-    solve_map: Map = map,
 ) -> InfiniPipePlan:
     """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
 
@@ -67,7 +66,6 @@ def plan_infinipipe(
     With sp_size > 1 every slice is sharded over the sp group. `balance` and `checkpointing` switch
     parts of the method off. `mip_gap`: how much of the overhead may be too much (0: proven least);
     when `time_limit_s` is up the search ends with the first plan that it has.
-    `solve_map` may be that of a process pool (`planners.infinipipe.workers`).
 
     Raises DataError for unusable lengths, and DoesNotFitError for the plan that lacks least if no
     slice number up to `max_slices` fits.
@@ -82,7 +80,6 @@ def plan_infinipipe(
         tiers=tiers,
         mode=checkpointing,
         mip_gap=mip_gap,
-        solve_map=solve_map,
         stop_at=time.monotonic() + time_limit_s,
     )
     return _search(setting, balance, max_slices)

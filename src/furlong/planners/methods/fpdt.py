@@ -13,13 +13,7 @@ gather sharded parameters less often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log2
 
-from furlong.cost.model import CostModel
-from furlong.cost.seconds.streaming import (
-    smallest_hidden_chunk_tokens,
-    smallest_hidden_relay_chunk_tokens,
-)
 from furlong.plan.check import check
 from furlong.plan.values import ON_DEVICE, Action, ChunkPlan, Keep, Tiers
 from furlong.planners.chunks.groups import group_chunks
@@ -63,29 +57,3 @@ def plan_fpdt(
     )
     check(plan)
     return plan
-
-
-def choose_fpdt_chunk(model: CostModel, sp_size: int = 1) -> int:
-    """The smallest power of two of tokens per chunk whose attention hides the loads of K,V from
-    the host: in the forward on diagonal blocks too (twice c0), in the backward with dK,dV.
-
-    Counts tokens of the whole sp group, at the rates of long calls: where short ones reach less,
-    loads hide the better. Width and heads cancel, but a process keeps at least one key-value head.
-    """
-    shape, hardware, training = model.shape, model.hardware, model.training
-    kv_share = max(1.0, shape.num_kv_heads / sp_size) / (shape.num_heads / sp_size)
-    link = hardware.links.host.bytes_per_s
-    forward = smallest_hidden_chunk_tokens(
-        hardware.peak_flops_per_s * hardware.attention_forward.best,
-        link,
-        element_bytes=training.compute_bytes,
-        kv_share=kv_share,
-    )
-    backward = smallest_hidden_relay_chunk_tokens(
-        hardware.peak_flops_per_s * hardware.attention_backward.best,
-        link,
-        element_bytes=training.compute_bytes,
-        gradient_bytes=training.kv_gradient_bytes,
-        kv_share=kv_share,
-    )
-    return 1 << max(0, ceil(log2(max(2 * forward, backward))))

@@ -9,14 +9,14 @@ chunk of a one-stage plan; replicas may have different numbers of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice
 from furlong.planners.chunks.balance import by_cost, refuse_idle, sequence_work
-from furlong.planners.chunks.dacp import place_by_load, place_in_turn
+from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import chunk_seconds, fastest_plan
 
@@ -35,9 +35,6 @@ class MicroBatch:
 Schedule = Sequence[Sequence[MicroBatch]]
 """The micro-batches of each replica."""
 
-Seconds = Callable[[Sequence[int], Sequence[int]], float]
-"""Seconds of a micro-batch of these lengths at these placements."""
-
 
 def schedule_skrull(
     seq_lens: Sequence[int],
@@ -46,12 +43,11 @@ def schedule_skrull(
     dp_size: int,
     cp_size: int,
     bucket_tokens: int,
-    by_load: bool = True,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each replica with their placements (Algs. 1 and 2, corrected).
 
     `work`: FLOPs or any other measure of each sequence. `bucket_tokens`: what a device holds at a
-    time. `by_load` False: placements by free memory alone, the paper's baseline (Alg. 4).
+    time.
     Raises DataError for a sequence that a whole group cannot hold, ConfigError for fewer sequences
     than replicas.
     """
@@ -59,7 +55,7 @@ def schedule_skrull(
     replicas = []
     for own in by_cost(work, dp_size):
         own.sort(key=seq_lens.__getitem__)
-        replicas.append(_micro_batches(own, seq_lens, work, cp_size, bucket_tokens, by_load))
+        replicas.append(_micro_batches(own, seq_lens, work, cp_size, bucket_tokens))
     return replicas
 
 
@@ -69,7 +65,6 @@ def _micro_batches(
     work: Sequence[float],
     cp_size: int,
     bucket_tokens: int,
-    by_load: bool,
 ) -> list[MicroBatch]:
     """Of one replica, whose sequences come by rising length: every m-th one, for the smallest m."""
     sizes = {"bucket_tokens": bucket_tokens, "cp_size": cp_size}
@@ -83,33 +78,13 @@ def _micro_batches(
             if sum(lens) > capacity:
                 break
             loads = [work[seq_id] for seq_id in batch]
-            placements = place_by_load(lens, loads, **sizes) if by_load else None
-            placements = placements if by_load else place_in_turn(lens, **sizes)
+            placements = place_by_load(lens, loads, **sizes)
             if placements is None:
                 break
             found.append(MicroBatch(tuple(batch), tuple(placements)))
         if len(found) == count:
             return found
     raise AssertionError("every sequence fits into a micro-batch of its own")
-
-
-def step_s(schedule: Schedule, seq_lens: Sequence[int], seconds: Seconds) -> float:
-    """Skrull's objective (Eqs. 8 and 11): the slowest replica's sum over its micro-batches."""
-    return max(
-        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.placements) for batch in replica)
-        for replica in schedule
-    )
-
-
-def model_seconds(model: CostModel, cp_size: int) -> Seconds:
-    """Forward and backward of a micro-batch by our own cost model, nothing recomputed, without what
-    ZeRO-3 gathers over the replicas."""
-
-    def seconds(seq_lens: Sequence[int], placements: Sequence[int]) -> float:
-        batch = MicroBatch(tuple(range(len(seq_lens))), tuple(placements))
-        return chunk_seconds(seq_lens, [_chunk(batch, seq_lens)], model, sp_size=cp_size)[0]
-
-    return seconds
 
 
 def shard_where_faster(
@@ -167,7 +142,6 @@ def plan_skrull(
     bucket_tokens: int | None = None,
     budget_bytes: int | None = None,
     recompute_layers: int | None = None,
-    by_load: bool = True,
     adaptive: bool = False,
 ) -> ChunkPlan:
     """A checked plan of Skrull's micro-batches: rank d is replica d, a group of `cp_size` devices.
@@ -176,7 +150,7 @@ def plan_skrull(
     recomputed with which it fits. `budget_bytes` of a device: None takes the hardware's.
     `recompute_layers`: checkpointed layers; None takes the number whose plan is predicted to be
     fastest (the paper recomputes selectively, which the plan's vocabulary does not have).
-    `by_load`: see `schedule_skrull`. `adaptive`: see `shard_where_faster`.
+    `adaptive`: see `shard_where_faster`.
     Raises ConfigError or DataError, with what would make it fit, where a sequence is too long.
     """
     refuse_unusable(seq_lens)
@@ -185,7 +159,7 @@ def plan_skrull(
 
     def deal(device_tokens: int) -> list[list[Chunk]]:
         sizes = {"cp_size": cp_size, "bucket_tokens": device_tokens}
-        schedule = schedule_skrull(seq_lens, work, dp_size=dp_size, by_load=by_load, **sizes)
+        schedule = schedule_skrull(seq_lens, work, dp_size=dp_size, **sizes)
         if adaptive and cp_size > 1:
             schedule = shard_where_faster(schedule, seq_lens, work, model, **sizes)
         return [[_chunk(batch, seq_lens) for batch in replica] for replica in schedule]

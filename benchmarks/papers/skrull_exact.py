@@ -1,12 +1,12 @@
 """Skrull's joint problem (Eqs. 1 to 11) solved exactly; the yardstick of its heuristics.
 
 A mixed-integer program for HiGHS, for a handful of sequences: every sequence gets a micro-batch of
-a replica, and there a rank or all ranks. Times are those of the paper's own forms (`cost.skrull`).
+a replica, and there a rank or all ranks. Times are those of the paper's own forms (`skrull_forms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -15,10 +15,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from furlong.cost.skrull import TimeFit, flops, volume_bytes
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED
 from furlong.planners.methods.skrull import MicroBatch
+from papers.skrull_forms import TimeFit, flops, volume_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Problem:
 
 
 def solve_skrull(problem: Problem, *, limit_s: float = 60.0) -> list[list[MicroBatch]]:
-    """The micro-batches of each replica with the least `skrull.step_s`; a replica may be idle.
+    """The micro-batches of each replica with the least `step_s`; a replica may be idle.
 
     Raises DataError where the sequences do not fit, or nothing was found within `limit_s`.
     """
@@ -68,6 +68,19 @@ def solve_skrull(problem: Problem, *, limit_s: float = 60.0) -> list[list[MicroB
             change="allow more micro-batches, larger buckets or a longer limit",
         )
     return rows.schedule(found.x)
+
+
+def step_s(
+    schedule: Sequence[Sequence[MicroBatch]],
+    seq_lens: Sequence[int],
+    seconds: Callable[[Sequence[int], Sequence[int]], float],
+) -> float:
+    """Skrull's objective (Eqs. 8 and 11): the slowest replica's sum over its micro-batches;
+    `seconds` of lengths at placements."""
+    return max(
+        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.placements) for batch in replica)
+        for replica in schedule
+    )
 
 
 class _Rows:

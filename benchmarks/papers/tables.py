@@ -7,7 +7,7 @@ misses its promise needs a cause, and a cause needs a miss: both are visible in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -96,6 +96,11 @@ class Table:
         """Misses without a cause, and causes without a miss."""
         return [row for row in self.rows if row.missed != bool(row.cause)]
 
+    @property
+    def promised(self) -> list[Row]:
+        """Rows with a bound that nothing was fitted to."""
+        return [row for row in self.rows if row.tolerance is not None and not row.fitted]
+
     def text(self) -> str:
         """For a terminal."""
         rows = [row.cells() for row in self.rows]
@@ -136,8 +141,22 @@ def within_factor(ours: float, paper: float, factor: float = 1.5) -> Bound:
     return {"tolerance": tolerance, "promise": f"within {factor}x"}
 
 
-def shown(case: str, speedup: float) -> Row:
-    return Row(case=case, paper="", ours=f"{speedup:.2f}")
+def shown(case: str, ours: Value, paper: Value = "") -> Row:
+    """A row without a promise."""
+    return Row(case=case, paper=paper, ours=ours)
+
+
+def aggregate(case: str, paper: float, ours: float, cause: str = "", factor: float = 1.5) -> Row:
+    """A printed aggregate, promised within a factor; a cause is printed where it misses."""
+    return Row(case=case, paper=paper, ours=ours, cause=cause, **within_factor(ours, paper, factor))
+
+
+def speedup(case: str, paper: float, ours: float, cause: str = "", factor: float = 1.25) -> Row:
+    """A printed speed-up, promised within a factor and to be none below 1."""
+    promised = within_factor(ours, paper, factor)
+    if ours < 1 < paper:
+        promised["tolerance"] = min(promised["tolerance"], 1 - 1 / paper)
+    return Row(case=case, paper=paper, ours=ours, cause=cause, **promised)
 
 
 def count_faster(
@@ -146,18 +165,3 @@ def count_faster(
     """All settings are promised to have the paper's sign."""
     faster = sum(speedup > 1 for speedup in speedups)
     return Row(case=case, paper=len(speedups), ours=faster, tolerance=0, cause=cause)
-
-
-def run_tables(tables: Mapping[str, Callable[[], Table]], words: Sequence[str]) -> int:
-    """Print the tables whose name contains one of `words` (none: all); 1 if any is wrong."""
-    chosen = [
-        make for name, make in tables.items() if not words or any(word in name for word in words)
-    ]
-    wrong = []
-    for make in chosen:
-        table = make()
-        print(table.text(), flush=True)
-        wrong += [f"{table.title}: {row.case}" for row in table.wrong]
-    for case in wrong:
-        print(f"\nnot as promised: {case}")
-    return 1 if wrong or not chosen else 0

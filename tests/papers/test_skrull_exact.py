@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers import skrull_forms as skrull
+from papers.skrull_exact import Problem, solve_skrull, step_s
 
-from furlong.cost import skrull
 from furlong.errors import DataError
 from furlong.plan.values import SHARDED
-from furlong.planners.methods.skrull import schedule_skrull, step_s
-from furlong.planners.methods.skrull_exact import Problem, solve_skrull
+from furlong.planners.methods.skrull import MicroBatch, schedule_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time
 FIT = skrull.TimeFit(
@@ -132,3 +132,16 @@ def test_the_heuristics_stay_near_the_optimum(seq_lens, dp_size):
     # of equal work are within 4/3 - 1/(3 dp) of the best
     most = 2 * (4 / 3 - 1 / (3 * dp_size)) * best
     assert best * (1 - 1e-6) <= theirs <= most * (1 + 1e-6)
+
+
+def test_objective_is_the_slowest_replica():
+    """Eqs. 8 and 11."""
+    lens = [100, 200, 300, 400]
+    found = [
+        [MicroBatch((0,), (0,)), MicroBatch((3,), (SHARDED,))],
+        [MicroBatch((1, 2), (0, 1))],
+    ]
+    fit = skrull.TimeFit(seconds_per_flop=1.0)
+    p = problem(lens, fit=fit)
+    first = skrull.flops(100, 8, 2) + skrull.flops(400, 8, 2) / 2
+    assert step_s(found, lens, seconds_of(p)) == max(first, skrull.flops(300, 8, 2))

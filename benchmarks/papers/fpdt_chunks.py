@@ -1,10 +1,14 @@
-"""Blocks that stream in while the block before computes: FPDT's double buffer.
+"""FPDT's chunk size: blocks stream in while the block before computes.
 
 Two buffers: while block j computes, block j + 1 is on its way. (FPDT, section on double buffering;
 thresholds derived from its loop order. What a plan's streamed K,V take is in `cost.seconds.rates`.)
 """
 
 from __future__ import annotations
+
+from math import ceil, log2
+
+from furlong.cost.model import CostModel
 
 
 def smallest_hidden_chunk_tokens(
@@ -44,6 +48,32 @@ def smallest_hidden_relay_chunk_tokens(
     """
     loaded_bytes = 2 * kv_share * (element_bytes + gradient_bytes)
     return loaded_bytes * backward_flops_per_s / (10 * link_bytes_per_s)
+
+
+def choose_fpdt_chunk(model: CostModel, sp_size: int = 1) -> int:
+    """The smallest power of two of tokens per chunk whose attention hides the loads of K,V from
+    the host: in the forward on diagonal blocks too (twice c0), in the backward with dK,dV.
+
+    Counts tokens of the whole sp group, at the rates of long calls: where short ones reach less,
+    loads hide the better. Width and heads cancel, but a process keeps at least one key-value head.
+    """
+    shape, hardware, training = model.shape, model.hardware, model.training
+    kv_share = max(1.0, shape.num_kv_heads / sp_size) / (shape.num_heads / sp_size)
+    link = hardware.links.host.bytes_per_s
+    forward = smallest_hidden_chunk_tokens(
+        hardware.peak_flops_per_s * hardware.attention_forward.best,
+        link,
+        element_bytes=training.compute_bytes,
+        kv_share=kv_share,
+    )
+    backward = smallest_hidden_relay_chunk_tokens(
+        hardware.peak_flops_per_s * hardware.attention_backward.best,
+        link,
+        element_bytes=training.compute_bytes,
+        gradient_bytes=training.kv_gradient_bytes,
+        kv_share=kv_share,
+    )
+    return 1 << max(0, ceil(log2(max(2 * forward, backward))))
 
 
 def num_kv_loads(num_chunks: int) -> int:

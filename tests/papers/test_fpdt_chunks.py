@@ -1,9 +1,11 @@
 """FPDT's double buffer: thresholds, slowdowns, and the clock of two buffers."""
 
-import pytest
+import dataclasses
 
-from furlong.cost.seconds import streaming
-from furlong.cost.seconds.streaming import (
+import pytest
+from papers import fpdt_chunks
+from papers.fpdt_chunks import (
+    choose_fpdt_chunk,
     fpdt_forward_slowdown,
     num_kv_loads,
     predicted_stalls,
@@ -11,6 +13,10 @@ from furlong.cost.seconds.streaming import (
     smallest_hidden_chunk_tokens,
     smallest_hidden_relay_chunk_tokens,
 )
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_loads_of_a_forward():
     assert num_kv_loads(8) == 27
     for num_chunks in range(1, 20):
         fetched = sum(
-            streaming._fetches(row, block, num_chunks)
+            fpdt_chunks._fetches(row, block, num_chunks)
             for row in range(num_chunks)
             for block in range(row + 1)
         )
@@ -84,3 +90,39 @@ def test_twice_the_threshold_in_seconds():
     load_s, block_s = 2 * tokens * width * 2 / link, 4 * tokens**2 * width / rate
     assert load_s / block_s == pytest.approx(0.5)
     assert predicted_stalls(8, load_s / block_s) == [0.0] * 8
+
+
+def model_of(name):
+    return CostModel(model_shape(name), hardware("H100"))
+
+
+def with_rates(model, *, attention_flops_per_s, link_bytes_per_s):
+    device = model.hardware
+    host = dataclasses.replace(device.links.host, bytes_per_s=link_bytes_per_s)
+    best = attention_flops_per_s / device.peak_flops_per_s
+    rates = {
+        name: dataclasses.replace(getattr(device, name), best=best)
+        for name in ("attention_forward", "attention_backward")
+    }
+    links = dataclasses.replace(device.links, host=host)
+    return dataclasses.replace(model, hardware=dataclasses.replace(device, links=links, **rates))
+
+
+@pytest.mark.parametrize(
+    ("tera_flops", "giga_bytes", "full", "grouped"),
+    # twice c0 of 8K, 32K, 12K and 1.5K tokens, and a quarter of that, to the next power of two
+    [
+        (200, 25, 2**14, 2**12),
+        (200, 6.25, 2**16, 2**14),
+        (600, 50, 2**15, 2**13),
+        (600, 400, 2**12, 2**10),
+    ],
+)
+def test_chunk_that_hides_its_loads(tera_flops, giga_bytes, full, grouped):
+    rates = {"attention_flops_per_s": tera_flops * 1e12, "link_bytes_per_s": giga_bytes * 1e9}
+    assert choose_fpdt_chunk(with_rates(model_of("Llama-2-7B"), **rates)) == full
+    for sp_size in (1, 2, 8):
+        model = with_rates(model_of("Llama-3-8B"), **rates)
+        assert choose_fpdt_chunk(model, sp_size) == grouped
+    # past 8 ranks a process holds one whole K,V head for ever fewer query heads
+    assert choose_fpdt_chunk(with_rates(model_of("Llama-3-8B"), **rates), 32) == full

@@ -1,0 +1,37 @@
+"""What several tables share: a step's time, a device whose calls cost more or less than assumed,
+chunks of whole sequences that a group shares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from furlong.cost.devices.hardware import Efficiency, HardwareSpec
+from furlong.cost.model import CostModel, Hidden
+from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice
+from furlong.simulate.clock import P2P, time_actions
+
+
+def step_s(
+    cost: CostModel, plan: ChunkPlan, p2p: P2P = "buffered", free: Collection[Hidden] = ()
+) -> float:
+    return time_actions(plan, cost.costs(plan, free=free), p2p=p2p).duration_s
+
+
+def with_fixed_costs(spec: HardwareSpec, factor: float) -> HardwareSpec:
+    """`spec` with so many times the half_tokens and the launch time that are assumed."""
+
+    def scaled(eff: Efficiency) -> Efficiency:
+        return replace(eff, half_tokens=factor * eff.half_tokens)
+
+    return replace(
+        spec, layer_launch_s=factor * spec.layer_launch_s, linear=scaled(spec.linear),
+        attention_forward=scaled(spec.attention_forward),
+        attention_backward=scaled(spec.attention_backward),
+    )  # fmt: skip
+
+
+def shared_chunk(seq_ids: Iterable[int], seq_lens: Sequence[int], sp_size: int) -> Chunk:
+    """Whole sequences, each shared by all `sp_size` devices of a group."""
+    place = SHARDED if sp_size > 1 else 0
+    return Chunk(tuple(Slice(i, 0, seq_lens[i], place) for i in seq_ids))

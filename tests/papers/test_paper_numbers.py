@@ -1,0 +1,65 @@
+"""The document of the papers' numbers: what counts, and that no miss is written away."""
+
+import paper_numbers
+import pytest
+from papers.tables import Row, Table, printed, speedup
+
+GOOD = Row(case="good", paper="3, 2", ours="3, 2", tolerance=0)
+TEXT = Row(case="order", paper="3, 2", ours="2, 3", tolerance=0)
+KNOWN = Row(case="known", paper=1.0, ours=2.0, tolerance=0.5, cause="too small")
+NEEDLESS = Row(case="needless", paper=1, ours=1, tolerance=0.5, cause="known")
+BETTER = Row(case="faster", paper=56, ours=42, tolerance=0, at_most=True)
+FITTED = Row(case="fitted", paper=1, ours=2, tolerance=0.5, fitted=True)
+SHOWN = Row(case="shown", paper=1, ours=2)
+
+
+def documented(monkeypatch, tmp_path, *rows):
+    """(exit status, document) of one table of these rows."""
+    document = tmp_path / "numbers.md"
+    monkeypatch.setattr(paper_numbers, "DOCUMENT", document)
+    tables = {"only": lambda: Table("t", "u", rows)}
+    monkeypatch.setattr(paper_numbers, "sections", lambda: {"Heading": tables})
+    return paper_numbers.main([]), document.read_text()
+
+
+def test_a_mismatch_is_not_written_away(monkeypatch, tmp_path, capsys):
+    status, written = documented(monkeypatch, tmp_path, GOOD, TEXT, KNOWN, BETTER)
+    assert status == 1 and "not as promised: t: order" in capsys.readouterr().out
+    assert "- missed: t: known" in written and "**MISSED (50%)**: too small" in written
+    assert "| faster | 56 | 42 | -25.0% | better |" in written
+
+
+def test_a_cause_needs_a_miss(monkeypatch, tmp_path, capsys):
+    assert documented(monkeypatch, tmp_path, GOOD, NEEDLESS)[0] == 1
+    assert "not as promised: t: needless" in capsys.readouterr().out
+
+
+def test_the_first_line_counts_promises_alone(monkeypatch, tmp_path):
+    status, written = documented(monkeypatch, tmp_path, GOOD, KNOWN, BETTER, FITTED, SHOWN)
+    assert status == 0
+    assert written.startswith("# The papers' numbers: 3 promised, 2 met, 1 missed\n")
+
+
+def test_some_tables_alone_write_no_document(monkeypatch, tmp_path):
+    monkeypatch.setattr(paper_numbers, "DOCUMENT", tmp_path / "numbers.md")
+    tables = {"only": lambda: Table("t", "u", (KNOWN, FITTED))}
+    monkeypatch.setattr(paper_numbers, "sections", lambda: {"Heading": tables})
+    assert paper_numbers.main(["on"]) == 0
+    assert paper_numbers.main(["no such table"]) == 1
+    assert not (tmp_path / "numbers.md").exists()
+
+
+def test_ours_must_round_to_the_print():
+    assert not Row(case="c", ours=57.142857, **printed("57.14")).missed
+    assert Row(case="c", ours=57.146, **printed("57.14")).missed
+    assert Row(case="c", ours=1.0, paper="1", tolerance=0).missed
+
+
+@pytest.mark.parametrize(("ours", "missed"), [(1.1, False), (0.99, True), (1.6, True)])
+def test_a_speedup_is_no_slowdown(ours, missed):
+    assert speedup("c", 1.2, ours).missed is missed
+
+
+def test_all_tables_have_names_of_their_own():
+    names = [name for tables in paper_numbers.sections().values() for name in tables]
+    assert len(names) == len(set(names)) == 21
