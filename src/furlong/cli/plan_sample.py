@@ -1,4 +1,4 @@
-"""What `furlong plan` says of a run that samples its backward."""
+"""The lines of `furlong plan` for a run that samples its backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_dials(
 
 
 def sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
-    """What the plan that is shown has of a sample."""
+    """The words for the draw of the plan that is shown."""
     return (
         f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of {len(plan.chunks):,} chunks drawn"
         " in this step, another draw every step\n"

@@ -49,7 +49,7 @@ class RunParser(argparse.ArgumentParser):
 
 
 class RunFlags(NamedTuple):
-    """What a command line gives."""
+    """The flags of a command line: those that are keys of the schema, and a verb's own."""
 
     keys: CliSettingsSource[Any]
     """Keys of a run."""

@@ -1,4 +1,4 @@
-"""What a plan amounts to on a cost model: its time and what that goes into, memory by parts."""
+"""Figures of a plan on a cost model: seconds and their shares, bytes and their parts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Breakdown:
     compute: float
     """Forwards, backwards and recomputation, without what they wait for inside."""
     all_to_all: float
-    """Of sharded slices, as far as no attention hides it."""
+    """Exchanges of sharded slices, as far as no attention hides them."""
     collectives: float
     """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
     copies: float
-    """What is on its way between tiers, as far as no computation hides it."""
+    """Copies between tiers, as far as no computation hides them."""
     idle_and_p2p: float
     """Idle, or waiting for a message."""
 
@@ -60,13 +60,13 @@ class PlanReport:
     figures: StepFigures
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
-    """Of each rank; of an sp group the process that needs most."""
+    """One per rank; of a rank's processes the one that needs most."""
     traffic: tuple[PlanTraffic, ...]
-    """Of each rank; of an sp group the process that moves most."""
+    """One per rank; of a rank's processes the one that moves most."""
     budget_bytes: int
-    """Of a device."""
+    """Budget of one device."""
     num_tokens: int
-    """Of the batch, padding left out."""
+    """Tokens of the batch, padding left out."""
     curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
     """The bytes of each rank while each of its actions runs."""
 
@@ -84,11 +84,11 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """What this release lacks to run the plan, as words; empty where it runs it."""
+        """The words for why this release cannot run the plan; empty where it can."""
         return missing_to_run(self.plan, self.num_tokens)
 
     def panel(self, title: str, note: str = "") -> Panel:
-        """What a picture of it is made of."""
+        """The plan as one panel of a picture."""
         limits = (self.budget_bytes,) * len(self.memory)
         return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
 
@@ -149,7 +149,7 @@ def report_plan(
 
 
 def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Breakdown:
-    """What a simulated step's time goes into.
+    """The shares of a simulated step's time.
 
     A wait inside computing actions is what they take less when it is free; the waits are freed one
     after the other, so that each second is counted once.

@@ -24,7 +24,7 @@ def line(name: str, text: str) -> str:
 
 
 def format_report(report: PlanReport) -> str:
-    """What the plan does, how long it takes, what memory it needs."""
+    """The page of a plan: its chunks and actions, its seconds, its bytes."""
     plan, figures = report.plan, report.figures
     breakdown = "   ·   ".join(
         f"{word} {getattr(report.breakdown, name):.1%}"

@@ -79,7 +79,7 @@ def batch_words(plan: ChunkPlan) -> str:
 
 
 def share_words(figures: StepFigures) -> str:
-    """What the ranks' time went into."""
+    """The shares of the ranks' time, in words."""
     return "   ·   ".join(
         f"{SHARE_WORDS[name]} {share:.1%}"
         for name, share in figures.shares().items()

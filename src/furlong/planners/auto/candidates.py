@@ -26,13 +26,13 @@ class Space:
 
     model: CostModel
     seq_lens: Sequence[int]
-    """Of the steps whose time is compared."""
+    """Sequences of the steps whose time is compared."""
     sequences_per_step: int
     longest: int
     """Tokens of the longest sequence, which must fit."""
     given: Mapping[str, Any] = field(default_factory=dict)
     most_chunks: int = 512
-    """Of the longest sequence."""
+    """Most chunks of the longest sequence."""
     most_cells: int = 2048
     """The same, layer-first: more take longer to walk than all else together."""
 

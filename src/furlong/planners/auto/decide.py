@@ -1,4 +1,4 @@
-"""What `auto` decides in a run on one device, and the words for it.
+"""The dials that `auto` chooses for a run on one device, and the words for it.
 
     decision = decide(lengths, sequences_per_step=32, model=model, budget_bytes=budget)
     decision.options, decision.words, decision.predict(plan)
@@ -37,13 +37,13 @@ FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""
 SEARCHED_DIALS = ("size", "num_retained", "keep", "tier", "order")
 _MIN_SEQUENCES = 32
-"""Of the steps whose time is predicted, together."""
+"""Number of sequences in the steps whose time is predicted, together."""
 _MAX_SEQUENCES = 1024
 _MAX_TOKENS = 2**17
 """Most tokens of the predicted steps, but for a single longer sequence: more change the choice by
 less than its error."""
 _MAX_CHUNKS = 2048
-"""Of the longest sequence, in a search."""
+"""Most chunks of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -53,12 +53,12 @@ class Decision:
 
     options: ChunkOptions
     words: str
-    """What was chosen, why, and what the next best would have cost; none where nothing was left to
+    """The choice, its reason, and the price of the next best; empty where nothing was left to
     choose."""
     searched: Searched | None = None
     """None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
-    """What predicts the steps; None where the model's work cannot be counted."""
+    """The model that predicts the steps; None where the work cannot be counted."""
     figures: str = ""
     """Where the model's seconds and bytes come from."""
 
@@ -128,7 +128,7 @@ def _sample(lengths: Lengths, sequences_per_step: int, seed: int) -> Sequence[in
 
 
 def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
-    """What was chosen, why, and what the next best would have cost."""
+    """The choice, its reason, and the price of the next best."""
     best, rivals = searched.best, searched.tried[1:]
     budget = f"{format_bytes(budgets.device_bytes)} ({budget_words})"
     why = f"the fastest that fits {budget} less {budgets.margin:.0%} for what no prediction sees"
@@ -224,14 +224,14 @@ def needs_in_words(needs: Needs) -> str:
 
 
 def _change(ratio: float) -> str:
-    """Of two times."""
+    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
     if abs(ratio - 1) < 5e-4:
         return "as fast"
     return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
 
 
 def training_of(model: ModelConfig) -> Training:
-    """What a run trains and in which dtypes, on one device."""
+    """The trained weights of a run and their dtypes, on one device."""
     training = Training.in_dtype(model.dtype)
     lora = model.lora
     if lora is None:

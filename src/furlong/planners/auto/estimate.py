@@ -76,7 +76,7 @@ class TimeEstimate:
 
     @cached_property
     def _cell(self) -> StageBytes:
-        """Of all layers in one stage."""
+        """Bytes of a cell that holds all layers in one stage."""
         return stage_bytes(self._model.shape, (self._num_layers,), 0, self._model.training)
 
     def _seconds(self, bare: ChunkPlan, rows: Sequence[Sequence[Action]]) -> list[_Array]:
@@ -265,7 +265,7 @@ class ByteBound:
         return Needs(*(int(used[tier]) for tier in ("device", "host", "disk")))
 
     def _cell(self, stages: tuple[int, ...]) -> StageBytes:
-        """Of the last stage."""
+        """Bytes of a cell of the last stage."""
         if stages not in self._cells:
             model = self._model
             self._cells[stages] = stage_bytes(

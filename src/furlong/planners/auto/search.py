@@ -38,7 +38,7 @@ MARGIN = 0.10
 """Share of the device's budget that plans leave free: what a prediction of peak memory may miss.
 A calibration whose residuals are smaller sets a smaller one."""
 _NEAR = 0.005
-"""What a message of what would fit may be wrong by, as a share of it."""
+"""Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000
 """Walked and simulated in all once a plan fits, twice as many while none does: then the search
 ends."""
@@ -55,7 +55,7 @@ class Budgets:
 
     @property
     def limit_bytes(self) -> int:
-        """Of the device, without the margin."""
+        """Budget of the device, without the margin."""
         return int(self.device_bytes * (1 - self.margin))
 
     @property
@@ -87,15 +87,15 @@ class Tried:
 
     options: ChunkOptions
     step_s: float
-    """Of all steps of the search's batch together."""
+    """Seconds of all steps of the search's batch together."""
     needs: Needs
     curve: MemoryCurve
-    """Of the longest sequence."""
+    """Bytes over the step of the longest sequence."""
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search has found."""
+    """The outcome of a search."""
 
     tried: tuple[Tried, ...]
     """Those that fit, the chosen one first, then by their seconds."""
@@ -106,7 +106,7 @@ class Searched:
     num_pruned: int
     """Left out by their bounds: their least bytes, or their seconds."""
     seconds: float = field(default=0.0, compare=False)
-    """Of the search."""
+    """Seconds that the search took."""
 
     @property
     def best(self) -> Tried:
