@@ -100,8 +100,10 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
 
 
 def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """The model and devices of a saved plan, as `--out` writes them. Raises ConfigError where they were
-    edited."""
+    """The model and devices of a saved plan, as `--out` writes them.
+
+    Raises ConfigError where they were edited.
+    """
     kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
     is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
     if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
