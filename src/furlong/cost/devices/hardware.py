@@ -75,7 +75,7 @@ class HardwareSpec:
     optimizer_parameters_per_s: float = inf
     """Trained parameters that a step of the optimizer updates per second."""
     host_bytes: float = inf
-    """What one device may keep in its host's memory: its share of the node's."""
+    """Bytes that one device may keep in the memory of its host: its share of the node's."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from."""
 
