@@ -51,7 +51,7 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
     assert "tokens/s" in printed
-    assert "weights" in printed and "optimizer" in printed and "dK,dV" in printed
+    assert "weights" in printed and "optimizer" in printed and "activations" in printed
     assert "in one sequence alone would still fit" in printed
 
 
@@ -74,10 +74,11 @@ def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
-    assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0
+    zero = "--zero=3"  # which a saved plan does not tell
+    assert plan(lengths, *QUICK, "--devices", "2", zero, "--json", "--out", file) == 0
     first = json.loads(capsys.readouterr().out)
     model = ["--model", "Qwen2.5-0.5B", "--hardware", "RTX4090"]
-    assert main(["plan", file, *model, "--json"]) == 0
+    assert main(["plan", file, *model, zero, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["step_s"] == pytest.approx(first["step_s"])
     assert again["memory"] == first["memory"]
@@ -200,7 +201,7 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
     assert plan(lengths, "--memory.device", "1GB", "--devices", "2") == 2
-    refused(capsys, "needs", "optimizer", "at most 954 MiB", "ZeRO", "LoRA")
+    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO", "LoRA")
 
 
 @pytest.mark.slow

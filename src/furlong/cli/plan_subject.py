@@ -26,8 +26,10 @@ from furlong.errors import ConfigError
 from furlong.plan.values import Tier
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.auto.decide import training_of as training_of_run
+from furlong.planners.auto.search import MARGIN as MARGIN_OF_ONE
+from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
-from furlong.planners.search.search import Problem
+from furlong.planners.search.problem import Problem
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count
@@ -77,7 +79,8 @@ class Subject:
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
         counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
         guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
-        return f"{self.model_name}: {counts}; {lora}, ZeRO-{training.zero_stage}{guess}"
+        zeros = " or ".join(map(str, self.problem.zeros or (training.zero_stage,)))
+        return f"{self.model_name}: {counts}; {lora}, ZeRO-{zeros}{guess}"
 
     def devices_words(self) -> str:
         problem = self.problem
@@ -219,7 +222,11 @@ def _build(
         seq_lens=batch.seq_lens,
         model=figures.model,
         num_devices=num_devices,
+        # ZeRO-2 only where it is asked for: gradients that are shards cannot wait for the end of a
+        # step, as the cost model lets them
+        zeros=(1, 3) if num_devices > 1 and chosen.zero is None else (),
         budget_bytes=budget,
+        margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE),
         tiers=tiers,
         dp=sizes["dp"],
         sp=sizes["sp"],

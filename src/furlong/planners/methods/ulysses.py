@@ -2,7 +2,8 @@
 
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509) as InfiniPipe and Skrull run it: one degree,
 chosen for the longest sequence, for all sequences, packed into micro-batches, under ZeRO-3 over all
-devices. Short sequences pay its all-to-alls too.
+devices. Short sequences pay its all-to-alls too. Over groups of one device this is data parallelism
+as trainers with packing do it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ def plan_ulysses(
     `model`: as `with_zero_3` for DeepSpeed's way. `packed` False: every sequence is a micro-batch
     of its own. `budget_bytes` of a device: None takes the hardware's. `recompute_layers`:
     checkpointed layers; None takes the number whose plan is predicted to be fastest.
-    Under ZeRO-3 real replicas go through their micro-batches in step, since they gather weights
-    together; the plan lets each run on, which flatters it where their micro-batches differ.
     Raises ConfigError where the longest sequence does not fit or a replica has none.
     """
     refuse_unusable(seq_lens)
