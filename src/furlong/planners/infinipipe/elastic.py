@@ -130,12 +130,10 @@ def plan_elastic(
     )
     forward_s, backward_s = cell_seconds(setting.model, plain)
     cell_s = forward_s + backward_s
-    filled_s = np.cumsum([0.0, *(forward_s.min(axis=1) + backward_s.min(axis=1))])[:-1]
-    least_s = float((cell_s.sum(axis=1) + filled_s).max())
-    if least_s < beat_s < float("inf"):
+    if beat_s < float("inf"):
         least_s = time_actions(plain, setting.model.costs(plain)).duration_s
-    if least_s >= beat_s:
-        return TooSlow(least_s)
+        if least_s >= beat_s:
+            return TooSlow(least_s)
     loads = BatchLoads.of(plain, counts, setting.memory)
     room = np.full(len(setting.stages), float(setting.memory.device_budget_bytes + _ROUNDING_BYTES))
     ends_s = (len(setting.stages) - 1) * float(cell_s.mean())

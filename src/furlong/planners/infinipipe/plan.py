@@ -117,7 +117,7 @@ def _search(
             break
         groups = _chunks(setting, balance, num_slices)
         found = plan_elastic(setting, groups, beat_s=beat_s)
-        without_gain += best is not None or least_s < inf
+        without_gain += best is not None or isinstance(found, TooSlow)
         if isinstance(found, TooSlow):
             if best is None and found.least_s < least_s:
                 least_s, without_gain = found.least_s, 0

@@ -168,10 +168,13 @@ def micro_batch_groups(
 ) -> list[list[Chunk]]:
     """The micro-batches of one replica with all these sequences, each a group of one chunk."""
     work = sequence_work(seq_lens, model.shape)
-    sizes = {"cp_size": cp_size, "bucket_tokens": bucket_tokens}
-    schedule = schedule_skrull(seq_lens, work, dp_size=1, **sizes)
+    schedule = schedule_skrull(
+        seq_lens, work, dp_size=1, cp_size=cp_size, bucket_tokens=bucket_tokens
+    )
     if adaptive and cp_size > 1:
-        schedule = shard_where_faster(schedule, seq_lens, work, model, **sizes)
+        schedule = shard_where_faster(
+            schedule, seq_lens, work, model, cp_size=cp_size, bucket_tokens=bucket_tokens
+        )
     return [[_chunk(batch, seq_lens)] for batch in schedule[0]]
 
 

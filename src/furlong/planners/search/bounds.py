@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from furlong.cost.model import CostModel
+from furlong.cost.model import CostModel, Hidden
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.chunks.placement import shard
 from furlong.planners.layout import first_alike
@@ -41,7 +41,8 @@ def stage_bounds_s(
         for stage, first in enumerate(alike)
     ]
     plan = ChunkPlan(tuple(seq_lens), tuple(chunks), stages, tuple(actions), sp_size=sp_size)
-    costs = model.costs(plan, free=() if moves else ("all-to-all",))
+    free: tuple[Hidden, ...] = () if moves else ("all-to-all",)
+    costs = model.costs(plan, free=free)
     seconds = [[costs.compute_s(a, rank) for a in own] for rank, own in enumerate(actions)]
     bounds_s, filled_s = [], 0.0
     for first in alike:

@@ -133,9 +133,15 @@ class Dials:
         """The part of them that decides the chunks and a bound of their time; equal parts, equal
         chunks."""
         return replace(
-            self, method="", walk="state-aware", num_retained=None, keep=None, stage_layers=None,
+            self,
+            method="",
+            balance="flops" if self.balance == "time" else self.balance,
+            walk="state-aware",
+            num_retained=None,
+            keep=None,
+            stage_layers=None,
             tier=self.tier if self.cut == "time" else "device",
-        )  # fmt: skip
+        )
 
 
 Ladder = tuple[Dials, ...]

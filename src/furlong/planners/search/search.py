@@ -18,32 +18,39 @@ from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, product
+from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.errors import PlanError, UserError
-from furlong.plan.values import ChunkPlan
-from furlong.planners.budget import DoesNotFitError
-from furlong.planners.chunks.micro_batches import fitting_tokens
+from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe.plan import NotFasterError
 from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
-from furlong.planners.search.bounds import least_s, stage_bounds_s
-from furlong.planners.search.build import groups_of, replica_model
+from furlong.planners.search.bounds import stage_bounds_s
+from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
 from furlong.planners.search.replicas import Outcome, Replicas
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
-from furlong.simulate.clock import time_actions
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Of a chunk per device: smaller ones are tried where none of those before fits, or the smallest of
 them is the best."""
-_DEALT_BY_TIME = 4
-"""Plans whose replicas are dealt again by the time of their plans: those of least bounds."""
+_DEALT_BY_TIME = 2
+"""Plans whose replicas are dealt again by the time of their plans: the fastest ones."""
 
+
+_BETWEEN = 0.98
+"""Least share of the bounds of powers of two that numbers between them may have."""
+_MOST_RIVALS = 8
+"""Plans that are walked in search of the next best."""
 
 Entry = tuple[float, int, Room | Ladder]
 """Of a queue: a bound of the step, the place among equals, what it is a bound of."""
+
+
+class _SlowerError(Exception):
+    """No rung of a ladder from here on is faster than the best step."""
 
 
 def search(
@@ -62,6 +69,7 @@ def search(
             break
         below = least
     state.deal_by_time()
+    state.find_next_best()
     return state.found()
 
 
@@ -75,13 +83,13 @@ class _Search:
         self._started_s = time.monotonic()
         self._replicas = Replicas(problem.seq_lens, problem.model, problem.limit_bytes)
         self._bounds_s: dict[Dials, float] = {}
-        self._capacities: dict[tuple[Layout, ZeroStage, tuple[int, ...]], int] = {}
         self._rooms_s: dict[Room, float] = {}
         self._seen: set[Dials] = set()
         self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError] = {}
         self._outcomes: list[Outcome] = []
         self._trials: list[Trial] = []
         self._refused: list[Refusal] = []
+        self._slower: list[tuple[float, Dials]] = []
         self._num_pruned = 0
         self._num_rooms = 0
 
@@ -109,12 +117,13 @@ class _Search:
                 self._tell(f"{len(self._trials)} tried, {len(queue)} ways to cut chunks left")
                 self._climb_down(item)
             elif item not in self._rooms_s:
-                self._rooms_s[item] = max(bound_s, self._room_s(item))
+                self._rooms_s[item] = max(bound_s, self._replicas.least_s(item.dials("any")))
                 heappush(queue, (self._rooms_s[item], next(numbers), item))
             else:
                 for ladder in self._ladders(item):
                     if ladder[0].walk == "elastic":
-                        heappush(last, (bound_s, next(numbers), ladder))
+                        own_s = max(bound_s, self._elastic_s(item, ladder[0]))
+                        heappush(last, (own_s, next(numbers), ladder))
                         continue
                     own_s = max(bound_s, self._bound_s(ladder[0]))
                     heappush(queue, (own_s, next(numbers), ladder))
@@ -128,11 +137,21 @@ class _Search:
         return dials.size == least * dials.layout.sp
 
     def deal_by_time(self) -> None:
-        """Deals the replicas of the most promising plans by the time of their plans."""
-        by_time = [t for t in self._trials if t.dials.balance == "time"]
-        for trial in sorted(by_time, key=lambda trial: trial.bound_s)[:_DEALT_BY_TIME]:
+        """Deals the replicas of the fastest plans anew, by the time of their plans."""
+        allowed = {t.dials for t in self._trials if t.dials.balance == "time"}
+        best = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
+        by_time = [replace(outcome.dials, balance="time") for outcome in best]
+        for dials in [one for one in by_time if one in allowed][:_DEALT_BY_TIME]:
             with suppress(UserError, PlanError):  # a replica that has got more does not fit
-                self._outcomes.append(self._replicas.plan_by_time(trial.dials))
+                self._outcomes.append(self._replicas.plan_by_time(dials))
+
+    def find_next_best(self) -> None:
+        """Tries, of those that were no faster, the fastest that fits."""
+        slower = sorted(self._slower, key=lambda pair: pair[0])
+        for step_s, dials in slower[: _MOST_RIVALS * bool(self._outcomes)]:
+            if self._try(dials, must_beat=False) is not None:
+                self._trials.append(Trial(dials, step_s))
+                return
 
     def found(self) -> Found:
         if not self._outcomes:
@@ -178,14 +197,7 @@ class _Search:
                 self._num_rooms += 1
                 yield self._replicas.work_s(room.dials("any")), room
 
-    def _room_s(self, room: Room) -> float:
-        """A bound of all its plans, from all tokens of the busiest replica."""
-        dials = room.dials("any")
-        lens, model = self._replicas.busiest(dials), replica_model(dials, self._problem.model)
-        return least_s(lens, room.stages, room.layout.sp, model)
-
     def _zeros(self, layout: Layout) -> tuple[ZeroStage, ...]:
-        """Where nobody shares the state, one of them."""
         zeros = self._problem.zeros or (self._problem.model.training.zero_stage,)
         return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
@@ -199,25 +211,9 @@ class _Search:
                     continue
                 self._seen.add(rungs[0])
                 if rungs[0].cut in ("packed", "placed") and rungs[0].size is None:
-                    rungs = self._sized(rungs)
-                if rungs:
+                    rungs = self._replicas.sized(rungs)
+                if rungs and not self._replicas.all_sharded(rungs[0]):
                     yield rungs
-
-    def _sized(self, ladder: Ladder) -> Ladder:
-        """Micro-batches of as many tokens as a device can hold; none where that is too few for the
-        longest sequence, unless no more can be checkpointed, which a refusal then tells."""
-        (dials,) = ladder
-        key = dials.layout, dials.zero, dials.recompute_layers
-        sp_size, longest = dials.layout.sp, max(self._problem.seq_lens)
-        if key not in self._capacities:
-            self._capacities[key] = sp_size * fitting_tokens(
-                replica_model(dials, self._problem.model), self._problem.limit_bytes,
-                dp_size=1, sp_size=sp_size, recompute_layers=sum(dials.recompute_layers),
-            )  # fmt: skip
-        size = self._capacities[key]
-        if size < longest and dials.recompute_layers != dials.stages:
-            return ()
-        return (replace(dials, size=max(size, longest)),)
 
     def _bound_s(self, dials: Dials) -> float:
         """A bound of all rungs below: what the busiest replica computes on its slowest stage, with
@@ -226,67 +222,72 @@ class _Search:
         if uncut:  # however many slices there are: they take no less than whole sequences
             key = replace(key, slices=1, by_work=False)
         if key not in self._bounds_s:
-            lens, model = self._replicas.busiest(dials), replica_model(dials, self._problem.model)
-            padded, groups = groups_of(key, lens, model)
-            chunks = [chunk for group in groups for chunk in group]
+            lens, chunks = self._replicas.busiest_chunks(key)
             self._bounds_s[key] = max(
                 stage_bounds_s(
-                    chunks, padded, dials.stages, dials.layout.sp, model,
-                    recompute_layers=dials.recompute_layers, fills=not uncut,
+                    chunks, lens, key.stages, key.layout.sp,
+                    replica_model(key, self._problem.model),
+                    recompute_layers=key.recompute_layers, fills=not uncut,
                 )
             )  # fmt: skip
         return self._bounds_s[key]
 
+    def _elastic_s(self, room: Room, dials: Dials) -> float:
+        """About a bound of InfiniPipe, whose numbers of slices lie between powers of two."""
+        alike = (room.dials("any", cut=dials.cut, hybrid=True, size=size) for size in room.sizes)
+        return _BETWEEN * min(map(self._bound_s, alike), default=0.0)
+
     def _climb_down(self, ladder: Ladder) -> None:
         """To the highest rung that fits on all replicas, or is known to be no better."""
         while ladder:
-            place = self._highest(ladder)
-            if place is None:
+            try:
+                place = self._highest(ladder)
+            except _SlowerError:
+                self._num_pruned += len(ladder)
                 return
-            trial = self._trials[-1]
-            if trial.bound_s >= self._best_s:
+            if place is None:
                 return
             try:
                 self._outcomes.append(self._replicas.plan_whole(ladder[place]))
                 return
             except (UserError, PlanError) as error:
                 self._refused.append(Refusal(ladder[place], error))
+                if isinstance(error, PlanError):
+                    return  # replicas that cannot go together, whatever is kept
             ladder = ladder[place + 1 :]
 
     def _highest(self, ladder: Ladder) -> int | None:
-        """The place of the first rung that fits the busiest replica, which is then the last trial;
-        by bisection, since all below one that fits do."""
-        plans = {0: self._try(ladder[0])}
-        if plans[0] is not None or len(ladder) == 1:
-            return self._timed(ladder, 0, plans[0])
-        low, high = 0, len(ladder) - 1
-        plans[high] = self._try(ladder[high])
-        if plans[high] is None:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            plans[middle] = self._try(ladder[middle])
-            low, high = (middle, high) if plans[middle] is None else (low, middle)
-        return self._timed(ladder, high, plans[high])
+        """The place of the first rung that fits the busiest replica, by bisection, since all below
+        one that fits do. Raises _SlowerError where a rung above it is no faster than the best."""
+        step_s = self._try(ladder[0])
+        low, high = 0, 0 if step_s is not None else len(ladder) - 1
+        if step_s is None:
+            if not high or self._try(ladder[high], must_beat=False) is None:
+                return None
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._try(ladder[middle]) is None else (low, middle)
+            step_s = self._try(ladder[high])
+        assert step_s is not None
+        self._trials.append(Trial(ladder[high], step_s))
+        return high
 
-    def _timed(self, ladder: Ladder, place: int, plan: ChunkPlan | None) -> int | None:
-        if plan is None:
-            return None
-        dials = ladder[place]
-        costs = replica_model(dials, self._problem.model).costs(plan)
-        self._trials.append(Trial(dials, time_actions(plan, costs).duration_s))
-        return place
-
-    def _try(self, dials: Dials) -> ChunkPlan | None:
-        """The busiest replica's plan, where it fits."""
+    def _try(self, dials: Dials, *, must_beat: bool = True) -> float | None:
+        """Seconds of the busiest replica's plan, where it fits. `must_beat`: raises _SlowerError
+        where they are no fewer than the best step's: all rungs below take no less."""
+        beat_s = self._best_s if must_beat else inf
         key = dials.layout, dials.zero
         try:
             if key in self._too_large:
                 raise self._too_large[key]
-            return self._replicas.plan_busiest(dials, self._best_s)
+            plan, step_s = self._replicas.plan_busiest(dials, beat_s)
+            if step_s >= beat_s:
+                self._slower.append((step_s, dials))
+                raise _SlowerError
+            fit(plan, replica_model(dials, self._problem.model), self._problem.limit_bytes)
+            return step_s
         except NotFasterError:
-            self._num_pruned += 1
-            return None
+            raise _SlowerError from None
         except (UserError, PlanError) as error:
             if isinstance(error, DoesNotFitError) and error.part == "state":
                 self._too_large[key] = error  # whatever the chunks are

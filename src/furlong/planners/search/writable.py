@@ -26,7 +26,8 @@ class Traits:
     def forwards(self) -> list[Forward]:
         plan = self.plan
         found = (a for own in plan.actions for a in own if isinstance(a, Forward))
-        return [a for a in found if a.chunk in plan.trained]
+        # a chunk without a token only keeps replicas in step
+        return [a for a in found if a.chunk in plan.trained and plan.chunks[a.chunk].slices]
 
     @cached_property
     def layer_first(self) -> bool:
