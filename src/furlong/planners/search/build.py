@@ -108,7 +108,11 @@ def groups_of(
             lens, groups = padded_groups(lens, pad_to=whole)
         case "placed":
             groups = micro_batch_groups(
-                lens, model, cp_size=sp_size, bucket_tokens=size // sp_size, adaptive=dials.local
+                lens,
+                model,
+                cp_size=sp_size,
+                bucket_tokens=-(-size // sp_size),
+                adaptive=dials.local,
             )
             return lens, _slowest_first(groups, lens, model, sp_size)
     if dials.local:
