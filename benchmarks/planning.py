@@ -41,7 +41,8 @@ from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.catalogue import SEARCHED
-from furlong.planners.search.search import Problem, search
+from furlong.planners.search.problem import Problem
+from furlong.planners.search.search import search
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -52,7 +52,7 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
     assert "tokens/s" in printed
-    assert "weights" in printed and "optimizer" in printed and "dK,dV" in printed
+    assert "weights" in printed and "optimizer" in printed and "activations" in printed
     assert "9,000 tokens in the data (in the batch): fits" in printed
     assert "runs here  no: " in printed
 
@@ -238,7 +238,7 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
     assert plan(lengths, "--memory.device", "1GB", "--devices", "2") == 2
-    refused(capsys, "needs", "optimizer", "at most 954 MiB", "ZeRO", "LoRA")
+    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO", "LoRA")
 
 
 @pytest.mark.slow

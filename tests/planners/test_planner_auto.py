@@ -13,10 +13,10 @@ from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers
 from furlong.planners.auto.candidates import Space, groups_of_steps, longest_step
-from furlong.planners.auto.decide import Decision, decide, dials_of
+from furlong.planners.auto.decide import Decision, decide
 from furlong.planners.auto.estimate import ByteBound
 from furlong.planners.auto.search import MARGIN, SLACK
-from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
 from furlong.planners.sampling.rules import Sampling

@@ -13,7 +13,7 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import Forward
 from furlong.planners.chunks.balance import by_tokens, by_work
-from furlong.planners.methods.data_parallel import plan_data_parallel
+from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -34,8 +34,14 @@ def seconds(plan):
 )
 def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, balance, packed):
     budget = 30 * GIB
-    plan = plan_data_parallel(
-        seq_lens, MODEL, dp_size=dp_size, balance=balance, packed=packed, budget_bytes=budget
+    plan = plan_ulysses(
+        seq_lens,
+        MODEL,
+        sp_size=1,
+        dp_size=dp_size,
+        balance=balance,
+        packed=packed,
+        budget_bytes=budget,
     )
     check(plan, MODEL.memory(budget))
     assert len(plan.actions) == dp_size
@@ -47,14 +53,16 @@ def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, balance, pac
 
 def test_balanced_replicas_are_faster():
     lens = sample_lengths("chatqa2", 64, 3, max_seq_len=32 * K)
-    plans = {b: plan_data_parallel(lens, MODEL, dp_size=8, balance=b) for b in ("none", "flops")}
+    plans = {
+        b: plan_ulysses(lens, MODEL, sp_size=1, dp_size=8, balance=b) for b in ("none", "flops")
+    }
     assert seconds(plans["flops"]) < 0.95 * seconds(plans["none"])
 
 
 @pytest.mark.parametrize(("balance", "deal"), [("tokens", by_tokens), ("flops", by_work)])
 def test_replicas_hold_what_the_balance_says(balance, deal):
     lens = sample_lengths("chatqa2", 40, 3, max_seq_len=32 * K)
-    plan = plan_data_parallel(lens, MODEL, dp_size=4, balance=balance)
+    plan = plan_ulysses(lens, MODEL, sp_size=1, dp_size=4, balance=balance)
     dealt = deal(lens, 4, *([MODEL.shape] if balance == "flops" else []))
     for own, actions in zip(dealt, plan.actions, strict=True):
         chunks = [a.chunk for a in actions if isinstance(a, Forward)]
@@ -63,7 +71,9 @@ def test_replicas_hold_what_the_balance_says(balance, deal):
 
 def test_recomputes_before_it_refuses():
     def layers(num_tokens, **dials):
-        plan = plan_data_parallel([num_tokens], MODEL, dp_size=1, budget_bytes=30 * GIB, **dials)
+        plan = plan_ulysses(
+            [num_tokens], MODEL, sp_size=1, dp_size=1, budget_bytes=30 * GIB, **dials
+        )
         return plan.actions[0][0].recompute_layers
 
     assert layers(4 * K) == 0

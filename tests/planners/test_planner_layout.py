@@ -29,6 +29,12 @@ def test_given_sizes_are_kept():
     assert layouts(16, SHAPE, dp=2, sp=8) == [Layout(2, 8, 1)]
 
 
+def test_devices_may_be_left_idle():
+    used = {layout.num_devices for layout in layouts(24, SHAPE, idle=True)}
+    assert used == {24, 12, 6, 3, 1, 16, 8, 4, 2}
+    assert layouts(8, SHAPE, idle=True, sp=8) == [Layout(1, 8, 1)]
+
+
 def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
     small = model_shape("Qwen2.5-0.5B")  # 14 heads, 24 layers
     found = layouts(64, small)

@@ -22,7 +22,6 @@ from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
 from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.data_parallel import plan_data_parallel
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.methods.skrull import plan_skrull
 from furlong.planners.methods.ulysses import plan_ulysses
@@ -146,7 +145,7 @@ def one_device(rng):
 
 def data_parallel(rng):
     seq_lens = [*lengths(rng), 3, 5]
-    return plan_data_parallel(seq_lens, MODEL, dp_size=rng.choice((1, 2)))
+    return plan_ulysses(seq_lens, MODEL, sp_size=1, dp_size=rng.choice((1, 2)))
 
 
 def ulysses(rng):

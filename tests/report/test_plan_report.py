@@ -17,7 +17,7 @@ from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.search.candidates import Candidate
+from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import longest_sequence
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.pictures.legend import legend
@@ -205,21 +205,22 @@ def test_what_takes_many_times_as_long_is_no_row_of_the_table():
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     costs = model()
-    candidate = Candidate(
-        "one", Layout(pp=2), {}, lambda lens, _: build(lens, size=4096, retained=0)
+    dials = Dials(
+        method="one", layout=Layout(pp=2), stages=(12, 12), size=4096, num_retained=0, keep="kv"
     )
+    plan = build(size=4096, retained=0)
     budget = 20 * 2**30
-    longest = longest_sequence(candidate, costs, budget_bytes=budget)
+    longest = longest_sequence(dials, plan, costs, budget_bytes=budget)
     assert longest.limit == "memory"
 
     def peak(num_tokens):
         return report_plan(build((num_tokens,), size=4096, retained=0), costs).peak_bytes
 
     assert peak(longest.num_tokens) <= budget < peak(longest.num_tokens * 102 // 100)
-    assert longest_sequence(candidate, costs, budget_bytes=2**20).num_tokens == 0
+    assert longest_sequence(dials, plan, costs, budget_bytes=2**20).num_tokens == 0
     # memory has room for more than the model has positions
     few = longest.num_tokens // 2
-    within = longest_sequence(candidate, costs, budget_bytes=budget, num_positions=few)
+    within = longest_sequence(dials, plan, costs, budget_bytes=budget, num_positions=few)
     assert (within.num_tokens, within.limit) == (few, "positions")
-    many = longest_sequence(candidate, costs, budget_bytes=budget, num_positions=10**9)
+    many = longest_sequence(dials, plan, costs, budget_bytes=budget, num_positions=10**9)
     assert many == longest

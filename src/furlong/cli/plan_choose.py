@@ -13,10 +13,10 @@ from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.text import save_plan
-from furlong.planners.search.candidates import Candidate
 from furlong.planners.search.catalogue import SEARCHED
+from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import Longest, longest_sequence
-from furlong.planners.search.search import Found
+from furlong.planners.search.problem import Found
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line, runs_words
@@ -45,14 +45,14 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         found = search_with(subject, methods, strict=True, tell=tell)
     best, sampling = found.best, subject.dials.get("sample")
     tell("a plan is found, it is measured")
-    report = report_plan(best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens))
+    report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
     if report.missing and chosen.runnable:
         given = f"a plan with {report.missing}, with --runnable"
         raise refusal(given, "a plan that this release runs", "name another method, or none")
     tell("looking for the longest sequence that would fit")
     positions, own = subject.num_positions, max(problem.seq_lens)
     longest = longest_sequence(
-        best.candidate, problem.model, budget_bytes=problem.budget_bytes, start=own,
+        best.dials, best.plan, best.model, budget_bytes=problem.limit_bytes, start=own,
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     if chosen.json:
@@ -61,7 +61,7 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         print(json.dumps(_to_json(subject, found, report, longest) | more, indent=1))
     else:
         print(subject.words())
-        print(line("plan", str(best.candidate)))
+        print(line("plan", str(best.dials)))
         if sampling is not None:
             print(line("sample", sample_words(best.plan, sampling)))
         print(format_report(report))
@@ -74,12 +74,11 @@ def _run(flags: RunFlags, tell: Tell) -> None:
             print(line("auto", decision.words))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
-        write(save_plan(best.plan, subject.made_for(problem.model)), chosen.out)
+        write(save_plan(best.plan, subject.made_for(best.model)), chosen.out)
         if not chosen.json:
             print(f"wrote {chosen.out}")
-    candidate = best.candidate
-    note = ", ".join([str(candidate.layout), *candidate.words()])
-    draw(report.panel(candidate.method, note), chosen)
+    note = ", ".join([str(best.dials.layout), *best.dials.words()])
+    draw(report.panel(best.dials.method, note), chosen)
 
 
 def _longest_words(longest: Longest, subject: Subject) -> str:
@@ -105,15 +104,13 @@ def _longest_fits(longest: Longest, subject: Subject) -> bool:
     return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
 
 
-def _rivals(found: Found) -> list[tuple[float, bool, Candidate]]:
-    """(seconds, whether they are of the whole batch, candidate), fastest first, the best left out;
+def _rivals(found: Found) -> list[tuple[float, bool, Dials]]:
+    """(seconds, whether they are of the whole batch, dials), fastest first, the best left out;
     other seconds are of the busiest of several replicas: the step takes at least so long."""
-    planned = [(o.step_s, True, o.candidate) for o in found.others]
-    seen = {id(candidate) for _, _, candidate in planned} | {id(found.best.candidate)}
+    planned = [(o.step_s, True, o.dials) for o in found.others]
+    seen = {dials for _, _, dials in planned} | {found.best.dials}
     tried = [
-        (t.bound_s, t.candidate.layout.dp == 1 or t.candidate.deals_itself, t.candidate)
-        for t in found.trials
-        if id(t.candidate) not in seen
+        (t.bound_s, t.dials.layout.dp == 1, t.dials) for t in found.trials if t.dials not in seen
     ]
     return sorted([*planned, *tried], key=lambda rival: rival[0])
 
@@ -126,11 +123,11 @@ def _next_words(found: Found) -> str:
     words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
     if not slower:
         return f"{words}none of the others fits, or their bounds are above its time"
-    seconds, is_whole, candidate = slower[0]
+    seconds, is_whole, dials = slower[0]
     least = "" if is_whole else "at least "
     slower_by = seconds / best_s - 1
     share = f"{slower_by:.1%}" if slower_by >= 1e-3 else "less than 0.1%"
-    return f"{words}{candidate}: {least}{format_seconds(seconds)}, {share} slower"
+    return f"{words}{dials}: {least}{format_seconds(seconds)}, {share} slower"
 
 
 def _search_words(found: Found) -> str:
@@ -148,7 +145,7 @@ def _to_json(
     rivals = [rival for rival in _rivals(found) if rival[0] > found.best.step_s * _SAME]
     return {
         **subject.to_json(),
-        **_candidate_json(found.best.candidate),
+        **_dials_json(found.best.dials),
         **report.to_json(),
         "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
@@ -156,7 +153,7 @@ def _to_json(
         "longest_sequence_limit": longest.limit,
         "next_best": None
         if not rivals
-        else _candidate_json(rivals[0][2]) | {"step_s": rivals[0][0], "is_bound": not rivals[0][1]},
+        else _dials_json(rivals[0][2]) | {"step_s": rivals[0][0], "is_bound": not rivals[0][1]},
         "search": {
             "num_tried": len(found.trials),
             "num_planned": len(found.others) + 1,
@@ -167,7 +164,7 @@ def _to_json(
     }
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    layout = candidate.layout
+def _dials_json(dials: Dials) -> dict[str, Any]:
+    layout = dials.layout
     sizes = {"dp": layout.dp, "sp": layout.sp, "pp": layout.pp}
-    return {"method": candidate.method, "layout": sizes, "dials": dict(candidate.dials)}
+    return {"method": dials.method, "layout": sizes, "dials": dials.values()}

@@ -11,7 +11,7 @@ from furlong.cli.plan_subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.planners.methods.flexsp import estimate_flexsp
-from furlong.planners.search.search import Found, Problem
+from furlong.planners.search.problem import Found, Problem
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import report_plan
@@ -49,18 +49,16 @@ def _run(flags: RunFlags, tell: Tell) -> None:
     problem, panels = subject.problem, []
     fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
     for name, one in found.items():
-        candidate = one.best.candidate
+        dials = one.best.dials
         report = report_plan(
-            one.best.plan, problem.model, problem.budget_bytes, sum(problem.seq_lens)
+            one.best.plan, one.best.model, problem.budget_bytes, sum(problem.seq_lens)
         )
-        layout = f"{candidate.layout.dp} x {candidate.layout.sp} x {candidate.layout.pp}"
-        dials = ", ".join(candidate.words())
-        chosen_from = "" if candidate.method == name else f"{candidate.method}: "
-        rows.append(Row(name, layout, chosen_from + dials, report))
+        layout = f"{dials.layout.dp} x {dials.layout.sp} x {dials.layout.pp}"
+        words = ", ".join(dials.words())
+        chosen_from = "" if dials.method == name else f"{dials.method}: "
+        rows.append(Row(name, layout, chosen_from + words, report))
         if not chosen_from and report.step_s <= _SLOWEST * fastest_s:
-            panels.append(
-                report.panel(name, ", ".join([str(candidate.layout), *candidate.words()]))
-            )
+            panels.append(report.panel(name, ", ".join([str(dials.layout), words])))
     if chosen.json:
         print(json.dumps({**subject.to_json(), "methods": comparison_json(rows)}, indent=1))
     else:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cli.plan_subject import Subject
 from furlong.cost.devices.hardware import THIS_CPU, free_ram_budget_bytes
-from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
-from furlong.plan.values import ChunkPlan
-from furlong.planners.auto.decide import FREE_RAM, Decision, decide, dials_of
+from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.auto.search import MARGIN, Searched, Tried
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict
-from furlong.planners.search.candidates import Candidate
-from furlong.planners.search.search import Found, Outcome, Refusal, Trial
+from furlong.planners.search.build import build
+from furlong.planners.search.dials import Dials
+from furlong.planners.search.problem import Found, Refusal, Trial
+from furlong.planners.search.replicas import Outcome
 
 
 def with_run_budget(subject: Subject) -> Subject:
@@ -64,13 +61,13 @@ def found_of(searched: Searched, subject: Subject) -> Found:
     """What was searched, with the plan of the subject's batch as its best, and all times in the
     seconds of its model."""
     problem = subject.problem
-    best = _candidate(searched.best.options)
-    plan = one_draw(best.build(problem.seq_lens, problem.model), searched.best.options)
+    best = _dials(searched.best.options)
+    plan = one_draw(build(best, problem.seq_lens, problem.model), searched.best.options)
     predicted = predict(problem.model, plan)
     ratio = predicted.step_s / searched.best.step_s
-    outcome = Outcome(best, plan, predicted.step_s, predicted.device_bytes)
+    outcome = Outcome(best, plan, problem.model, predicted.step_s, predicted.device_bytes)
     trials = [Trial(best, outcome.step_s)]
-    trials += [Trial(_candidate(t.options), t.step_s * ratio) for t in searched.tried[1:]]
+    trials += [Trial(_dials(t.options), t.step_s * ratio) for t in searched.tried[1:]]
     return Found(
         best=outcome,
         others=(),
@@ -81,18 +78,15 @@ def found_of(searched: Searched, subject: Subject) -> Found:
     )
 
 
-def _candidate(options: ChunkOptions) -> Candidate:
-    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
-        return plan_on_device(lens, options, num_layers=model.shape.num_layers)
-
-    return Candidate("furlong", Layout(), dials_of(options), build)
+def _dials(options: ChunkOptions) -> Dials:
+    return Dials(method="furlong", options=options)
 
 
 def _refusal(tried: Tried) -> Refusal:
     error = ConfigError(
         given=f"{tried.needs.device_bytes} bytes", required="less", source="", change=""
     )
-    return Refusal(_candidate(tried.options), error)
+    return Refusal(_dials(tried.options), error)
 
 
 def _on_this_cpu(subject: Subject) -> bool:

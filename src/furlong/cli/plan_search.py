@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from furlong.cli.plan_subject import Subject
@@ -11,9 +11,9 @@ from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
-from furlong.planners.search.candidates import Candidate, Ladder, Room
 from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
-from furlong.planners.search.search import Found, search
+from furlong.planners.search.problem import Found, NothingOfferedError
+from furlong.planners.search.search import search
 from furlong.report.patience import Tell
 from furlong.report.words import count_words
 
@@ -29,66 +29,18 @@ def methods_named(name: str | None) -> Mapping[str, Method]:
     return {known: METHODS[known]}
 
 
-@dataclass(frozen=True)
-class _FixedRoom(Room):
-    """A room in which some dials are given."""
-
-    given: tuple[tuple[str, Any], ...] = ()
-
-    def sizes(self) -> list[int]:
-        size = dict(self.given).get("size")
-        return super().sizes() if size is None else [size]
-
-    def heights(self, num_layers: int) -> list[int]:
-        height = dict(self.given).get("stage_layers")
-        return super().heights(num_layers) if height is None else [height]
-
-    def retained(self, size: int) -> list[int]:
-        number = dict(self.given).get("num_retained")
-        return sorted(
-            {*super().retained(size), *([] if number is None else [number])}, reverse=True
-        )
-
-
 def search_with(
     subject: Subject, methods: Mapping[str, Method], *, strict: bool, tell: Tell | None = None
 ) -> Found:
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
-    dials = dict(subject.dials)
-    if "tier" in dials:
-        dials["tier"] = _tier_of_kv(dials["tier"])
-    num_rooms = num_offered = 0
-
-    def agrees(candidate: Candidate) -> bool:
-        order = "layer-first" if "stage_layers" in candidate.dials else "chunk-first"
-        own = {"tier": "device", "order": order, **candidate.dials}
-        if "size" in dials and "chunks of" in own:
-            return False  # chunks of equal time may hold more tokens than their size says
-        return all(
-            own[name] == value if name in own else not strict for name, value in dials.items()
-        )
-
-    def fixed(method: Method) -> Method:
-        def ladders(room: Room) -> Iterator[Ladder]:
-            nonlocal num_rooms, num_offered
-            num_rooms += 1
-            own = {field.name: getattr(room, field.name) for field in fields(room)}
-            within = _FixedRoom(**own, given=tuple(dials.items()))
-            for ladder in method(within):
-                rungs = [candidate for candidate in ladder.rungs if agrees(candidate)]
-                num_offered += len(rungs)
-                if rungs:
-                    yield replace(ladder, rungs=rungs)
-
-        return ladders
-
+    given = dict(subject.dials)
+    if "tier" in given:
+        given["tier"] = _tier_of_kv(given["tier"])
+    problem = replace(subject.problem, given=given, strict=strict)
     try:
-        among = {name: fixed(method) for name, method in methods.items()}
-        return search(subject.problem, among, tell=tell)
-    except ConfigError:
-        if num_offered or not num_rooms:
-            raise
+        return search(problem, methods, tell=tell)
+    except NothingOfferedError:
         raise _nothing_offered(subject, methods) from None
 
 

@@ -23,8 +23,10 @@ from furlong.errors import ConfigError
 from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.values import Tier
 from furlong.planners.auto.decide import given_dials, training_of
+from furlong.planners.auto.search import MARGIN as MARGIN_OF_ONE
+from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
-from furlong.planners.search.search import Problem
+from furlong.planners.search.problem import Problem
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
 from furlong.units import format_bytes, format_count
@@ -81,7 +83,7 @@ class Subject:
         host = f" and {format_bytes(self.host_bytes)} of the host's memory"
         budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''} each"
         idle = f"; {self.num_idle} more idle" if self.num_idle else ""
-        zero = f"ZeRO-{training.zero_stage}"
+        zero = "ZeRO-" + " or ".join(map(str, problem.zeros or (training.zero_stage,)))
         return "\n".join([
             line("batch", str(self.batch)),
             line("model", f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}"),
@@ -146,7 +148,11 @@ def subject_of(flags: RunFlags) -> Subject:
         seq_lens=batch.seq_lens,
         model=figures.model,
         num_devices=num_devices,
+        # ZeRO-2 only where it is asked for: gradients that are shards cannot wait for the end of a
+        # step, as the cost model lets them
+        zeros=(1, 3) if num_devices > 1 and own.zero is None else (),
         budget_bytes=None if budget == "auto" else budget,
+        margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE),
         tiers=tiers,
         dp=sizes["dp"],
         sp=sizes["sp"],

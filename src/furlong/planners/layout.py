@@ -40,23 +40,23 @@ def layouts(
     sp: int | None = None,
     pp: int | None = None,
     tp_size: int = 1,
+    idle: bool = False,
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
     An sp group divides the query heads (Ulysses), a pipeline has no more stages than layers.
+    `idle`: also those of half the devices, a fourth and so on, and of powers of two, so that more
+    devices are never slower.
     Raises ConfigError that shows the arithmetic where nothing is left.
     """
     groups = num_devices // tp_size
-    found = [
-        Layout(groups // (s * p), s, p)
-        for s in _divisors(groups)
-        if (sp is None or s == sp) and shape.num_heads % s == 0
-        for p in _divisors(groups // s)
-        if (pp is None or p == pp) and p <= shape.num_layers
-    ]
-    found = [layout for layout in found if dp is None or layout.dp == dp]
+    found = _layouts(groups, shape, dp, sp, pp)
     if found and num_devices % tp_size == 0:
-        return found
+        fewer = {groups >> bits for bits in range(1, groups.bit_length())} if idle else set()
+        fewer |= {1 << bits for bits in range((groups - 1).bit_length())} if idle else set()
+        return found + [
+            one for n in sorted(fewer, reverse=True) for one in _layouts(n, shape, dp, sp, pp)
+        ]
     given = {"dp": dp, "sp": sp, "pp": pp} | ({"tp": tp_size} if tp_size > 1 else {})
     sizes = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
     product = 1
@@ -70,6 +70,19 @@ def layouts(
         source="the sizes of parallel and the number of devices",
         change="change the sizes or the number of devices; auto lets a size follow the others",
     )
+
+
+def _layouts(
+    groups: int, shape: ModelShape, dp: int | None, sp: int | None, pp: int | None
+) -> list[Layout]:
+    found = [
+        Layout(groups // (s * p), s, p)
+        for s in _divisors(groups)
+        if (sp is None or s == sp) and shape.num_heads % s == 0
+        for p in _divisors(groups // s)
+        if (pp is None or p == pp) and p <= shape.num_layers
+    ]
+    return [layout for layout in found if dp is None or layout.dp == dp]
 
 
 def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tuple[int, ...]:

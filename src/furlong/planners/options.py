@@ -130,3 +130,24 @@ def fixed_options(max_seq_len: int, dials: Mapping[str, Any] | None = None) -> C
     """
     chosen: dict[str, Any] = {"size": 1 << (min(4096, max(1, max_seq_len)).bit_length() - 1)}
     return ChunkOptions(**(chosen | dict(dials or {})))
+
+
+def dials_of(options: ChunkOptions) -> dict[str, Any]:
+    """The dials of a run file that make these options; those at their defaults left out, but for
+    the first three."""
+    dials: dict[str, Any] = {
+        "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
+    }  # fmt: skip
+    if options.order == "layer-first":
+        dials |= {"order": options.order, "stage_layers": options.stage_layers or 1}
+    if isinstance(options.tier, str):
+        return dials if options.tier == "device" else dials | {"tier": options.tier}
+    lower = {kind: tier for kind, tier in asdict(options.tiers).items() if tier != "device"}
+    return dials | {"tier": lower}
+
+
+def value_in_words(value: object) -> str:
+    """A dial's value; a mapping as a run file has it."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"

@@ -21,10 +21,10 @@ from furlong.data.tokenize import load_tokenizer
 from furlong.models.build import build_model, export_model, read_config
 from furlong.models.check import check_model
 from furlong.models.folder import check_folder
-from furlong.planners.auto.decide import Decision, dials_of
+from furlong.planners.auto.decide import Decision
+from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.predict import predict
 from furlong.planners.sampling.use import sampling_in_words
-from furlong.planners.search.candidates import value_in_words
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.checkpoint import one_process

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,9 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.candidates import SMALLEST_CHUNK, Space
 from furlong.planners.auto.search import MARGIN, SLACK, Budgets, Searched, search_device
 from furlong.planners.budget import DoesNotFitError, advice
-from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
 from furlong.planners.predict import Needs, Prediction, predict
 from furlong.planners.sampling.rules import Sampling
-from furlong.planners.search.candidates import value_in_words
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
@@ -195,22 +194,8 @@ def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     return ChunkOptions(**(small | dict(given)))
 
 
-def dials_of(options: ChunkOptions) -> dict[str, Any]:
-    """The dials of a run file that make these options; those at their defaults left out, but for
-    the first three."""
-    dials: dict[str, Any] = {
-        "size": options.size, "num_retained": options.num_retained, "keep": options.keep,
-    }  # fmt: skip
-    if options.order == "layer-first":
-        dials |= {"order": options.order, "stage_layers": options.stage_layers or 1}
-    if isinstance(options.tier, str):
-        return dials if options.tier == "device" else dials | {"tier": options.tier}
-    lower = {kind: tier for kind, tier in asdict(options.tiers).items() if tier != "device"}
-    return dials | {"tier": lower}
-
-
 def dials_in_words(options: ChunkOptions) -> str:
-    """The same as text, each dial as its name and value."""
+    """Its dials as text, each as its name and value."""
     return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())
 
 

@@ -14,8 +14,9 @@ from furlong.cost.seconds.flops import stage_flops
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
-Balance = Literal["none", "tokens", "flops"]
-"""How replicas get their sequences: in turn, of equal tokens, of equal work."""
+Balance = Literal["none", "tokens", "flops", "time"]
+"""How replicas get their sequences: in turn, of equal tokens, of equal work; or, by who plans
+them, of equal time (`by_speed`), which begins with equal work."""
 
 
 def deal_sequences(
@@ -27,7 +28,7 @@ def deal_sequences(
             return by_order(len(seq_lens), dp_size)
         case "tokens":
             return by_tokens(seq_lens, dp_size)
-        case "flops":
+        case "flops" | "time":
             return by_work(seq_lens, dp_size, shape)
 
 
@@ -63,6 +64,27 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
         # of equal sums the one with fewer sequences, so that costs of zero leave nobody idle
         heapreplace(lightest, (total + costs[seq_id], count + 1, replica))
     return replicas
+
+
+def by_speed(
+    work: Sequence[float], dealt: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> list[list[int]]:
+    """The sequences dealt anew, longest processing time first, where a unit of work takes each
+    replica as long as in `dealt`, whose replicas took `seconds`.
+
+    The sequence of most work stays, or replicas would only change their roles.
+    """
+    rates = [s / sum(work[i] for i in own) for own, s in zip(dealt, seconds, strict=True)]
+    first, *others = sorted(range(len(work)), key=lambda i: (-work[i], i))
+    home = next(replica for replica, own in enumerate(dealt) if first in own)
+    replicas: list[list[int]] = [[] for _ in dealt]
+    loads_s = [0.0] * len(dealt)
+    for seq_id in (first, *others):
+        ends_s = [load + work[seq_id] * rate for load, rate in zip(loads_s, rates, strict=True)]
+        replica = home if seq_id == first else ends_s.index(min(ends_s))
+        replicas[replica].append(seq_id)
+        loads_s[replica] = ends_s[replica]
+    return replicas if all(replicas) else [list(own) for own in dealt]
 
 
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:

@@ -112,12 +112,13 @@ def full_checkpointing(problem: Problem) -> tuple[int, ...]:
 
 
 def choose_layers(
-    problem: Problem, *, mode: Mode = "adaptive", mip_gap: float = 0.0, time_limit_s: float = 60.0
+    problem: Problem, *, mode: Mode = "adaptive", mip_gap: float = 0.0, max_nodes: int = 10_000
 ) -> Checkpointing | None:
     """The layers of least sum within every stage's room, or None if there are none.
 
-    `mip_gap`: how much of the sum may be too much; 0 asks for a proof of the least. When time is up
-    the best that is known is returned, full checkpointing at worst, with what has been proven.
+    `mip_gap`: how much of the sum may be too much; 0 asks for a proof of the least. After
+    `max_nodes` of the solver's tree the best that is known is returned, full checkpointing at
+    worst, with what has been proven.
     """
     none = (0,) * problem.num_diagonals
     if mode != "full" and max(lacking_bytes(problem, none)) <= 0:
@@ -129,7 +130,7 @@ def choose_layers(
     if mode == "full":
         return Checkpointing(full, float(sum(full))) if full_fits else None
     for headroom in (0.0, 1e-6, 1e-5):
-        found = _solve(problem, mip_gap, time_limit_s, headroom)
+        found = _solve(problem, mip_gap, max_nodes, headroom)
         if found is not None and max(lacking_bytes(problem, found.layers)) <= 0:
             return found
     return Checkpointing(full, _linear_bound(problem)) if full_fits else None
@@ -162,9 +163,9 @@ def _linear_bound(problem: Problem) -> float:
 
 
 def _solve(
-    problem: Problem, mip_gap: float, time_limit_s: float, headroom: float
+    problem: Problem, mip_gap: float, max_nodes: int, headroom: float
 ) -> Checkpointing | None:
-    options = {"mip_rel_gap": mip_gap, "time_limit": time_limit_s}
+    options = {"mip_rel_gap": mip_gap, "node_limit": max_nodes}
     found = _milp(problem, headroom=headroom, options=options)
     if found.x is None:
         return None

@@ -6,7 +6,6 @@ in one pipeline or in several, one after the other; each cell recomputes as few 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +87,13 @@ class NoRoom:
     rank: int
 
 
+@dataclass(frozen=True)
+class TooSlow:
+    """These chunks take no less than what is to be beaten, even with nothing recomputed."""
+
+    least_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What all candidates of one batch share."""
@@ -100,20 +106,15 @@ class Setting:
     tiers: Tiers = ON_DEVICE
     mode: Mode = "adaptive"
     mip_gap: float = 0.02
-    stop_at: float = float("inf")
-    """On time.monotonic()."""
-
-    @property
-    def left_s(self) -> float:
-        """For one integer program, half of what is left, and never nothing."""
-        return max(0.2, min(3600.0, (self.stop_at - time.monotonic()) / 2))
+    max_nodes: int = 10_000
+    """Nodes of the tree of each integer program."""
 
 
 def plan_elastic(
     setting: Setting, groups: Groups, *, beat_s: float = float("inf")
-) -> ElasticPlan | NoRoom | None:
-    """The best plan of these groups, which are listed by falling numbers of chunks; None if none
-    can take less than `beat_s`."""
+) -> ElasticPlan | NoRoom | TooSlow:
+    """The best plan of these groups, which are listed by falling numbers of chunks, unless none can
+    take less than `beat_s`."""
     counts = [len(group) for group in groups]
     plain = plan_seq1f1b(
         setting.seq_lens,
@@ -123,11 +124,14 @@ def plan_elastic(
         sp_size=setting.sp_size,
     )
     forward_s, backward_s = cell_seconds(setting.model, plain)
-    if (forward_s + backward_s).sum(axis=1).max() >= beat_s:
-        return None
+    cell_s = forward_s + backward_s
+    if beat_s < float("inf"):
+        least_s = time_actions(plain, setting.model.costs(plain)).duration_s
+        if least_s >= beat_s:
+            return TooSlow(least_s)
     loads = BatchLoads.of(plain, counts, setting.memory)
     room = np.full(len(setting.stages), float(setting.memory.device_budget_bytes + _ROUNDING_BYTES))
-    ends_s = (len(setting.stages) - 1) * float((forward_s + backward_s).mean())
+    ends_s = (len(setting.stages) - 1) * float(cell_s.mean())
     layer_s = float(forward_s.mean()) * len(setting.stages) / sum(setting.stages)
     starts = [i for i, n in enumerate(counts) if not i or n != counts[i - 1]] + [len(counts)]
     for _ in range(_MAX_REPAIRS):
@@ -175,7 +179,7 @@ def _group(
             choose_layers,
             mode=setting.mode,
             mip_gap=setting.mip_gap,
-            time_limit_s=setting.left_s,
+            max_nodes=setting.max_nodes,
         )
         return map(choose, of(stretches))
 

@@ -13,20 +13,26 @@ paper's form, a1 x^2 + a2 x.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
 from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks.groups import Groups, refuse_unusable
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.checkpointing import Mode
-from furlong.planners.infinipipe.elastic import ElasticPlan, NoRoom, Setting, plan_elastic
+from furlong.planners.infinipipe.elastic import (
+    ElasticPlan,
+    NoRoom,
+    Setting,
+    TooSlow,
+    plan_elastic,
+)
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.layout import cut_layers, mean_attended_keys
@@ -45,6 +51,10 @@ class InfiniPipePlan(ElasticPlan):
     """(num_slices, predicted_s) of every candidate that was worked out."""
 
 
+class NotFasterError(ConfigError):
+    """No plan is faster than what is to be beaten."""
+
+
 def plan_infinipipe(
     seq_lens: Sequence[int],
     model: CostModel,
@@ -58,17 +68,21 @@ def plan_infinipipe(
     checkpointing: Mode = "adaptive",
     max_slices: int = 64,
     mip_gap: float = 0.02,
-    time_limit_s: float = 60.0,
+    max_nodes: int = 10_000,
+    max_tried: int = 64,
+    beat_s: float = inf,
 ) -> InfiniPipePlan:
     """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
 
     `stages`: layers per stage, default those that balance the stages' work; rank s holds stage s.
     With sp_size > 1 every slice is sharded over the sp group. `balance` and `checkpointing` switch
     parts of the method off. `mip_gap`: how much of the overhead may be too much (0: proven least);
-    when `time_limit_s` is up the search ends with the first plan that it has.
+    `max_nodes`: nodes of the tree of each integer program; `max_tried`: slice numbers that are
+    worked out once one fits. Work is bounded by counts, never by a clock: equal questions have
+    equal answers. `beat_s`: a step that it has to beat.
 
-    Raises DataError for unusable lengths, and DoesNotFitError for the plan that lacks least if no
-    slice number up to `max_slices` fits.
+    Raises DataError for unusable lengths, NotFasterError where no plan can beat `beat_s`, and
+    DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
     """
     refuse_unusable(seq_lens)
     setting = Setting(
@@ -80,30 +94,42 @@ def plan_infinipipe(
         tiers=tiers,
         mode=checkpointing,
         mip_gap=mip_gap,
-        stop_at=time.monotonic() + time_limit_s,
+        max_nodes=max_nodes,
     )
-    return _search(setting, balance, max_slices)
+    return _search(setting, balance, max_slices, max_tried, beat_s)
 
 
-def _search(setting: Setting, balance: Balance, max_slices: int) -> InfiniPipePlan:
+def _search(
+    setting: Setting, balance: Balance, max_slices: int, max_tried: int, beat_s: float
+) -> InfiniPipePlan:
     """Tries rising slice numbers until some in a row bring nothing."""
     longest = max(setting.seq_lens)
     best: tuple[ElasticPlan, int] | None = None
     nearest: tuple[NoRoom, int] | None = None
     tried: list[tuple[int, float]] = []
-    without_gain = 0
+    least_s, without_gain = inf, 0
     for num_slices in slice_numbers(min(max_slices, longest)):
-        if best and (without_gain >= _PATIENCE or time.monotonic() > setting.stop_at):
+        if without_gain >= _PATIENCE or len(tried) >= max_tried:
             break
         groups = _chunks(setting, balance, num_slices)
-        found = plan_elastic(setting, groups, beat_s=best[0].predicted_s if best else inf)
-        without_gain += best is not None
-        if isinstance(found, ElasticPlan):
+        found = plan_elastic(setting, groups, beat_s=beat_s)
+        without_gain += best is not None or isinstance(found, TooSlow)
+        if isinstance(found, TooSlow):
+            if best is None and found.least_s < least_s:
+                least_s, without_gain = found.least_s, 0
+        elif isinstance(found, ElasticPlan):
             tried.append((num_slices, found.predicted_s))
-            if best is None or found.predicted_s < best[0].predicted_s:
-                best, without_gain = (found, num_slices), 0
-        elif found and (nearest is None or found.lacking_bytes < nearest[0].lacking_bytes):
+            if found.predicted_s < beat_s:
+                best, beat_s, without_gain = (found, num_slices), found.predicted_s, 0
+        elif nearest is None or found.lacking_bytes < nearest[0].lacking_bytes:
             nearest = found, num_slices
+    if best is None and least_s < inf:
+        raise NotFasterError(
+            given=f"a step of at least {least_s:.3g} s however it is cut",
+            required=f"less than {beat_s:.3g} s",
+            source="the step that InfiniPipe's plan has to beat",
+            change="take the other plan",
+        )
     if best is None:
         assert nearest is not None
         raise _no_room(setting, *nearest)

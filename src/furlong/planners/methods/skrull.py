@@ -133,6 +133,26 @@ def _placements(
     return [MicroBatch(batch.seq_ids, placements) for placements in found]
 
 
+def micro_batch_groups(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    *,
+    cp_size: int,
+    bucket_tokens: int,
+    adaptive: bool = False,
+) -> list[list[Chunk]]:
+    """The micro-batches of one replica with all these sequences, each a group of one chunk."""
+    work = sequence_work(seq_lens, model.shape)
+    schedule = schedule_skrull(
+        seq_lens, work, dp_size=1, cp_size=cp_size, bucket_tokens=bucket_tokens
+    )
+    if adaptive and cp_size > 1:
+        schedule = shard_where_faster(
+            schedule, seq_lens, work, model, cp_size=cp_size, bucket_tokens=bucket_tokens
+        )
+    return [[_chunk(batch, seq_lens)] for batch in schedule[0]]
+
+
 def plan_skrull(
     seq_lens: Sequence[int],
     model: CostModel,

@@ -2,7 +2,8 @@
 
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509) as InfiniPipe and Skrull run it: one degree,
 chosen for the longest sequence, for all sequences, packed into micro-batches, under ZeRO-3 over all
-devices. Short sequences pay its all-to-alls too.
+devices. Short sequences pay its all-to-alls too. Over groups of one device this is data parallelism
+as trainers with packing do it.
 """
 
 from __future__ import annotations

@@ -1,181 +1,151 @@
-"""Published methods and baselines, each as candidates with the dials that its paper varies."""
+"""Published methods and baselines, each as the dials that its paper or its public code has.
+
+Every one has every way to deal sequences to replicas and every ZeRO stage: both come with the room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan, Keep
-from furlong.planners.chunks.balance import Balance
-from furlong.planners.chunks.groups import (
-    Groups,
-    group_chunks,
-    packed_groups,
-    padded_groups,
-    sliced_groups,
-)
-from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.data_parallel import plan_data_parallel
-from furlong.planners.methods.skrull import plan_skrull
-from furlong.planners.methods.ulysses import plan_ulysses
-from furlong.planners.options import ChunkOptions
-from furlong.planners.search.candidates import (
-    Candidate,
-    Ladder,
-    Room,
-    chunked,
-    layer_first,
-    token_level,
-    whole_sequences,
-)
+from furlong.plan.values import Keep
+from furlong.planners.search.dials import Cut, Dials, Ladder
+from furlong.planners.search.room import Room
 
 Method = Callable[[Room], Iterator[Ladder]]
 
 _KEPT: tuple[Keep, ...] = ("attention", "kv")
-_CUTS = ((False, False), (True, False), (False, True), (True, True))
-"""Whether short sequences stay on one sp rank, and whether chunks take equal time."""
-_SLICES = (2, 4, 8)
-_INFINIPIPE_S = 1.0
-"""For the plan of one replica; its own search goes on with what it has then."""
+_CUTS: tuple[tuple[bool, Cut], ...] = (
+    (False, "tokens"), (True, "tokens"), (False, "time"), (True, "time"),
+)  # fmt: skip
+"""Whether short sequences stay on one sp rank, and what chunks have equal."""
+_SLICES = (2, 4, 8, 16)
 
 
 def chunkflow(room: Room) -> Iterator[Ladder]:
     """ChunkFlow: equal chunks, never mixed, K and ChunkSize by grid search (its section 5)."""
-    for size in room.sizes():
-        yield chunked("ChunkFlow", room, size, room.retained(size)[:-1])
+    for size in room.sizes:
+        yield room.retaining(room.dials("ChunkFlow", size=size, keep="kv"), least=1)
 
 
 def seco(room: Room) -> Iterator[Ladder]:
     """SeCO: no chunk is retained; one stage."""
     if room.layout.pp == 1:
-        for size in room.sizes():
-            yield chunked("SeCO", room, size, [0])
+        for size in room.sizes:
+            yield (room.dials("SeCO", size=size, keep="kv", num_retained=0),)
 
 
 def infinipipe(room: Room) -> Iterator[Ladder]:
     """InfiniPipe: pipelines of equal-time chunks, checkpointing by integer program."""
-    yield from _infinipipe("InfiniPipe", room)
+    yield from _elastic(room, "InfiniPipe")
 
 
 def infinipipe_equal_tokens(room: Room) -> Iterator[Ladder]:
     """InfiniPipe without workload-balanced chunking (its ablation)."""
-    yield from _infinipipe("InfiniPipe, equal tokens", room, balance="tokens")
+    yield from _elastic(room, "InfiniPipe, equal tokens", cut="tokens")
 
 
 def infinipipe_no_recompute(room: Room) -> Iterator[Ladder]:
     """InfiniPipe without checkpointing (its ablation)."""
-    yield from _infinipipe("InfiniPipe, no checkpointing", room, checkpointing="none")
+    yield from _elastic(room, "InfiniPipe, no checkpointing", checkpointing="none")
 
 
 def infinipipe_full_recompute(room: Room) -> Iterator[Ladder]:
     """InfiniPipe with every layer checkpointed (its ablation)."""
-    yield from _infinipipe("InfiniPipe, full checkpointing", room, checkpointing="full")
+    yield from _elastic(room, "InfiniPipe, full checkpointing", checkpointing="full")
+
+
+def _elastic(room: Room, method: str, **changes: Any) -> Iterator[Ladder]:
+    if room.layout.pp > 1:
+        yield (room.dials(method, walk="elastic", **({"cut": "time"} | changes)),)
 
 
 def fpdt(room: Room) -> Iterator[Ladder]:
-    """FPDT: layer after layer with K,V on the host, chunks of every size (the paper settles on
-    64K)."""
-    if room.layout.pp == 1 and "host" in room.tiers:
-        for size in room.sizes():
-            yield layer_first("FPDT", room, size, stage_layers=1, keep="input", tier="host")
+    """FPDT: layer after layer, chunks of every size (the paper settles on 64K), offloading as its
+    code has it: K,V on the host or on the device."""
+    if room.layout.pp == 1:
+        for tier, size in product(room.tiers, room.sizes):
+            yield (
+                room.dials("FPDT", walk="layer-first", size=size, stage_layers=1, keep="input",
+                           tier=tier),
+            )  # fmt: skip
 
 
 def skrull(room: Room) -> Iterator[Ladder]:
     """Skrull: whole sequences, sharded or local; one stage."""
-    yield from _skrull("Skrull", room)
+    yield from room.at_capacity(room.dials("Skrull", walk="token-level", cut="placed"))
 
 
 def ulysses(room: Room) -> Iterator[Ladder]:
-    """DeepSpeed-Ulysses: every sequence sharded over one static group; one stage."""
-    layout = room.layout
-    if layout.pp > 1:
-        return
-
-    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
-        return plan_ulysses(
-            lens, model, dp_size=layout.dp, sp_size=layout.sp, budget_bytes=room.budget_bytes
-        )
-
-    yield Ladder([Candidate("Ulysses", layout, {}, build, deals_itself=True)])
+    """DeepSpeed-Ulysses: whole sequences, packed, sharded over one static group; one stage."""
+    if room.layout.sp > 1:
+        yield from room.at_capacity(room.dials("Ulysses", walk="token-level", cut="packed"))
 
 
 def data_parallel(room: Room) -> Iterator[Ladder]:
-    """Replicas of one device, balanced by tokens and by FLOPs."""
-    layout = room.layout
-    if layout.pp > 1 or layout.sp > 1:
-        return
-    balances: tuple[Balance, ...] = ("tokens", "flops")
-    for balance in balances:
-
-        def build(lens: Sequence[int], model: CostModel, by: Balance = balance) -> ChunkPlan:
-            return plan_data_parallel(
-                lens, model, dp_size=layout.dp, balance=by, budget_bytes=room.budget_bytes
-            )
-
-        dials = {"balanced by": balance}
-        yield Ladder([Candidate("Data parallel", layout, dials, build, deals_itself=True)])
+    """Data parallelism: whole sequences, packed, on replicas of one device."""
+    if room.layout.sp == 1:
+        yield from room.at_capacity(room.dials("Data parallel", walk="token-level", cut="packed"))
 
 
 def packed_1f1b(room: Room) -> Iterator[Ladder]:
     """Megatron-LM: whole sequences packed up to the longest one of the batch."""
-    longest = room.longest_tokens
-    yield whole_sequences("1F1B packed", room, lambda lens: (lens, packed_groups(lens, longest)))
+    yield from _whole_sequences(room, "1F1B packed", cut="packed")
 
 
 def padded_1f1b(room: Room) -> Iterator[Ladder]:
     """Megatron-LM: every sequence padded to the longest one of the batch."""
-    longest = room.longest_tokens
-    yield whole_sequences("1F1B padded", room, lambda lens: padded_groups(lens, pad_to=longest))
+    yield from _whole_sequences(room, "1F1B padded", cut="padded")
+
+
+def _whole_sequences(room: Room, method: str, **changes: Any) -> Iterator[Ladder]:
+    dials = room.dials(method, walk="token-level", size=room.longest_tokens, **changes)
+    yield room.checkpointing(dials)
 
 
 def seq1f1b(room: Room) -> Iterator[Ladder]:
     """Seq1F1B: every sequence in as many slices, of equal tokens or of equal work."""
-
-    def groups(lens: Sequence[int], model: CostModel, count: int, even: bool) -> Groups:
-        quadratic = 0.0 if even else _quadratic_share(model)
-        return sliced_groups(lens, num_slices=count, quadratic=quadratic)
-
-    for count in _SLICES:
-        for even in (True, False):
-            cut = "equal tokens" if even else "equal work"
-            make = partial(groups, count=count, even=even)
-            yield token_level("Seq1F1B", room, {"slices": count, "cut": cut}, make)
+    for count, by_work in product(_SLICES, (False, True)):
+        dials = room.dials("Seq1F1B", walk="token-level", cut="slices")
+        yield (replace(dials, slices=count, by_work=by_work),)
 
 
 def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
     """Seq1F1B over chunks of one size: pieces of long sequences, packed short ones."""
-
-    def groups(lens: Sequence[int], model: CostModel, size: int) -> Groups:
-        return group_chunks(lens, ChunkOptions(size=size, hybrid=False))
-
-    for size in room.sizes():
-        yield token_level("Seq1F1B packed", room, {"size": size}, partial(groups, size=size))
+    for size in room.sizes:
+        yield (room.dials("Seq1F1B packed", walk="token-level", size=size),)
 
 
 def combined(room: Room) -> Iterator[Ladder]:
     """What no paper combines: state-aware 1F1B over chunks of equal time or equal tokens that mix
     tails and short sequences, short sequences that stay on one sp rank, attention that is
-    remembered, any tier and stage height, replicas balanced by work."""
-    for tier, keep, size in product(room.tiers, _KEPT, room.sizes()):
-        # where all chunks are retained it does not matter what the others keep
-        retained = room.retained(size)[_KEPT.index(keep) :]
-        for local, equal_time in _CUTS:
-            if (room.layout.sp > 1 or not local) and (size < room.longest_tokens or not equal_time):
-                yield chunked(
-                    "furlong", room, size, retained, keep=keep, hybrid=True, tier=tier,
-                    balance="flops", local=local, equal_time=equal_time,
-                )  # fmt: skip
-    yield from _skrull("furlong", room, adaptive=True)
+    remembered, any tier and stage height, replicas dealt by the time of their own plans."""
+    if room.layout.dp > 1:
+        if room.balance != "flops":
+            return
+        room = replace(room, balance="time")
+    for tier, size, (local, cut) in product(room.tiers, room.sizes, _CUTS):
+        if (local and room.layout.sp == 1) or (cut == "time" and size >= room.longest_tokens):
+            continue
+        for keep in _KEPT:
+            # where all chunks are retained it does not matter what the others keep
+            dials = _chunked(room, size=size, keep=keep, tier=tier, local=local, cut=cut)
+            yield room.retaining(dials, all_too=keep == _KEPT[0])
+    if room.layout.sp > 1:
+        dials = room.dials("furlong", walk="token-level", cut="placed", local=True)
+        yield from room.at_capacity(dials)
     if room.layout.pp == 1:
-        heights = room.heights(sum(room.stages))
-        for tier, height, size in product(room.tiers, heights, room.sizes()):
-            yield layer_first(
-                "furlong", room, size, stage_layers=height, keep="attention",
-                tier=tier, balance="flops",
+        for tier, height, size in product(room.tiers, room.heights, room.sizes):
+            yield (
+                room.dials("furlong", walk="layer-first", size=size, stage_layers=height,
+                           keep="attention", tier=tier),
             )  # fmt: skip
+
+
+def _chunked(room: Room, **values: Any) -> Dials:
+    return room.dials("furlong", hybrid=True, **values)
 
 
 PUBLISHED: dict[str, Method] = {
@@ -192,49 +162,11 @@ PUBLISHED: dict[str, Method] = {
     "Seq1F1B packed": seq1f1b_packed,
 }
 
-SEARCHED: dict[str, Method] = {
-    "furlong": combined,
-    **{name: PUBLISHED[name] for name in ("InfiniPipe", "Skrull", "Ulysses", "1F1B packed")},
-}
-"""What `auto` searches: the other methods' plans are, up to hybrid chunks, among the combined."""
+SEARCHED: dict[str, Method] = {"furlong": combined, **PUBLISHED}
+"""What is searched: all that is published, and what nobody has combined."""
 
 ABLATIONS: dict[str, Method] = {
     "InfiniPipe, equal tokens": infinipipe_equal_tokens,
     "InfiniPipe, no checkpointing": infinipipe_no_recompute,
     "InfiniPipe, full checkpointing": infinipipe_full_recompute,
 }
-
-
-def _infinipipe(method: str, room: Room, **changes: Any) -> Iterator[Ladder]:
-    layout = room.layout
-    if layout.pp == 1:
-        return
-
-    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
-        return plan_infinipipe(
-            lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=room.stages,
-            budget_bytes=room.budget_bytes, time_limit_s=_INFINIPIPE_S, **changes,
-        ).plan  # fmt: skip
-
-    yield Ladder([Candidate(method, layout, {}, build)])
-
-
-def _skrull(method: str, room: Room, **changes: Any) -> Iterator[Ladder]:
-    layout = room.layout
-    if layout.pp > 1:
-        return
-
-    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
-        return plan_skrull(
-            lens, model, dp_size=layout.dp, cp_size=layout.sp, budget_bytes=room.budget_bytes,
-            **changes,
-        )  # fmt: skip
-
-    dials = {"placement": "adaptive"} if changes else {}
-    yield Ladder([Candidate(method, layout, dials, build, deals_itself=True)])
-
-
-def _quadratic_share(model: CostModel) -> float:
-    """FLOPs of attention per squared token over the others per token, of one layer."""
-    shape = model.shape
-    return shape.q_size / shape.layer_active_parameters(0)

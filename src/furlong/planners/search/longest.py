@@ -1,15 +1,16 @@
-"""The longest sequence that a candidate could still train: memory only, one sequence alone."""
+"""The longest sequence that a plan's dials could still train: memory only, one sequence alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.values import ChunkPlan
 from furlong.planners.budget import fit
-from furlong.planners.search.candidates import Candidate
+from furlong.planners.search.build import build, replica_model, settled
+from furlong.planners.search.dials import Dials
 
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
@@ -30,40 +31,37 @@ class Longest:
 
 
 def longest_sequence(
-    candidate: Candidate,
+    dials: Dials,
+    plan: ChunkPlan,
     model: CostModel,
     *,
     budget_bytes: int | None = None,
     start: int = 1024,
     num_positions: int | None = None,
 ) -> Longest:
-    """By bisection, to 1 % or a token. `start`: a length to try first; `num_positions`: the most
-    that the model has, None where that is unknown.
+    """By bisection, to 1 % or a token, with the dials of `plan` and what it has recomputed.
 
-    The other replicas share the state and hold less; one that a method deals to itself holds a
-    sequence of one token.
+    `start`: a length to try first; `num_positions`: the most that the model has, None where that is
+    unknown. The other replicas share the state and hold less.
     """
-    dp = candidate.layout.dp
-    others = [1] * (dp - 1) if candidate.deals_itself else []
-    training = replace(model.training, replicas=1 if others else dp)
-    one_of = replace(model, training=training)
+    fixed, one_of = settled(dials, plan), replica_model(dials, model)
 
     def try_length(num_tokens: int) -> ChunkPlan | None:
         """The plan, or None where there is none that fits."""
         try:
-            plan = candidate.build([num_tokens, *others], one_of)
-            fit(plan, one_of, budget_bytes)
+            tried = build(fixed, [num_tokens], one_of, budget_bytes)
+            fit(tried, one_of, budget_bytes)
         except (UserError, PlanError):
             return None
-        return plan
+        return tried
 
     most = num_positions or MAX_TOKENS
     low, high = 0, min(max(1, start), most)
-    while (plan := try_length(high)) is not None:
+    while (tried := try_length(high)) is not None:
         low = high
         if high == num_positions:
             return Longest(low, "positions")
-        is_large = len(plan.chunks) >= MAX_CHUNKS or len(plan.actions[0]) >= MAX_ACTIONS
+        is_large = len(tried.chunks) >= MAX_CHUNKS or len(tried.actions[0]) >= MAX_ACTIONS
         if is_large or high >= most:
             return Longest(low, "trials")
         high = min(2 * high, most)

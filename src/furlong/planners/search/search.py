@@ -1,137 +1,161 @@
-"""One search over every planner: candidates pruned by lower bounds, ranked by simulation.
+"""One search over every planner: dials pruned by lower bounds, ranked by simulation.
 
-    found = search(Problem(seq_lens=lens, model=CostModel(shape, hardware), num_devices=64))
+    found = search(Problem(seq_lens=lens, model=model, num_devices=64), SEARCHED)
     found.best.plan, found.best.step_s, found.others[0].step_s
 
-Best first, with two bounds. What the chunks of the busiest replica take on its slowest stage is a
-bound for every way to schedule them; ladders are tried in the order of it, and left out once it
-reaches the best step. The simulated time of that replica is a second bound: only candidates below
-the best step are planned for the whole batch. `auto` means this search.
+Best first, with bounds. The work of the busiest replica, and all its tokens in one chunk, bound
+every plan of a layout: layouts are opened in that order. Its chunks on its slowest stage bound
+every way to schedule them: ladders are tried in that order, until the bound reaches the best step.
+Its simulated time is the last: only dials below the best step are planned for the whole batch.
+Work is bounded by counts, never by a clock: equal problems have equal answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count, product
+from math import inf
 
-from furlong.cost.model import CostModel
-from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice, Tier
-from furlong.planners.budget import DoesNotFitError, advice, fit
-from furlong.planners.chunks.balance import Balance, deal_sequences, sequence_work
-from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
-from furlong.planners.orders.replicas import join_replicas
+from furlong.cost.memory.training import ZeroStage
+from furlong.errors import PlanError, UserError
+from furlong.planners.budget import DoesNotFitError, fit
+from furlong.planners.infinipipe.plan import NotFasterError
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
 from furlong.planners.search.bounds import stage_bounds_s
-from furlong.planners.search.candidates import Candidate, Ladder, Room
+from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method
-from furlong.simulate.clock import time_actions
+from furlong.planners.search.dials import Dials, Ladder
+from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
+from furlong.planners.search.replicas import Outcome, Replicas
+from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
+
+_LEAST_TOKENS = (1024, 256, 64)
+"""Of a chunk per device: smaller ones are tried where none of those before fits, or the smallest of
+them is the best."""
+_DEALT_BY_TIME = 2
+"""Plans whose replicas are dealt again by the time of their plans: the fastest ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A batch, a model on devices, and the sizes that are given."""
+_BETWEEN = 0.98
+"""Least share of the bounds of powers of two that numbers between them may have."""
+_MOST_RIVALS = 8
+"""Plans that are walked in search of the next best."""
 
-    seq_lens: tuple[int, ...]
-    model: CostModel
-    num_devices: int = 1
-    dp: int | None = None
-    """None: searched; so are the next."""
-    sp: int | None = None
-    pp: int | None = None
-    budget_bytes: int | None = None
-    """Of one device; None: what the hardware has."""
-    tiers: tuple[Tier, ...] = ("device",)
-    slack: float = 0.0
-    """Plans that take up to this share longer than the best are planned whole as well."""
+Entry = tuple[float, int, Room | Ladder]
+"""Of a queue: a bound of the step, the place among equals, what it is a bound of."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A candidate's plan of the whole batch."""
-
-    candidate: Candidate
-    plan: ChunkPlan
-    step_s: float
-    peak_bytes: int
-    """Of the rank that needs most."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A candidate, tried on the replica with the most work."""
-
-    candidate: Candidate
-    bound_s: float
-    """No step of it is faster."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a candidate has no plan."""
-
-    candidate: Candidate
-    error: UserError | PlanError
-
-
-@dataclass(frozen=True)
-class Found:
-    """The fastest plan that fits, and what it was compared with."""
-
-    best: Outcome
-    others: tuple[Outcome, ...]
-    """Also planned whole, by step time."""
-    trials: tuple[Trial, ...]
-    """All that fit on one replica, by their bounds."""
-    refused: tuple[Refusal, ...]
-    num_pruned: int
-    """Candidates that were left out because of their bounds."""
-    seconds: float
+class _SlowerError(Exception):
+    """No rung of a ladder from here on is faster than the best step."""
 
 
 def search(
     problem: Problem, methods: Mapping[str, Method], *, tell: Callable[[str], None] | None = None
 ) -> Found:
-    """The fastest plan of `problem` over all candidates of `methods`.
+    """The fastest plan of `problem` over all dials of `methods`.
 
-    `tell` is called with words for how far it is. Raises ConfigError where no candidate fits: by
-    how much the nearest one fails, what to change.
+    `tell` is called with words for how far it is. Raises ConfigError where no plan fits: by how
+    much the nearest one fails, what to change; NothingOfferedError where there is none to try.
     """
-    state = _Search(problem, tell or (lambda words: None))
-    state.run(methods)
+    state = _Search(problem, methods, tell or (lambda words: None))
+    below = None
+    for least in _LEAST_TOKENS:
+        state.run(least, below)
+        if "size" in problem.given or not state.wants_smaller(least):
+            break
+        below = least
+    state.deal_by_time()
+    state.find_next_best()
     return state.found()
 
 
 class _Search:
-    def __init__(self, problem: Problem, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, problem: Problem, methods: Mapping[str, Method], tell: Callable[[str], None]
+    ) -> None:
         self._problem = problem
+        self._methods = methods
         self._tell = tell
         self._started_s = time.monotonic()
-        self._work = sequence_work(problem.seq_lens, problem.model.shape)
-        self._dealt: dict[tuple[int, Balance], list[list[int]]] = {}
-        self._bounds_s: dict[Hashable, float] = {}
+        self._replicas = Replicas(problem.seq_lens, problem.model, problem.limit_bytes)
+        self._bounds_s: dict[Dials, float] = {}
+        self._rooms_s: dict[Room, float] = {}
+        self._seen: set[Dials] = set()
+        self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError] = {}
         self._outcomes: list[Outcome] = []
         self._trials: list[Trial] = []
         self._refused: list[Refusal] = []
+        self._slower: list[tuple[float, Dials]] = []
         self._num_pruned = 0
+        self._num_rooms = 0
 
-    def run(self, methods: Mapping[str, Method]) -> None:
-        ladders: list[tuple[float, Ladder]] = []
-        for room_s, room in self._rooms():
-            for method in methods.values():
-                for ladder in method(room):
-                    self._tell(f"bounds of {len(ladders)} ways to cut chunks")
-                    ladders.append((max(room_s, self._least_s(ladder, room)), ladder))
-        for number, (bound_s, ladder) in enumerate(sorted(ladders, key=lambda pair: pair[0])):
-            self._tell(f"{number} of {len(ladders)} ways to cut chunks tried")
-            if bound_s >= self._limit_s:
-                self._num_pruned += len(ladder.rungs)
-                continue
-            self._climb_down(ladder)
+    def run(self, least: int, below: int | None) -> None:
+        """Everything with chunks of at least `least` and less than `below` tokens per device."""
+        rooms: list[Entry] = []
+        numbers = count()
+        for bound_s, room in self._rooms(least, below):
+            heappush(rooms, (bound_s, next(numbers), room))
+        last = self._walk(rooms, numbers)
+        # InfiniPipe's chunks are known only when it has planned: it has to beat all others' best
+        self._walk(last, numbers)
+
+    def _walk(self, queue: list[Entry], numbers: Iterator[int]) -> list[Entry]:
+        """Best first, until a bound reaches the best step; returns the ladders that are to come
+        after all others."""
+        last: list[Entry] = []
+        while queue:
+            bound_s, _, item = heappop(queue)
+            if bound_s >= self._best_s:
+                left = [other for _, _, other in (*queue, (bound_s, 0, item))]
+                self._num_pruned += sum(len(one) for one in left if not isinstance(one, Room))
+                break
+            if not isinstance(item, Room):
+                self._tell(f"{len(self._trials)} tried, {len(queue)} ways to cut chunks left")
+                self._climb_down(item)
+            elif item not in self._rooms_s:
+                self._rooms_s[item] = max(bound_s, self._replicas.least_s(item.dials("any")))
+                heappush(queue, (self._rooms_s[item], next(numbers), item))
+            else:
+                for ladder in self._ladders(item):
+                    if ladder[0].walk == "elastic":
+                        own_s = max(bound_s, self._elastic_s(item, ladder[0]))
+                        heappush(last, (own_s, next(numbers), ladder))
+                        continue
+                    own_s = max(bound_s, self._bound_s(ladder[0]))
+                    heappush(queue, (own_s, next(numbers), ladder))
+        return last
+
+    def wants_smaller(self, least: int) -> bool:
+        """Whether chunks smaller than `least` tokens per device may be better."""
+        if not self._outcomes:
+            return bool(self._refused)
+        dials = min(self._outcomes, key=lambda outcome: outcome.step_s).dials
+        return dials.size == least * dials.layout.sp
+
+    def deal_by_time(self) -> None:
+        """Deals the replicas of the fastest plans anew, by the time of their plans."""
+        allowed = {t.dials for t in self._trials if t.dials.balance == "time"}
+        best = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
+        by_time = [replace(outcome.dials, balance="time") for outcome in best]
+        for dials in [one for one in by_time if one in allowed][:_DEALT_BY_TIME]:
+            with suppress(UserError, PlanError):  # a replica that has got more does not fit
+                self._outcomes.append(self._replicas.plan_by_time(dials))
+
+    def find_next_best(self) -> None:
+        """Tries, of those that were no faster, the fastest that fits."""
+        slower = sorted(self._slower, key=lambda pair: pair[0])
+        for step_s, dials in slower[: _MOST_RIVALS * bool(self._outcomes)]:
+            if self._try(dials, must_beat=False) is not None:
+                self._trials.append(Trial(dials, step_s))
+                return
 
     def found(self) -> Found:
         if not self._outcomes:
-            raise self._nothing_fits()
+            raise nothing_fits(self._problem, self._refused, offered=self._num_rooms == 0)
         best, *others = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
         return Found(
             best=best,
@@ -146,150 +170,126 @@ class _Search:
     def _best_s(self) -> float:
         return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
 
-    @property
-    def _limit_s(self) -> float:
-        """What takes so long need not be planned whole."""
-        return self._best_s * (1 + self._problem.slack)
-
-    def _rooms(self) -> Iterator[tuple[float, Room]]:
-        """Every layout with a bound: the work of the busiest replica at the hardware's best."""
-        problem, model = self._problem, self._problem.model
-        training, hardware = model.training, model.hardware
-        mean_keys = mean_attended_keys(problem.seq_lens)
+    def _rooms(self, least: int, below: int | None) -> Iterator[tuple[float, Room]]:
+        """Every layout, way to deal and ZeRO stage, and a bound from the work alone."""
+        problem, lens = self._problem, self._problem.seq_lens
+        shape, given = problem.model.shape, problem.given
+        mean_keys, longest = mean_attended_keys(lens), max(lens)
         cuts: dict[int, tuple[int, ...]] = {}
-        best = max(e.best for e in (hardware.linear, hardware.attention_forward))
         for layout in layouts(
-            problem.num_devices, model.shape,
-            dp=problem.dp, sp=problem.sp, pp=problem.pp, tp_size=training.tp_size,
+            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
+            tp_size=problem.model.training.tp_size, idle=True,
         ):  # fmt: skip
-            if layout.dp > len(problem.seq_lens):
+            if layout.dp > len(lens):
                 continue
             if layout.pp not in cuts:
-                cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
-            busiest = max(max(self._work), sum(self._work) / layout.dp)
-            passes = 2 if training.lora is not None else 3
-            devices = layout.sp * layout.pp * training.tp_size
-            bound_s = passes * busiest / (devices * hardware.peak_flops_per_s * best)
-            yield (
-                bound_s,
-                Room(
-                    layout,
-                    cuts[layout.pp],
-                    longest_tokens=max(problem.seq_lens),
-                    tiers=problem.tiers,
-                    budget_bytes=problem.budget_bytes,
-                ),
-            )
+                cuts[layout.pp] = cut_layers(shape, layout.pp, mean_keys)
+            number = given.get("num_retained")
+            sizes = chunk_sizes(layout, longest, least=least, below=below)
+            for zero, balance in product(self._zeros(layout), ways_to_deal(layout, len(lens))):
+                room = Room(
+                    layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance,
+                    longest_tokens=longest, tiers=problem.tiers,
+                    sizes=within(sizes, given.get("size")),
+                    heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
+                    num_retained=None if number is None else int(str(number)),
+                )  # fmt: skip
+                self._num_rooms += 1
+                yield self._replicas.work_s(room.dials("any")), room
 
-    def _least_s(self, ladder: Ladder, room: Room) -> float:
-        """A bound of all its rungs: what the busiest replica computes on its slowest stage, with
-        nothing recomputed and nothing waited for but the pipeline's fill and drain."""
-        ids, model = self._busiest(ladder.rungs[0])
-        lens = [self._problem.seq_lens[i] for i in ids]
-        stages, sp_size = room.stages, room.layout.sp
-        if ladder.groups is not None:
-            key = (room.layout, ladder.rungs[0].balance, ladder.cut)
-            if ladder.cut is None or key not in self._bounds_s:
-                chunks = [c for group in ladder.groups(lens, model) for c in group]
-                self._bounds_s[key] = max(stage_bounds_s(chunks, lens, stages, sp_size, model))
-            return self._bounds_s[key]
-        if ladder.rungs[0].deals_itself:
-            return 0.0
-        whole = Chunk(tuple(Slice(i, 0, n, SHARDED) for i, n in enumerate(lens)))
-        return max(stage_bounds_s([whole], lens, stages, sp_size, model, fills=False))
+    def _zeros(self, layout: Layout) -> tuple[ZeroStage, ...]:
+        zeros = self._problem.zeros or (self._problem.model.training.zero_stage,)
+        return zeros if layout.dp * layout.sp > 1 else zeros[:1]
+
+    def _ladders(self, room: Room) -> Iterator[Ladder]:
+        """Those that have the given dials and were not there yet."""
+        given, strict = self._problem.given, self._problem.strict
+        for method in self._methods.values():
+            for ladder in method(room):
+                rungs = tuple(d for d in ladder if d.agree(given, strict=strict))
+                if not rungs or rungs[0] in self._seen:
+                    continue
+                self._seen.add(rungs[0])
+                if rungs[0].cut in ("packed", "placed") and rungs[0].size is None:
+                    rungs = self._replicas.sized(rungs)
+                if rungs and not self._replicas.all_sharded(rungs[0]):
+                    yield rungs
+
+    def _bound_s(self, dials: Dials) -> float:
+        """A bound of all rungs below: what the busiest replica computes on its slowest stage, with
+        nothing waited for but the pipeline's fill and drain."""
+        key, uncut = dials.chunks_only(), dials.cut == "slices"
+        if uncut:  # however many slices there are: they take no less than whole sequences
+            key = replace(key, slices=1, by_work=False)
+        if key not in self._bounds_s:
+            lens, chunks = self._replicas.busiest_chunks(key)
+            self._bounds_s[key] = max(
+                stage_bounds_s(
+                    chunks, lens, key.stages, key.layout.sp,
+                    replica_model(key, self._problem.model),
+                    recompute_layers=key.recompute_layers, fills=not uncut,
+                )
+            )  # fmt: skip
+        return self._bounds_s[key]
+
+    def _elastic_s(self, room: Room, dials: Dials) -> float:
+        """About a bound of InfiniPipe, whose numbers of slices lie between powers of two."""
+        alike = (room.dials("any", cut=dials.cut, hybrid=True, size=size) for size in room.sizes)
+        return _BETWEEN * min(map(self._bound_s, alike), default=0.0)
 
     def _climb_down(self, ladder: Ladder) -> None:
-        """To the highest rung that fits on all replicas, or is known to be no better; with slack on
-        to the first one beyond it."""
-        for candidate in ladder.rungs:
+        """To the highest rung that fits on all replicas, or is known to be no better."""
+        while ladder:
             try:
-                trial = self._try(candidate)
-                if trial.bound_s < self._limit_s:
-                    self._outcomes.append(self._plan_whole(candidate))
-                if not self._problem.slack or trial.bound_s >= self._limit_s:
-                    return
+                place = self._highest(ladder)
+            except _SlowerError:
+                self._num_pruned += len(ladder)
+                return
+            if place is None:
+                return
+            try:
+                self._outcomes.append(self._replicas.plan_whole(ladder[place]))
+                return
             except (UserError, PlanError) as error:
-                self._refused.append(Refusal(candidate, error))
+                self._refused.append(Refusal(ladder[place], error))
+                if isinstance(error, PlanError):
+                    return  # replicas that cannot go together, whatever is kept
+            ladder = ladder[place + 1 :]
 
-    def _try(self, candidate: Candidate) -> Trial:
-        """Raises UserError where the busiest replica has no plan that fits."""
-        ids, model = self._busiest(candidate)
-        plan = self._build(candidate, ids, model)
-        self._fit(plan, model)
-        trial = Trial(candidate, time_actions(plan, model.costs(plan)).duration_s)
-        self._trials.append(trial)
-        return trial
+    def _highest(self, ladder: Ladder) -> int | None:
+        """The place of the first rung that fits the busiest replica, by bisection, since all below
+        one that fits do. Raises _SlowerError where a rung above it is no faster than the best."""
+        step_s = self._try(ladder[0])
+        low, high = 0, 0 if step_s is not None else len(ladder) - 1
+        if step_s is None:
+            if not high or self._try(ladder[high], must_beat=False) is None:
+                return None
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._try(ladder[middle]) is None else (low, middle)
+            step_s = self._try(ladder[high])
+        assert step_s is not None
+        self._trials.append(Trial(ladder[high], step_s))
+        return high
 
-    def _plan_whole(self, candidate: Candidate) -> Outcome:
-        """The plan of the batch. Raises UserError where another replica has none that fits."""
-        replicas, model = self._deal(candidate), self._problem.model
-        replica_model = self._replica_model(candidate)
-        plans = [self._build(candidate, ids, replica_model) for ids in replicas]
-        plan = plans[0] if len(plans) == 1 else self._join(plans, replicas)
-        peak = self._fit(plan, model)
-        step_s = time_actions(plan, model.costs(plan)).duration_s
-        return Outcome(candidate, plan, step_s, peak)
-
-    def _busiest(self, candidate: Candidate) -> tuple[list[int], CostModel]:
-        """The sequences of the replica with most work, and the cost model of its plan."""
-        replicas = self._deal(candidate)
-        ids = max(replicas, key=lambda ids: sum(self._work[i] for i in ids))
-        return ids, self._replica_model(candidate)
-
-    def _deal(self, candidate: Candidate) -> list[list[int]]:
-        """The sequences of each replica, or of all together for a method that deals itself."""
-        dp = 1 if candidate.deals_itself else candidate.layout.dp
-        key = dp, "none" if dp == 1 else candidate.balance
-        if key not in self._dealt:
-            problem = self._problem
-            self._dealt[key] = deal_sequences(problem.seq_lens, problem.model.shape, *key)
-        return self._dealt[key]
-
-    def _replica_model(self, candidate: Candidate) -> CostModel:
-        """The cost model of what the candidate builds: one of so many replicas, or the whole."""
-        model = self._problem.model
-        replicas = 1 if candidate.deals_itself else candidate.layout.dp
-        return replace(model, training=replace(model.training, replicas=replicas))
-
-    def _build(self, candidate: Candidate, ids: Sequence[int], model: CostModel) -> ChunkPlan:
-        return candidate.build([self._problem.seq_lens[i] for i in ids], model)
-
-    def _join(self, plans: Sequence[ChunkPlan], replicas: Sequence[Sequence[int]]) -> ChunkPlan:
-        planned = {
-            seq_id: seq_len
-            for plan, own in zip(plans, replicas, strict=True)
-            for seq_id, seq_len in zip(own, plan.seq_lens, strict=True)  # padded in some
-        }
-        seq_lens = [planned[i] for i in range(len(planned))]
-        return join_replicas(plans, replicas, seq_lens, self._problem.model)
-
-    def _fit(self, plan: ChunkPlan, model: CostModel) -> int:
-        return fit(plan, model, self._problem.budget_bytes)
-
-    def _nothing_fits(self) -> ConfigError:
-        """The refusal that came nearest, in the words of the whole search."""
-        errors = [(r.candidate, r.error) for r in self._refused]
-        near = [(c, error) for c, error in errors if isinstance(error, DoesNotFitError)]
-        if near:
-            candidate, error = min(near, key=lambda pair: pair[1].lacking_bytes)
-            sizes = (self._problem.dp, self._problem.sp, self._problem.pp)
-            return ConfigError(
-                given=f"of {len(errors)} candidates none fits; nearest is {candidate}, whose "
-                f"{error.given}",
-                required=error.required,
-                source=f"the search over {len(errors)} candidates",
-                change=advice(error.part, alone=sizes == (1, 1, 1)),
-            )
-        for _, other in errors:
-            if isinstance(other, UserError):
-                return ConfigError(
-                    given=other.given, required=other.required, source=other.source,
-                    change=other.change,
-                )  # fmt: skip
-        problem = self._problem
-        return ConfigError(
-            given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
-            required="a layout in which every replica has a sequence, and a method for it",
-            source="the search for a plan",
-            change="use fewer replicas (parallel.dp), or more sequences per step",
-        )
+    def _try(self, dials: Dials, *, must_beat: bool = True) -> float | None:
+        """Seconds of the busiest replica's plan, where it fits. `must_beat`: raises _SlowerError
+        where they are no fewer than the best step's: all rungs below take no less."""
+        beat_s = self._best_s if must_beat else inf
+        key = dials.layout, dials.zero
+        try:
+            if key in self._too_large:
+                raise self._too_large[key]
+            plan, step_s = self._replicas.plan_busiest(dials, beat_s)
+            if step_s >= beat_s:
+                self._slower.append((step_s, dials))
+                raise _SlowerError
+            fit(plan, replica_model(dials, self._problem.model), self._problem.limit_bytes)
+            return step_s
+        except NotFasterError:
+            raise _SlowerError from None
+        except (UserError, PlanError) as error:
+            if isinstance(error, DoesNotFitError) and error.part == "state":
+                self._too_large[key] = error  # whatever the chunks are
+            self._refused.append(Refusal(dials, error))
+            return None

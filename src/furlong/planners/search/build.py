@@ -1,0 +1,160 @@
+"""The plan of one replica from its dials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from furlong.cost.model import CostModel
+from furlong.plan.values import Chunk, ChunkPlan, Forward, Tiers
+from furlong.planners.chunks.groups import (
+    Groups,
+    group_chunks,
+    packed_groups,
+    padded_groups,
+    sliced_groups,
+)
+from furlong.planners.chunks.micro_batches import chunk_seconds
+from furlong.planners.chunks.placement import shard, shard_long
+from furlong.planners.infinipipe.mesh import cut_and_pack
+from furlong.planners.infinipipe.mesh_fit import fit_work
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.fpdt import plan_fpdt
+from furlong.planners.methods.skrull import micro_batch_groups
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.search.dials import Dials
+
+MAX_NODES = 200
+"""Of the tree of an integer program of InfiniPipe's, in a search."""
+MAX_SLICE_NUMBERS = 24
+"""Numbers of slices that InfiniPipe tries in a search."""
+
+
+def build(
+    dials: Dials,
+    seq_lens: Sequence[int],
+    model: CostModel,
+    budget_bytes: int | None = None,
+    *,
+    beat_s: float = inf,
+) -> ChunkPlan:
+    """The checked plan of one replica, which may not fit. `model`: `replica_model` of the dials;
+    `budget_bytes`, `beat_s`: for InfiniPipe, which searches itself.
+
+    Raises UserError where there is no plan of these dials.
+    """
+    if dials.options is not None:
+        return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
+    sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
+    match dials.walk:
+        case "layer-first":
+            assert dials.size and dials.stage_layers and dials.keep
+            return plan_fpdt(
+                seq_lens, num_layers=model.shape.num_layers, chunk_size=dials.size,
+                stage_layers=dials.stage_layers, keep=dials.keep, tiers=tiers, sp_size=sp_size,
+            )  # fmt: skip
+        case "elastic":
+            return plan_infinipipe(
+                seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
+                budget_bytes=budget_bytes, balance="time" if dials.cut == "time" else "tokens",
+                checkpointing=dials.checkpointing, max_nodes=MAX_NODES,
+                max_tried=MAX_SLICE_NUMBERS,
+                beat_s=beat_s,
+            ).plan  # fmt: skip
+        case "token-level":
+            lens, groups = groups_of(dials, seq_lens, model)
+            layers = dials.recompute_layers or (0,) * len(stages)
+            num_chunks = sum(map(len, groups))
+            return plan_seq1f1b(
+                lens, groups, stages=stages, tiers=tiers, sp_size=sp_size,
+                recompute_layers=[[count] * num_chunks for count in layers],
+            )  # fmt: skip
+        case "state-aware":
+            lens, groups = groups_of(dials, seq_lens, model)
+            assert dials.num_retained is not None and dials.keep
+            return plan_1f1b(
+                lens, groups, stages=stages, num_retained=dials.num_retained, keep=dials.keep,
+                tiers=tiers, sp_size=sp_size,
+            )  # fmt: skip
+
+
+def groups_of(
+    dials: Dials, seq_lens: Sequence[int], model: CostModel
+) -> tuple[Sequence[int], Groups]:
+    """The chunks of one replica, and its lengths, which may be padded."""
+    sp_size, longest = dials.layout.sp, max(seq_lens)
+    size = dials.size or longest
+    lens, whole = seq_lens, max(size, longest)
+    match dials.cut:
+        case "tokens":
+            groups: Groups = group_chunks(lens, ChunkOptions(size=size, hybrid=dials.hybrid))
+        case "time":
+            count = dials.slices or -(-longest // size)
+            tiers = Tiers(kv=dials.tier)
+            work = fit_work(
+                model, longest, count, stages=dials.stages, sp_size=sp_size, tiers=tiers
+            )
+            groups = cut_and_pack(lens, count, work)
+        case "slices":
+            quadratic = _quadratic_share(model) if dials.by_work else 0.0
+            groups = sliced_groups(lens, num_slices=dials.slices or 1, quadratic=quadratic)
+        case "packed":
+            groups = packed_groups(lens, whole)
+        case "padded":
+            lens, groups = padded_groups(lens, pad_to=whole)
+        case "placed":
+            groups = micro_batch_groups(
+                lens,
+                model,
+                cp_size=sp_size,
+                bucket_tokens=-(-size // sp_size),
+                adaptive=dials.local,
+            )
+            return lens, _slowest_first(groups, lens, model, sp_size)
+    if dials.local:
+        return lens, shard_long(groups, lens, model.shape, sp_size)
+    sharded = shard(groups, sp_size)
+    if dials.cut == "packed" and len(dials.stages) == 1:
+        # where replicas go in step, those that take longest meet
+        return lens, _slowest_first(sharded, lens, model, sp_size)
+    return lens, sharded
+
+
+def replica_model(dials: Dials, model: CostModel) -> CostModel:
+    """The cost model of a plan of one replica: the others share its state."""
+    training = replace(model.training, zero_stage=dials.zero, replicas=dials.layout.dp)
+    return replace(model, training=training)
+
+
+def settled(dials: Dials, plan: ChunkPlan) -> Dials:
+    """Dials that leave nothing to choose, from a replica's plan or the batch's: of InfiniPipe's
+    the slices of the longest sequence and the most layers that a cell of each stage recomputes."""
+    if dials.walk != "elastic":
+        return dials
+    layers = [0] * len(plan.stages)
+    for action in (a for own in plan.actions for a in own):
+        if isinstance(action, Forward):
+            layers[action.stage] = max(layers[action.stage], action.recompute_layers)
+    slices = max(map(len, plan.groups.values()), default=1)
+    return replace(dials, walk="token-level", cut="time", slices=slices,
+                   recompute_layers=tuple(layers))  # fmt: skip
+
+
+def _slowest_first(
+    groups: Groups, seq_lens: Sequence[int], model: CostModel, sp_size: int
+) -> list[Sequence[Chunk]]:
+    """Groups of one chunk each."""
+    chunks = [chunk for group in groups for chunk in group]
+    seconds = chunk_seconds(seq_lens, chunks, model, sp_size=sp_size)
+    order = sorted(range(len(groups)), key=lambda i: (-seconds[i], i))
+    return [groups[i] for i in order]
+
+
+def _quadratic_share(model: CostModel) -> float:
+    """FLOPs of attention per squared token over the others per token, of one layer."""
+    shape = model.shape
+    return shape.q_size / shape.layer_active_parameters(0)

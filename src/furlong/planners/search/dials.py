@@ -1,0 +1,149 @@
+"""Dials: one way to plan a batch, as a value that can be compared, printed and built.
+
+dials = Dials(method="ChunkFlow", stages=(14, 14), layout=Layout(pp=2), size=8192, num_retained=2)
+plan = build(dials, seq_lens, model)        # furlong.planners.search.build
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from furlong.cost.memory.training import ZeroStage
+from furlong.plan.values import Keep, Tier
+from furlong.planners.chunks.balance import Balance
+from furlong.planners.infinipipe.checkpointing import Mode
+from furlong.planners.layout import Layout
+from furlong.planners.options import ChunkOptions, dials_of, value_in_words
+
+Cut = Literal["tokens", "time", "slices", "packed", "padded", "placed"]
+"""Which tokens make a chunk: pieces of `size` tokens and packed short sequences; the same of equal
+time; every sequence in `slices` pieces; whole sequences packed up to `size`; each padded to `size`;
+whole sequences in micro-batches as Skrull pairs and places them."""
+
+Walk = Literal["state-aware", "token-level", "layer-first", "elastic"]
+"""In which order cells run: ChunkFlow's 1F1B, Seq1F1B's, FPDT's, InfiniPipe's pipelines."""
+
+
+_ONE_DEVICE = Layout()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dials:
+    """One way to plan a batch. A dial that a cut or a walk does not have stays at its default."""
+
+    method: str
+    layout: Layout = _ONE_DEVICE
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of the pipeline."""
+    zero: ZeroStage = 0
+    balance: Balance = "none"
+    """How replicas get their sequences."""
+    cut: Cut = "tokens"
+    walk: Walk = "state-aware"
+    size: int | None = None
+    """Tokens of a chunk, of all devices of an sp group together."""
+    slices: int | None = None
+    """Pieces of every sequence, or with equal time of the longest one."""
+    hybrid: bool = False
+    """Whether the tail of a cut sequence shares its chunk with whole short ones."""
+    by_work: bool = False
+    """Whether slices take equal work rather than equal tokens."""
+    local: bool = False
+    """Whether short sequences may stay on one device of an sp group; of Skrull's micro-batches
+    whether the cost model has a say in it."""
+    num_retained: int | None = None
+    keep: Keep | None = None
+    tier: Tier = "device"
+    """Where K,V of cut sequences live."""
+    stage_layers: int | None = None
+    """Layers of a stage on one device, layer-first."""
+    recompute_layers: tuple[int, ...] = ()
+    """Checkpointed layers of each stage; empty: none."""
+    checkpointing: Mode = "adaptive"
+    """InfiniPipe's choice of checkpointed layers."""
+    options: ChunkOptions | None = None
+    """On one device: the dials of a run, in the place of all these."""
+
+    def __str__(self) -> str:
+        return f"{self.method}: " + ", ".join([str(self.layout), *self.words()])
+
+    def words(self) -> list[str]:
+        """The dials, each as its name and value."""
+        return [f"{name} {value_in_words(value)}" for name, value in self.values().items()]
+
+    def values(self) -> dict[str, object]:
+        """The dials that set this value apart from others of its method, by the names that a run
+        file has for them where it has any."""
+        if self.options is not None:
+            return dict(dials_of(self.options))
+        found = self._of_walk() | self._of_cut()
+        if self.tier != "device":
+            found["tier"] = self.tier
+        if self.layout.dp > 1 and self.balance != "none":
+            found["balanced by"] = self.balance
+        if self.layout.num_devices > 1:
+            found["zero"] = self.zero
+        return found
+
+    def _of_walk(self) -> dict[str, object]:
+        match self.walk:
+            case "state-aware":
+                return {"size": self.size, "num_retained": self.num_retained, "keep": self.keep}
+            case "layer-first":
+                return {"size": self.size, "stage_layers": self.stage_layers, "keep": self.keep}
+            case _:
+                return {}
+
+    def _of_cut(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        match self.cut:
+            case "tokens" if self.walk == "token-level":
+                found["size"] = self.size
+            case "time" if self.walk == "state-aware":
+                found["chunks of"] = "equal time"
+            case "slices":
+                found |= {"slices": self.slices, "cut": f"equal {self._balanced}"}
+            case "packed" | "placed" if len(self.stages) == 1:
+                found["micro-batch"] = self.size
+        if self.cut in ("packed", "padded", "placed"):
+            layers = sorted(set(self.recompute_layers)) or [0]
+            found["recomputed layers"] = " to ".join(map(str, {layers[0]: 0, layers[-1]: 0}))
+        if self.local:
+            placed = {"placement": "adaptive"}
+            found |= placed if self.cut == "placed" else {"short sequences": "local"}
+        return found
+
+    @property
+    def _balanced(self) -> str:
+        return "work" if self.by_work else "tokens"
+
+    def agree(self, given: Mapping[str, object], *, strict: bool) -> bool:
+        """Whether they have the given values. `strict`: also each of the dials."""
+        if "size" in given and self.cut == "time":
+            return False  # chunks of equal time may hold more tokens than their size says
+        order = "layer-first" if self.walk == "layer-first" else "chunk-first"
+        own = {"tier": self.tier, "order": order, **self.values()}
+        return all(
+            own[name] == value if name in own else not strict for name, value in given.items()
+        )
+
+    def chunks_only(self) -> Dials:
+        """The part of them that decides the chunks and a bound of their time; equal parts, equal
+        chunks."""
+        return replace(
+            self,
+            method="",
+            balance="flops" if self.balance == "time" else self.balance,
+            walk="state-aware",
+            num_retained=None,
+            keep=None,
+            stage_layers=None,
+            tier=self.tier if self.cut == "time" else "device",
+        )
+
+
+Ladder = tuple[Dials, ...]
+"""Dials over the same chunks, falling: every rung needs less memory and no less time than the one
+above it, so the highest that fits is the one to take."""

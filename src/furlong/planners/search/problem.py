@@ -1,0 +1,114 @@
+"""A problem of the search and what is found: values, and the error where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from furlong.cost.memory.training import ZeroStage
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.values import Tier
+from furlong.planners.budget import MARGIN, DoesNotFitError, advice
+from furlong.planners.search.dials import Dials
+from furlong.planners.search.replicas import Outcome
+from furlong.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A batch, a model on devices, and what is given."""
+
+    seq_lens: tuple[int, ...]
+    model: CostModel
+    num_devices: int = 1
+    """Some of which a plan may leave idle."""
+    dp: int | None = None
+    """None: searched; so are the next."""
+    sp: int | None = None
+    pp: int | None = None
+    zeros: tuple[ZeroStage, ...] = ()
+    """Stages of ZeRO that are searched; empty: the one of the model's training."""
+    budget_bytes: int | None = None
+    """Of one device; None: what the hardware has."""
+    margin: float = MARGIN
+    """Share of the budget that plans leave free."""
+    tiers: tuple[Tier, ...] = ("device",)
+    given: Mapping[str, object] = field(default_factory=dict)
+    """Values of dials by the names of a run file."""
+    strict: bool = True
+    """Whether dials must know each of the given ones."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of one device, without the margin."""
+        budget = self.model.hardware.budget_bytes
+        return int((budget if self.budget_bytes is None else self.budget_bytes) * (1 - self.margin))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Dials, tried on the replica with the most work."""
+
+    dials: Dials
+    bound_s: float
+    """No step is faster, but for replicas that are dealt by time."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why dials have no plan."""
+
+    dials: Dials
+    error: UserError | PlanError
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest plan that fits, and what it was compared with."""
+
+    best: Outcome
+    others: tuple[Outcome, ...]
+    """Also planned whole, by step time."""
+    trials: tuple[Trial, ...]
+    """All that fit on one replica, by their bounds."""
+    refused: tuple[Refusal, ...]
+    num_pruned: int
+    """Left out because of their bounds, without those of layouts that were not opened."""
+    seconds: float
+
+
+class NothingOfferedError(ConfigError):
+    """No method has dials with the given values in any of the layouts."""
+
+
+def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool) -> ConfigError:
+    """The refusal that came nearest, in the words of the whole search. `offered`: whether methods
+    have had dials to offer at all."""
+    errors = [(r.dials, r.error) for r in refused]
+    near = [(d, error) for d, error in errors if isinstance(error, DoesNotFitError)]
+    source = f"the search over {len(errors)} candidates"
+    if near:
+        dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
+        alone = (problem.dp, problem.sp, problem.pp) == (1, 1, 1)
+        whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
+        margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
+        return ConfigError(
+            given=f"of {len(errors)} candidates none fits; nearest is {dials}, whose {error.given}",
+            required=error.required + margin,
+            source=source,
+            change=advice(error.part, alone=alone),
+        )
+    for _, other in errors:
+        if isinstance(other, UserError):
+            return ConfigError(
+                given=other.given, required=other.required, source=other.source,
+                change=other.change,
+            )  # fmt: skip
+    kind = ConfigError if offered else NothingOfferedError
+    return kind(
+        given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
+        required="a layout in which every replica has a sequence, and a method for it",
+        source="the search for a plan",
+        change="use fewer replicas (parallel.dp), or more sequences per step",
+    )

@@ -1,0 +1,172 @@
+"""The replicas of a batch: which sequences each has, their plans, and one plan of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from furlong.cost.memory.training import ZeroStage
+from furlong.cost.model import CostModel
+from furlong.plan.values import Chunk, ChunkPlan
+from furlong.planners.budget import fit
+from furlong.planners.chunks.balance import Balance, by_speed, deal_sequences, sequence_work
+from furlong.planners.chunks.micro_batches import fitting_tokens
+from furlong.planners.layout import Layout
+from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.search.bounds import least_s
+from furlong.planners.search.build import build, groups_of, replica_model
+from furlong.planners.search.dials import Dials, Ladder
+from furlong.simulate.clock import time_actions
+
+_MOST_PLANS = 48
+"""Of replicas, made while they are dealt by the time of their plans."""
+_MOST_ROUNDS = 12
+
+Dealt = list[list[int]]
+"""The seq_ids of each replica."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan of the whole batch."""
+
+    dials: Dials
+    plan: ChunkPlan
+    model: CostModel
+    """With the ZeRO stage of the dials."""
+    step_s: float
+    peak_bytes: int
+    """Of the rank that needs most."""
+
+
+class Replicas:
+    """Plans of one batch, dealt in any of the ways."""
+
+    def __init__(self, seq_lens: Sequence[int], model: CostModel, limit_bytes: int) -> None:
+        self._seq_lens = tuple(seq_lens)
+        self._model = model
+        self._limit_bytes = limit_bytes
+        self._work = sequence_work(seq_lens, model.shape)
+        self._dealt: dict[tuple[int, Balance], Dealt] = {}
+        self._chunks: dict[Dials, tuple[Sequence[int], list[Chunk]]] = {}
+        self._capacities: dict[tuple[Layout, ZeroStage, tuple[int, ...]], int] = {}
+
+    def busiest(self, dials: Dials) -> list[int]:
+        """Lengths of the sequences of the replica with most work."""
+        work = self._work
+        return self._lens(max(self._deal(dials), key=lambda own: sum(work[i] for i in own)))
+
+    def busiest_chunks(self, dials: Dials) -> tuple[Sequence[int], list[Chunk]]:
+        """Its lengths, which may be padded, and its chunks."""
+        key = dials.chunks_only()
+        if key not in self._chunks:
+            model = replica_model(dials, self._model)
+            lens, groups = groups_of(dials, self.busiest(dials), model)
+            self._chunks[key] = lens, [chunk for group in groups for chunk in group]
+        return self._chunks[key]
+
+    def all_sharded(self, dials: Dials) -> bool:
+        """Whether its short sequences may be local, but none is."""
+        if not dials.local or dials.cut == "placed":
+            return False
+        return self.busiest_chunks(dials) == self.busiest_chunks(replace(dials, local=False))
+
+    def sized(self, ladder: Ladder) -> Ladder:
+        """Micro-batches of as many tokens as a device can hold; none where that is too few for the
+        longest sequence, unless no more can be checkpointed, which a refusal then tells."""
+        (dials,) = ladder
+        size, longest = self._capacity(dials), max(self._seq_lens)
+        if size < longest and dials.recompute_layers != dials.stages:
+            return ()
+        return (replace(dials, size=max(size, longest)),)
+
+    def least_s(self, dials: Dials) -> float:
+        """Seconds below which no plan of a layout gets, from all tokens of the busiest replica."""
+        model = replica_model(dials, self._model)
+        return least_s(self.busiest(dials), dials.stages, dials.layout.sp, model)
+
+    def work_s(self, dials: Dials) -> float:
+        """Seconds that its work takes at the hardware's best."""
+        training, hardware = self._model.training, self._model.hardware
+        passes = 2 if training.lora is not None else 3
+        devices = dials.layout.sp * dials.layout.pp * training.tp_size
+        best = max(e.best for e in (hardware.linear, hardware.attention_forward))
+        most = max(sum(self._work[i] for i in own) for own in self._deal(dials))
+        return passes * most / (devices * hardware.peak_flops_per_s * best)
+
+    def plan_busiest(self, dials: Dials, beat_s: float) -> tuple[ChunkPlan, float]:
+        """Its plan, which may not fit, with its seconds. Raises UserError where there is none;
+        `beat_s` as for `build`."""
+        plan = self._build(dials, self.busiest(dials), beat_s)
+        costs = replica_model(dials, self._model).costs(plan)
+        return plan, time_actions(plan, costs).duration_s
+
+    def plan_whole(self, dials: Dials) -> Outcome:
+        """The plan of the batch; dealt by work, where it may be by time.
+
+        Raises UserError where a replica has none that fits.
+        """
+        return self._joined(_by_work(dials), self._deal(dials))
+
+    def plan_by_time(self, dials: Dials) -> Outcome:
+        """The same, dealt by the time of the replicas' plans."""
+        return self._joined(dials, self._deal_by_time(dials))
+
+    def _deal_by_time(self, dials: Dials) -> Dealt:
+        """Rounds of dealing, each by what a unit of work has taken each replica so far; the longest
+        sequence stays, or replicas would only change their roles."""
+        dealt, model = self._deal(dials), replica_model(dials, self._model)
+        best: tuple[float, Dealt] = float("inf"), dealt
+        for _ in range(min(_MOST_ROUNDS, max(1, _MOST_PLANS // dials.layout.dp))):
+            seconds = []
+            for own in dealt:
+                plan = self._build(dials, self._lens(own))
+                seconds.append(time_actions(plan, model.costs(plan)).duration_s)
+            best = min(best, (max(seconds), dealt))
+            dealt = by_speed(self._work, dealt, seconds)
+        return best[1]
+
+    def _joined(self, dials: Dials, dealt: Dealt) -> Outcome:
+        plans = [self._build(dials, self._lens(own)) for own in dealt]
+        training = replace(self._model.training, zero_stage=dials.zero)
+        model = replace(self._model, training=training)
+        plan = plans[0]
+        if len(plans) > 1:
+            planned = {
+                seq_id: seq_len
+                for own, one in zip(dealt, plans, strict=True)
+                for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
+            }
+            plan = join_replicas(plans, dealt, [planned[i] for i in range(len(planned))], model)
+        peak_bytes = fit(plan, model, self._limit_bytes)
+        step_s = time_actions(plan, model.costs(plan)).duration_s
+        return Outcome(dials, plan, model, step_s, peak_bytes)
+
+    def _build(self, dials: Dials, lens: Sequence[int], beat_s: float = inf) -> ChunkPlan:
+        model = replica_model(dials, self._model)
+        return build(dials, lens, model, self._limit_bytes, beat_s=beat_s)
+
+    def _lens(self, own: Sequence[int]) -> list[int]:
+        return [self._seq_lens[i] for i in own]
+
+    def _capacity(self, dials: Dials) -> int:
+        """Tokens of whole sequences that an sp group can hold at a time, on one stage."""
+        key = dials.layout, dials.zero, dials.recompute_layers
+        if key not in self._capacities:
+            sp_size = dials.layout.sp
+            self._capacities[key] = sp_size * fitting_tokens(
+                replica_model(dials, self._model), self._limit_bytes,
+                dp_size=1, sp_size=sp_size, recompute_layers=sum(dials.recompute_layers),
+            )  # fmt: skip
+        return self._capacities[key]
+
+    def _deal(self, dials: Dials) -> Dealt:
+        key = dials.layout.dp, _by_work(dials).balance
+        if key not in self._dealt:
+            self._dealt[key] = deal_sequences(self._seq_lens, self._model.shape, *key)
+        return self._dealt[key]
+
+
+def _by_work(dials: Dials) -> Dials:
+    return replace(dials, balance="flops") if dials.balance == "time" else dials

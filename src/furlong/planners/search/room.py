@@ -1,0 +1,107 @@
+"""A room: what the methods may choose from in one layout, and the ladders that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from furlong.cost.memory.training import ZeroStage
+from furlong.plan.values import Tier
+from furlong.planners.chunks.balance import Balance
+from furlong.planners.chunks.micro_batches import recompute_choices
+from furlong.planners.layout import Layout
+from furlong.planners.search.dials import Dials, Ladder
+
+MOST_CHUNKS = 512
+"""Of the longest sequence: more only make the search slower."""
+_MOST_TOKENS = 32_768
+"""Of a chunk per device, about."""
+_EVERY = 16
+"""Up to so many retained chunks every number is tried, then four in each doubling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """A layout with a ZeRO stage and a way to deal, and the values that dials may have in it."""
+
+    layout: Layout
+    stages: tuple[int, ...]
+    zero: ZeroStage
+    balance: Balance
+    longest_tokens: int
+    sizes: tuple[int, ...]
+    """Of chunks, in tokens of an sp group."""
+    heights: tuple[int, ...]
+    """Layers of a stage on one device, layer-first."""
+    tiers: tuple[Tier, ...] = ("device",)
+    num_retained: int | None = None
+    """A number of retained chunks that is tried besides the others."""
+
+    def dials(self, method: str, **values: Any) -> Dials:
+        """Dials of this room."""
+        return Dials(
+            method=method, layout=self.layout, stages=self.stages, zero=self.zero,
+            balance=self.balance, **values,
+        )  # fmt: skip
+
+    def retaining(self, dials: Dials, *, least: int = 0, all_too: bool = True) -> Ladder:
+        """A rung for each number of retained chunks from `least` on, falling. `all_too`: up to all
+        chunks of the longest sequence."""
+        assert dials.size is not None
+        num_chunks = -(-self.longest_tokens // dials.size)
+        numbers = {n for n in retained_numbers(num_chunks) if least <= n < num_chunks + all_too}
+        if self.num_retained is not None:
+            numbers.add(self.num_retained)
+        return tuple(replace(dials, num_retained=n) for n in sorted(numbers, reverse=True))
+
+    def checkpointing(self, dials: Dials) -> Ladder:
+        """A rung for each eighth of every stage's layers that is checkpointed, rising."""
+        layers = {tuple(round(n * e / 8) for n in self.stages): None for e in range(9)}
+        return tuple(replace(dials, recompute_layers=own) for own in layers)
+
+    def at_capacity(self, dials: Dials) -> Iterator[Ladder]:
+        """For some numbers of checkpointed layers, micro-batches as large as memory allows: the
+        search sets their size."""
+        if self.layout.pp == 1:
+            for layers in recompute_choices(sum(self.stages)):
+                yield (replace(dials, recompute_layers=(layers,) if layers else ()),)
+
+
+def retained_numbers(num_chunks: int) -> list[int]:
+    """Numbers of retained chunks from 0 to `num_chunks`: every small one, then four in each
+    doubling."""
+    numbers = list(range(min(_EVERY, num_chunks) + 1))
+    while numbers[-1] < num_chunks:
+        step = 1 << (numbers[-1].bit_length() - 3)
+        numbers.append(min(num_chunks, numbers[-1] + step))
+    return numbers
+
+
+def chunk_sizes(
+    layout: Layout, longest_tokens: int, *, least: int, below: int | None = None
+) -> tuple[int, ...]:
+    """Powers of two of tokens per device from `least` on, as tokens of an sp group: one of them at
+    least as long as the longest sequence, none that cuts it into too many chunks."""
+    most = max(least, min(_MOST_TOKENS, longest_tokens // layout.sp)).bit_length()
+    if below is not None:
+        most = min(most, below.bit_length() - 2)
+    sizes = (layout.sp << bits for bits in range(least.bit_length() - 1, most + 1))
+    return tuple(size for size in sizes if longest_tokens <= MOST_CHUNKS * size)
+
+
+def stage_heights(num_layers: int) -> tuple[int, ...]:
+    """Powers of two below all layers."""
+    return tuple(1 << bits for bits in range(num_layers.bit_length() - 1))
+
+
+def within(values: Sequence[int], given: object) -> tuple[int, ...]:
+    """The given value, where there is one, in the place of all."""
+    return tuple(values) if given is None else (int(str(given)),)
+
+
+def ways_to_deal(layout: Layout, num_sequences: int) -> tuple[Balance, ...]:
+    """Those that differ."""
+    if layout.dp in (1, num_sequences):
+        return ("none",)
+    return ("none", "tokens", "flops")

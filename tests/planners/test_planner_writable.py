@@ -1,0 +1,84 @@
+"""Which method could have written a plan: its own plans are recognised, combinations are not."""
+
+import pytest
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
+from furlong.errors import ConfigError
+from furlong.plan.values import Tiers
+from furlong.planners.chunks.groups import group_chunks, packed_groups
+from furlong.planners.chunks.placement import shard, shard_long
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.search.catalogue import PUBLISHED
+from furlong.planners.search.problem import Problem
+from furlong.planners.search.search import search
+from furlong.planners.search.writable import writers
+
+MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=1))
+LENS = (20_000, 9_000, 3_000, 3_000, 1_000, 1_000, 500, 500)
+NAMES = {"1F1B padded": "1F1B", "1F1B packed": "1F1B", "Seq1F1B packed": "Seq1F1B"}
+LAYOUTS = ({}, {"dp": 2, "sp": 2}, {"pp": 4}, {"dp": 1, "sp": 2, "pp": 2})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_methods_own_plans_are_recognised(name):
+    num_plans = 0
+    for sizes in LAYOUTS:
+        tiers = ("device", "host")
+        batch = Problem(seq_lens=LENS, model=MODEL, num_devices=4, tiers=tiers, **sizes)
+        try:
+            best = search(batch, {name: PUBLISHED[name]}).best
+        except ConfigError:
+            continue
+        num_plans += 1
+        assert NAMES.get(name, name) in writers(best.plan), best.dials
+    assert num_plans
+
+
+def chunked(*, place=shard, stages=(12, 12), sp_size=2, hybrid=False, **dials):
+    groups = group_chunks(LENS, ChunkOptions(size=8192, hybrid=hybrid))
+    shape = (LENS, MODEL.shape) if place is shard_long else ()
+    given = {"num_retained": 2, "keep": "kv"} | dials
+    return plan_1f1b(LENS, place(groups, *shape, sp_size), stages=stages, sp_size=sp_size, **given)
+
+
+def test_chunkflow_in_a_pipeline_is_chunkflows():
+    assert writers(chunked()) == ("ChunkFlow",)
+
+
+@pytest.mark.parametrize(
+    "dials",
+    [
+        {"keep": "attention"},  # remembered attention is nobody's
+        {"hybrid": True},  # ChunkFlow never mixes, InfiniPipe never drops
+        {"place": shard_long},  # cut sequences beside local ones
+        {"tiers": Tiers(kv="host")},  # K,V on the host, chunk-first
+        {"keep": "attention", "stages": (24,), "num_retained": 0},
+    ],
+)
+def test_a_combination_is_nobodys(dials):
+    assert writers(chunked(**dials)) == ()
+
+
+def test_seq1f1b_with_local_sequences_is_nobodys():
+    groups = group_chunks(LENS, ChunkOptions(size=8192, hybrid=False))
+    local = shard_long(groups, LENS, MODEL.shape, 2)
+    assert writers(plan_seq1f1b(LENS, local, stages=(12, 12), sp_size=2)) == ()
+
+
+def test_tails_that_share_chunks_with_short_sequences_are_infinipipes():
+    sharded = shard(group_chunks(LENS, ChunkOptions(size=8192)), 2)
+    assert writers(plan_seq1f1b(LENS, sharded, stages=(12, 12), sp_size=2)) == ("InfiniPipe",)
+
+
+def test_whole_sequences_on_one_stage_are_skrulls_however_they_are_placed_and_dealt():
+    lens = (3_000,) * 4 + (1_000,) * 4
+    groups = packed_groups(lens, 8_000)
+    local = plan_seq1f1b(lens, shard_long(groups, lens, MODEL.shape, 2), stages=(24,), sp_size=2)
+    static = plan_seq1f1b(lens, shard(groups, 2), stages=(24,), sp_size=2)
+    assert writers(local) == ("Skrull",)
+    assert {"Skrull", "Ulysses"} <= set(writers(static))
