@@ -16,7 +16,7 @@ from furlong.cost.seconds.streaming import (
 )
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED, Backward, ChunkPlan
+from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.skrull import schedule_skrull
@@ -46,13 +46,14 @@ def skrull_example() -> Table:
         assert found is not None
         case = f"C = {bucket}, S = {', '.join(map(str, lens))}"
         rows.append(
-            Row(case=f"{case}: placement", paper=expected, ours=", ".join(map(str, found)),
-                tolerance=0)
+            Row(case=f"{case}: placement", paper=expected, tolerance=0,
+                ours=", ".join(str(-1 if place.size > 1 else place.first) for place in found))
         )  # fmt: skip
         held = [
             sum(
-                n / 2 if place == SHARDED else n * (place == rank)
+                n / place.size
                 for n, place in zip(lens, found, strict=True)
+                if place.first <= rank < place.stop
             )
             for rank in range(2)
         ]

@@ -3,6 +3,7 @@
 import pytest
 
 from furlong.cost import infinipipe, skrull
+from furlong.plan.values import Place
 
 # InfiniPipe: two stages of two layers, chunks of equal tokens. Act 16, a layer's input 1, dK,dV 4.
 LAYOUT = infinipipe.Layout(
@@ -63,8 +64,9 @@ def test_skrulls_worked_example_of_loads():
     shared = (4, 5, 9)
     assert skrull.rank_s(fit, (5,), shared, 2, 8, 2) == 14048 + 7520
     assert skrull.rank_s(fit, (6,), shared, 2, 8, 2) == 14048 + 9216
-    lens, placements = (4, 5, 5, 6, 9), (-1, -1, 0, 1, -1)
-    assert skrull.micro_batch_s(fit, lens, placements, 2, 8, 2) == 14048 + 9216
+    lens, both = (4, 5, 5, 6, 9), Place(0, 2)
+    places = (both, both, Place(0, 1), Place(1, 1), both)
+    assert skrull.micro_batch_s(fit, lens, places, 2, 8, 2) == 14048 + 9216
 
 
 def test_skrulls_overlap_and_bucket():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from furlong.cost import skrull
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.methods.skrull import schedule_skrull, step_s
 from furlong.planners.methods.skrull_exact import Problem, solve_skrull
 
@@ -38,9 +38,9 @@ def seconds_of(p):
 def fits(p, places):
     for rank in range(p.cp_size):
         tokens = sum(
-            n * (1 if place == SHARDED else p.cp_size)
+            n * p.cp_size // place.size
             for n, place in places
-            if place in (rank, SHARDED)
+            if place.first <= rank < place.stop
         )
         if tokens > p.bucket_tokens * p.cp_size:
             return False
@@ -51,7 +51,7 @@ def best_of_all(p):
     """The least step of every assignment of sequences to micro-batches and places, or None."""
     seconds, best = seconds_of(p), None
     slots = list(product(range(p.dp_size), range(p.num_micro_batches)))
-    places = [SHARDED, *range(p.cp_size)]
+    places = [Place(0, p.cp_size), *(Place(rank, 1) for rank in range(p.cp_size))]
     memo = {}
     for chosen in product(product(slots, places), repeat=len(p.seq_lens)):
         totals = dict.fromkeys(range(p.dp_size), 0.0)
@@ -105,7 +105,7 @@ def test_equals_the_best_of_all_schedules(seq_lens, sizes, bucket_tokens, fit):
 
 
 def _columns(batch):
-    return batch.seq_ids, batch.placements
+    return batch.seq_ids, batch.places
 
 
 @settings(max_examples=10, deadline=None)

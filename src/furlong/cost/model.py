@@ -10,7 +10,7 @@ What each action computes is what `plan.passes` says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,9 +21,9 @@ from furlong.cost.memory.activations import eager
 from furlong.cost.memory.heap import NO_HEAP, Heap
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
-from furlong.cost.seconds.chunks import chunk_table
+from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
-from furlong.cost.seconds.rates import Part, StageRates
+from furlong.cost.seconds.rates import Part, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.passes import Pass, passes
 from furlong.plan.segments import segment_tokens
@@ -38,12 +38,13 @@ from furlong.plan.values import (
     Reduce,
     Send,
     Unshard,
+    place_sizes,
 )
 
 Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
-"""What a computing action may wait for inside: the all-to-all of sharded slices, the weights that
-ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
+"""What a computing action may wait for inside: the all-to-alls of slices on several processes, the
+weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
 _NO_WAIT = Link(0.0, float("inf"))
 _CPU_KERNEL_BYTES = 3 * 2**26
 """Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
@@ -127,7 +128,7 @@ class PlanCosts:
                 return self._reduce_at_end_s(stage)
             case Forward() | Recompute() | Backward() | RebuildKV():
                 chunk, stage = action.chunk, action.stage
-                return sum(self._seconds(part, stage)[chunk] for part in self._parts(action))
+                return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
             case _:
                 return 0.0
 
@@ -219,26 +220,32 @@ class PlanCosts:
         num_bytes = parameters * element_bytes / model.training.tp_size
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
-    def _parts(self, action: Computing) -> tuple[Part, ...]:
+    def parts(self, action: Computing) -> tuple[Part, ...]:
         """What an action computes, as the plan's passes say."""
         key = type(action), action.chunk, action.stage
         if key not in self._found:
-            self._found[key] = _parts_of(self._passes[key], self._plan.stages[action.stage])
+            self._found[key] = parts_of(self._passes[key], self._plan.stages[action.stage])
         return self._found[key]
 
     def _seconds(self, part: Part, stage: int) -> list[float]:
-        """Seconds of one part of a pass for every chunk."""
+        """Seconds of one part of a pass for every chunk: those of the slowest process."""
         key = part, stage
         if key not in self._part_s:
-            seconds = self._stage_rates(stage).seconds(part)
-            if part.work in ("head", "head and back"):
-                seconds = self._model.labelled_share * seconds
-            elif self._passes_gather(stage) and "gathers" not in self._free:
-                # weights come with every pass, behind its computation (FSDP's prefetch)
-                reduced = self.reduce_s(stage) if part.work == "backward" else 0.0
-                seconds = seconds.clip(min=self.unshard_s(stage) + reduced)
-            self._part_s[key] = seconds.tolist()
+            slowest = self.process_seconds(part, stage, self._table).max(axis=0)
+            self._part_s[key] = slowest.tolist()
         return self._part_s[key]
+
+    def process_seconds(self, part: Part, stage: int, table: ChunkTable) -> Array:
+        """(S, C) seconds of one part of a pass on every process; `table`: of the plan's chunks, or
+        of any others of its model, devices and tiers."""
+        seconds = replace(self._stage_rates(stage), table=table).seconds(part)
+        if part.work in ("head", "head and back"):
+            return self._model.labelled_share * seconds
+        if self._passes_gather(stage) and "gathers" not in self._free:
+            # weights come with every pass, behind its computation (FSDP's prefetch)
+            reduced = self.reduce_s(stage) if part.work == "backward" else 0.0
+            return seconds.clip(min=self.unshard_s(stage) + reduced)
+        return seconds
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""
@@ -255,13 +262,12 @@ class PlanCosts:
             lora = training.lora
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
-            all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
             saved = eager(model.shape, training.compute_bytes, lora)
             kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
-                sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,
+                sp_links=self._sp_links(devices),
                 tp_link=links.link("all_gather", links.num_nodes(devices[: training.tp_size]) > 1),
                 stream=None if "streams" in self._free else stream,
                 segment_tokens=segment_tokens(kv_token_bytes, model.device_type),
@@ -275,18 +281,14 @@ class PlanCosts:
         return self._rates[flops, rank]
 
 
-def _parts_of(what: Pass, height: int) -> tuple[Part, ...]:
-    """What the executor runs for a pass over a stage of `height` layers."""
-    match what.computes:
-        case "nothing":
-            return ()
-        case "to last kv":
-            return (Part("to last kv", remembered=what.remembered),)
-        case "values" | "graph":
-            head = (Part("head"),) if what.loss else ()
-            return (Part("forward", remembered=what.remembered), *head)
-        case "backward":
-            head = (Part("head and back"),) if what.loss else ()
-            layers, known = what.recompute_layers, what.remembered
-            again = (Part("first layers", layers, known),) if layers else ()
-            return (Part("backward"), *head, *again)
+    def _sp_links(self, devices: range) -> dict[int, Link]:
+        """size of a place among the `devices` of a pool -> the link of its all-to-all, over the
+        most nodes that a place of that size touches."""
+        links, tp_size = self._model.hardware.links, self._model.training.tp_size
+        found = {}
+        for size in place_sizes(self._plan.sp_size):
+            starts = range(devices.start, devices.stop, size * tp_size)
+            nodes = max(links.num_nodes(range(at, at + size * tp_size)) for at in starts)
+            waits = "all-to-all" not in self._free
+            found[size] = links.effective("all_to_all", size, nodes) if waits else _NO_WAIT
+        return found

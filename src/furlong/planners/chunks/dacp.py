@@ -1,6 +1,6 @@
 """Skrull's placement of the sequences of one micro-batch (Xu et al., arXiv 2505.19609, Alg. 1).
 
-A sequence is local to one rank of a context-parallel group or sharded over all of them. Short ones
+A sequence is local to one process of a context-parallel group or sharded over all of them. Short ones
 stay local as long as memory allows; where it does not, the shortest local one of the fullest rank
 is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
 out; as corrected here a placement is found exactly where all tokens fit into all buckets.
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 
 
 def place_by_load(
     seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, cp_size: int
-) -> list[int] | None:
-    """The placement of each sequence, an sp rank or SHARDED; None where they do not fit.
+) -> list[Place] | None:
+    """The place of each sequence, one process or the whole group; None where they do not fit.
 
     `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/cp_size with each; the
     split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
@@ -28,17 +28,20 @@ def place_by_load(
     return _place(seq_lens, work, bucket_tokens, cp_size)
 
 
-def place_in_turn(seq_lens: Sequence[int], *, bucket_tokens: int, cp_size: int) -> list[int] | None:
+def place_in_turn(
+    seq_lens: Sequence[int], *, bucket_tokens: int, cp_size: int
+) -> list[Place] | None:
     """Skrull's baseline (Alg. 4): a sequence goes to the rank with most room, whatever its work."""
     return _place(seq_lens, None, bucket_tokens, cp_size)
 
 
 def _place(
     seq_lens: Sequence[int], work: Sequence[float] | None, bucket_tokens: int, cp_size: int
-) -> list[int] | None:
+) -> list[Place] | None:
+    whole = Place(0, cp_size)
     rooms = [bucket_tokens * cp_size] * cp_size
     loads = [0.0] * cp_size
-    placements = [SHARDED] * len(seq_lens)
+    places = [whole] * len(seq_lens)
     local: list[deque[int]] = [deque() for _ in range(cp_size)]
 
     def shard(seq_id: int) -> None:
@@ -51,7 +54,7 @@ def _place(
         if not local[rank]:
             return False
         seq_id = local[rank].popleft()
-        placements[seq_id] = SHARDED
+        places[seq_id] = whole
         shard(seq_id)
         rooms[rank] += seq_lens[seq_id] * cp_size
         loads[rank] -= work[seq_id] if work else 0.0
@@ -64,7 +67,7 @@ def _place(
             if rooms[rank] < needed:
                 rank = rooms.index(max(rooms))
             if rooms[rank] >= needed:
-                placements[seq_id] = rank
+                places[seq_id] = Place(rank, 1)
                 local[rank].append(seq_id)
                 rooms[rank] -= needed
                 loads[rank] += work[seq_id] if work else 0.0
@@ -75,4 +78,4 @@ def _place(
                 break
             if not roll_back(fullest):
                 return None
-    return placements
+    return places

@@ -13,12 +13,13 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import (
-    SHARDED,
+    FIRST_PROCESS,
     Action,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     Reduce,
     Slice,
 )
@@ -58,14 +59,17 @@ def chunk_by_chunk(
 
 
 def packed_chunks(
-    seq_ids: Sequence[int], seq_lens: Sequence[int], chunk_size: int | None, *, placement: int
+    seq_ids: Sequence[int],
+    seq_lens: Sequence[int],
+    chunk_size: int | None,
+    place: Place = FIRST_PROCESS,
 ) -> list[Chunk]:
     """The sequences of one replica as chunks of at most `chunk_size` tokens, or (None) one by one;
-    all at one placement."""
+    all on one place."""
     bins = [[seq_id] for seq_id in seq_ids]
     if chunk_size is not None:
         bins = pack({seq_id: seq_lens[seq_id] for seq_id in seq_ids}, chunk_size)
-    return [Chunk(tuple(Slice(i, 0, seq_lens[i], placement) for i in own)) for own in bins]
+    return [Chunk(tuple(Slice(i, 0, seq_lens[i], place) for i in own)) for own in bins]
 
 
 def chunk_seconds(
@@ -98,7 +102,7 @@ def peak_bytes(
 ) -> int:
     """Bytes that a device needs with `device_tokens` tokens at a time."""
     num_tokens = device_tokens * sp_size
-    chunk = Chunk((Slice(0, 0, num_tokens, SHARDED if sp_size > 1 else 0),))
+    chunk = Chunk((Slice(0, 0, num_tokens, Place(0, sp_size)),))
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
         (num_tokens,),

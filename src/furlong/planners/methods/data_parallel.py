@@ -37,7 +37,7 @@ def plan_data_parallel(
 
     def deal(device_tokens: int) -> list[list[Chunk]]:
         most = device_tokens if packed else None
-        return [packed_chunks(own, seq_lens, most, placement=0) for own in replicas]
+        return [packed_chunks(own, seq_lens, most) for own in replicas]
 
     return fastest_plan(
         seq_lens,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import SHARDED, Chunk, Reduce, Slice
+from furlong.plan.values import Chunk, Place, Reduce, Slice
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import (
     chunk_by_chunk,
@@ -275,7 +275,8 @@ def _group_seconds(
     layers: int,
 ) -> list[float]:
     """Forward and backward of each group of `sp_size` devices."""
-    chunks = [Chunk(tuple(Slice(i, 0, seq_lens[i], SHARDED) for i in own)) for own in groups]
+    whole = Place(0, sp_size)
+    chunks = [Chunk(tuple(Slice(i, 0, seq_lens[i], whole) for i in own)) for own in groups]
     # weights and gradients are sharded over all devices, whatever the groups are
     dp_size = max(1, num_devices // sp_size)
     layout = {"sp_size": sp_size, "dp_size": dp_size, "recompute_layers": layers}

@@ -14,29 +14,27 @@ from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice
+from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks.balance import by_cost, refuse_idle, sequence_work
 from furlong.planners.chunks.dacp import place_by_load, place_in_turn
 from furlong.planners.chunks.groups import refuse_unusable
-from furlong.planners.chunks.micro_batches import chunk_seconds, fastest_plan
-
-_TRIED_BUCKETS = 8
-"""Per micro-batch, from equal shares of its tokens up to what memory allows."""
+from furlong.planners.chunks.micro_batches import fastest_plan
+from furlong.planners.chunks.placement import by_place
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences that run together, and where each of them is: an sp rank or SHARDED."""
+    """Sequences that run together, and where: each on one process of a group or on all of it."""
 
     seq_ids: tuple[int, ...]
-    placements: tuple[int, ...]
+    places: tuple[Place, ...]
 
 
 Schedule = Sequence[Sequence[MicroBatch]]
 """The micro-batches of each replica."""
 
-Seconds = Callable[[Sequence[int], Sequence[int]], float]
-"""Seconds of a micro-batch of these lengths at these placements."""
+Seconds = Callable[[Sequence[int], Sequence[Place]], float]
+"""Seconds of a micro-batch of these lengths on these places."""
 
 
 def schedule_skrull(
@@ -48,10 +46,10 @@ def schedule_skrull(
     bucket_tokens: int,
     by_load: bool = True,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each replica with their placements (Algs. 1 and 2, corrected).
+    """The micro-batches of each replica with their places (Algs. 1 and 2, corrected).
 
     `work`: FLOPs or any other measure of each sequence. `bucket_tokens`: what a device holds at a
-    time. `by_load` False: placements by free memory alone, the paper's baseline (Alg. 4).
+    time. `by_load` False: places by free memory alone, the paper's baseline (Alg. 4).
     Raises DataError for a sequence that a whole group cannot hold, ConfigError for fewer sequences
     than replicas.
     """
@@ -83,11 +81,11 @@ def _micro_batches(
             if sum(lens) > capacity:
                 break
             loads = [work[seq_id] for seq_id in batch]
-            placements = place_by_load(lens, loads, **sizes) if by_load else None
-            placements = placements if by_load else place_in_turn(lens, **sizes)
-            if placements is None:
+            places = place_by_load(lens, loads, **sizes) if by_load else None
+            places = places if by_load else place_in_turn(lens, **sizes)
+            if places is None:
                 break
-            found.append(MicroBatch(tuple(batch), tuple(placements)))
+            found.append(MicroBatch(tuple(batch), tuple(places)))
         if len(found) == count:
             return found
     raise AssertionError("every sequence fits into a micro-batch of its own")
@@ -96,66 +94,9 @@ def _micro_batches(
 def step_s(schedule: Schedule, seq_lens: Sequence[int], seconds: Seconds) -> float:
     """Skrull's objective (Eqs. 8 and 11): the slowest replica's sum over its micro-batches."""
     return max(
-        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.placements) for batch in replica)
+        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.places) for batch in replica)
         for replica in schedule
     )
-
-
-def model_seconds(model: CostModel, cp_size: int) -> Seconds:
-    """Forward and backward of a micro-batch by our own cost model, nothing recomputed, without what
-    ZeRO-3 gathers over the replicas."""
-
-    def seconds(seq_lens: Sequence[int], placements: Sequence[int]) -> float:
-        batch = MicroBatch(tuple(range(len(seq_lens))), tuple(placements))
-        return chunk_seconds(seq_lens, [_chunk(batch, seq_lens)], model, sp_size=cp_size)[0]
-
-    return seconds
-
-
-def shard_where_faster(
-    schedule: Schedule,
-    seq_lens: Sequence[int],
-    work: Sequence[float],
-    model: CostModel,
-    *,
-    cp_size: int,
-    bucket_tokens: int,
-) -> list[list[MicroBatch]]:
-    """The same micro-batches, each with the fastest of a few placements by the cost model.
-
-    Skrull leaves sequences local as long as memory allows, and one long local sequence then keeps a
-    whole group waiting. Placing by smaller buckets shards the longest ones, down to buckets that
-    equal shares of all tokens fill. Not in the paper.
-    """
-    options = [
-        [_placements(batch, seq_lens, work, cp_size, bucket_tokens) for batch in replica]
-        for replica in schedule
-    ]
-    chunks = [_chunk(b, seq_lens) for replica in options for tried in replica for b in tried]
-    seconds = iter(chunk_seconds(seq_lens, chunks, model, sp_size=cp_size))
-    return [
-        [min(((next(seconds), i, b) for i, b in enumerate(tried)))[2] for tried in replica]
-        for replica in options
-    ]
-
-
-def _placements(
-    batch: MicroBatch,
-    seq_lens: Sequence[int],
-    work: Sequence[float],
-    cp_size: int,
-    bucket_tokens: int,
-) -> list[MicroBatch]:
-    """The micro-batch as it is, all sharded, and placed by smaller buckets."""
-    lens, loads = [seq_lens[i] for i in batch.seq_ids], [work[i] for i in batch.seq_ids]
-    found = {batch.placements: None, (SHARDED,) * len(lens): None}
-    smallest = -(-sum(lens) // cp_size)
-    ratio = (bucket_tokens / smallest) ** (1 / _TRIED_BUCKETS)
-    for step in range(_TRIED_BUCKETS):
-        bucket = min(bucket_tokens, round(smallest * ratio**step))
-        placed = place_by_load(lens, loads, bucket_tokens=bucket, cp_size=cp_size)
-        found[tuple(placed or batch.placements)] = None
-    return [MicroBatch(batch.seq_ids, placements) for placements in found]
 
 
 def plan_skrull(
@@ -168,7 +109,6 @@ def plan_skrull(
     budget_bytes: int | None = None,
     recompute_layers: int | None = None,
     by_load: bool = True,
-    adaptive: bool = False,
 ) -> ChunkPlan:
     """A checked plan of Skrull's micro-batches: rank d is replica d, a group of `cp_size` devices.
 
@@ -176,7 +116,7 @@ def plan_skrull(
     recomputed with which it fits. `budget_bytes` of a device: None takes the hardware's.
     `recompute_layers`: checkpointed layers; None takes the number whose plan is predicted to be
     fastest (the paper recomputes selectively, which the plan's vocabulary does not have).
-    `by_load`: see `schedule_skrull`. `adaptive`: see `shard_where_faster`.
+    `by_load`: see `schedule_skrull`.
     Raises ConfigError or DataError, with what would make it fit, where a sequence is too long.
     """
     refuse_unusable(seq_lens)
@@ -186,8 +126,6 @@ def plan_skrull(
     def deal(device_tokens: int) -> list[list[Chunk]]:
         sizes = {"cp_size": cp_size, "bucket_tokens": device_tokens}
         schedule = schedule_skrull(seq_lens, work, dp_size=dp_size, by_load=by_load, **sizes)
-        if adaptive and cp_size > 1:
-            schedule = shard_where_faster(schedule, seq_lens, work, model, **sizes)
         return [[_chunk(batch, seq_lens) for batch in replica] for replica in schedule]
 
     return fastest_plan(
@@ -203,9 +141,8 @@ def plan_skrull(
 
 
 def _chunk(batch: MicroBatch, seq_lens: Sequence[int]) -> Chunk:
-    """Sharded slices first, then those of each rank."""
-    placed = sorted(zip(batch.placements, batch.seq_ids, strict=True))
-    return Chunk(tuple(Slice(i, 0, seq_lens[i], placement) for placement, i in placed))
+    placed = sorted(zip(batch.seq_ids, batch.places, strict=True), key=lambda pair: pair[0])
+    return Chunk(by_place(Slice(i, 0, seq_lens[i], place) for i, place in placed))
 
 
 def _refuse_too_long(seq_lens: Sequence[int], cp_size: int, bucket_tokens: int) -> None:

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array
 
 from furlong.cost.skrull import TimeFit, flops, volume_bytes
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.methods.skrull import MicroBatch
 
 
@@ -183,15 +183,14 @@ class _Rows:
 
     def schedule(self, solution: Sequence[float]) -> list[list[MicroBatch]]:
         count = self._p.num_micro_batches
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_slots)]
+        found: list[list[tuple[int, Place]]] = [[] for _ in range(self.num_slots)]
         for seq_id in range(len(self._p.seq_lens)):
             for slot in range(self.num_slots):
                 for place in range(self._num_places):
                     if solution[self._placed(seq_id, slot, place)] > 0.5:
-                        sharded = place == self._p.cp_size
-                        found[slot].append((seq_id, SHARDED if sharded else place))
-        batches = [
-            MicroBatch(tuple(i for i, _ in own), tuple(place for _, place in own)) for own in found
-        ]
+                        size = self._p.cp_size
+                        own = Place(place, 1) if place < size else Place(0, size)
+                        found[slot].append((seq_id, own))
+        batches = [MicroBatch(tuple(i for i, _ in own), tuple(p for _, p in own)) for own in found]
         replicas = [batches[i : i + count] for i in range(0, len(batches), count)]
         return [[batch for batch in own if batch.seq_ids] for own in replicas]

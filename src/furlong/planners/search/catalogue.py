@@ -168,7 +168,7 @@ def combined(room: Room) -> Iterator[Ladder]:
                     "furlong", room, size, retained, keep=keep, hybrid=True, tier=tier,
                     balance="flops", local=local, equal_time=equal_time,
                 )  # fmt: skip
-    yield from _skrull("furlong", room, adaptive=True)
+    yield from _skrull("furlong", room)
     if room.layout.pp == 1:
         heights = room.heights(sum(room.stages))
         for tier, height, size in product(room.tiers, heights, room.sizes()):

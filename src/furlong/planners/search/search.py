@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice, Tier
+from furlong.plan.values import Chunk, ChunkPlan, Place, Slice, Tier
 from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.chunks.balance import Balance, deal_sequences, sequence_work
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
@@ -195,7 +195,7 @@ class _Search:
             return self._bounds_s[key]
         if ladder.rungs[0].deals_itself:
             return 0.0
-        whole = Chunk(tuple(Slice(i, 0, n, SHARDED) for i, n in enumerate(lens)))
+        whole = Chunk(tuple(Slice(i, 0, n, Place(0, sp_size)) for i, n in enumerate(lens)))
         return max(stage_bounds_s([whole], lens, stages, sp_size, model, fills=False))
 
     def _climb_down(self, ladder: Ladder) -> None:

@@ -75,7 +75,8 @@ def _slice(scene: Scene, bar: Bar, rank: int, thread: int) -> dict[str, Any]:
     args: dict[str, Any] = {"stage": bar.stage}
     if bar.chunk >= 0:
         chunk = scene.plan.chunks[bar.chunk]
-        args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": format_chunk(chunk)}
+        slices = format_chunk(chunk, scene.plan.sp_size)
+        args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": bar.record.device_bytes, "host_bytes": bar.record.host_bytes}
     return {
         "ph": "X",
