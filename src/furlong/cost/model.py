@@ -117,6 +117,7 @@ class PlanCosts:
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
+        self._gathering: dict[tuple[bool, int], float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
@@ -176,8 +177,8 @@ class PlanCosts:
         tokens = float(self._table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
         per_rank = plan.sp_size * model.training.tp_size
-        links = model.hardware.links
-        return links.p2p_s(tokens * width, rank * per_rank, action.peer * per_rank)
+        devices = rank * per_rank, action.peer * per_rank
+        return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
         """All-gather of a stage's weights in compute dtype over its sharding group."""
@@ -206,18 +207,16 @@ class PlanCosts:
     def _collective_s(
         self, kind: Collective, stage: int, element_bytes: int, *, trained_only: bool = False
     ) -> float:
-        model, plan = self._model, self._plan
+        model, plan, training = self._model, self._plan, self._model.training
         ranks = self._members.get(stage, ())
-        per_rank = plan.sp_size * model.training.tp_size
-        replicas = range(0, model.training.replicas * len(plan.actions), len(plan.actions))
+        per_rank = plan.sp_size * training.tp_size
+        replicas = range(0, training.replicas * len(plan.actions), len(plan.actions))
         devices = [(a + r) * per_rank + i for a in replicas for r in ranks for i in range(per_rank)]
         group = len(ranks) * plan.sp_size * len(replicas)
-        held = frozenset((stage,))
-        training = model.training
         count = training.trained_parameters if trained_only else training.held_parameters
-        parameters = count(model.shape, plan.stages, held)
+        parameters = count(model.shape, plan.stages, frozenset((stage,)))
         links = model.hardware.links
-        num_bytes = parameters * element_bytes / model.training.tp_size
+        num_bytes = parameters * element_bytes / training.tp_size
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
     def parts(self, action: Computing) -> tuple[Part, ...]:
@@ -236,16 +235,21 @@ class PlanCosts:
         return self._part_s[key]
 
     def process_seconds(self, part: Part, stage: int, table: ChunkTable) -> Array:
-        """(S, C) seconds of one part of a pass on every process; `table`: of the plan's chunks, or
-        of any others of its model, devices and tiers."""
+        """(S, C) seconds of one part of a pass on every process, for the chunks of `table`."""
         seconds = replace(self._stage_rates(stage), table=table).seconds(part)
         if part.work in ("head", "head and back"):
             return self._model.labelled_share * seconds
         if self._passes_gather(stage) and "gathers" not in self._free:
-            # weights come with every pass, behind its computation (FSDP's prefetch)
-            reduced = self.reduce_s(stage) if part.work == "backward" else 0.0
-            return seconds.clip(min=self.unshard_s(stage) + reduced)
+            return np.maximum(seconds, self._gathers_s(part.work == "backward", stage))
         return seconds
+
+    def _gathers_s(self, backward: bool, stage: int) -> float:
+        """Of weights that come with every pass, behind its computation (FSDP's prefetch)."""
+        key = backward, stage
+        if key not in self._gathering:
+            reduced = self.reduce_s(stage) if backward else 0.0
+            self._gathering[key] = self.unshard_s(stage) + reduced
+        return self._gathering[key]
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""

@@ -126,18 +126,27 @@ def fitting_tokens(
 ) -> int:
     """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits."""
 
-    def fits(num_tokens: int) -> bool:
-        layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
-        return peak_bytes(model, num_tokens, **layout) <= budget_bytes
+    layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
 
-    if not fits(1):
+    def left(num_tokens: int) -> int:
+        return budget_bytes - peak_bytes(model, num_tokens, **layout)
+
+    low, left_low = 1, left(1)
+    if left_low < 0:
         return 0
-    low, high = 1, 1024
-    while fits(high):
-        low, high = high, 2 * high
+    high = 1024
+    while (left_high := left(high)) >= 0:
+        low, left_low, high = high, left_high, 2 * high
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        # bytes grow on straight lines: where this one meets the budget, and one token beyond
+        guess = low + (high - low) * left_low // (left_low - left_high)
+        for middle in (guess, guess + 1, (low + high) // 2):
+            if low < middle < high:
+                left_middle = left(middle)
+                if left_middle >= 0:
+                    low, left_low = middle, left_middle
+                else:
+                    high, left_high = middle, left_middle
     return low
 
 

@@ -55,33 +55,36 @@ class Division:
         self.rates = rates
         self.device_tokens = device_tokens
         self.spots: Spots = {}
+        self._seconds: Array | None = None
         batch = rates.batch
         self.loads = np.zeros((batch.added.shape[2], num_micro_batches, batch.pool_size))
 
     def put(self, seq_id: int, spot: Spot) -> None:
-        self.spots[seq_id] = spot
+        self.spots[seq_id], self._seconds = spot, None
         self.loads[self._slots(spot)] += self.rates.batch.added[seq_id, spot.kind][:, None]
 
     def take(self, seq_id: int) -> Spot:
         """The spot that it leaves."""
-        spot = self.spots.pop(seq_id)
+        spot, self._seconds = self.spots.pop(seq_id), None
         self.loads[self._slots(spot)] -= self.rates.batch.added[seq_id, spot.kind][:, None]
         return spot
 
     def reset(self, spots: Spots) -> None:
         """To other spots of all sequences."""
-        self.spots = {}
+        self.spots, self._seconds = {}, None
         self.loads[:] = 0.0
         for seq_id, spot in spots.items():
             self.put(seq_id, spot)
 
     def seconds(self) -> Array:
         """(P, M, W) of every slot."""
-        return self.rates.seconds(self.loads)
+        if self._seconds is None:
+            self._seconds = self.rates.seconds(self.loads)
+        return self._seconds
 
-    def best_spot(self, seq_id: int) -> tuple[Spot, Value] | None:
-        """The spot where an absent sequence costs least, of equal ones the one on fewest processes
-        with most left to do; None where no spot has room."""
+    def best_spot(self, seq_id: int, *, small: bool = False) -> tuple[Spot, Value] | None:
+        """The spot where an absent sequence costs least, of equal ones the one that leaves slots
+        most even, or with `small` the one on fewest processes; None where no spot has room."""
         rates, before = self.rates, self.seconds()
         added = rates.batch.added[seq_id].T[:, :, None, None]
         after = rates.seconds(self.loads[:, None] + added)
@@ -90,10 +93,10 @@ class Division:
         grown = (after**2 - (before**2)[:, None]).sum(axis=0)
         best: tuple[Spot, Value] | None = None
         for kind, size in enumerate(rates.batch.sizes):
-            step_s = now_s + (_by_place(after[:, kind], size) - slowest[..., None]).clip(min=0).sum(
+            step_s = now_s + (most_by_place(after[:, kind], size) - slowest[..., None]).clip(min=0).sum(
                 axis=0
             )
-            tokens = _by_place(self.loads[TOKENS], size) + added[TOKENS, kind, 0, 0]
+            tokens = most_by_place(self.loads[TOKENS], size) + added[TOKENS, kind, 0, 0]
             step_s[tokens > self.device_tokens * (1 + _ALIKE)] = np.inf
             least = step_s.min()
             if not np.isfinite(least):
@@ -102,7 +105,9 @@ class Division:
             uneven[step_s > least * (1 + _ALIKE)] = np.inf
             batch, place = divmod(int(uneven.argmin()), step_s.shape[1])
             found = Value(float(least), float(uneven[batch, place]))
-            if best is None or found.step_s < best[1].step_s * (1 - _ALIKE):
+            if best is None or (
+                found.step_s < best[1].step_s * (1 - _ALIKE) if small else found.beats(best[1])
+            ):
                 best = Spot(batch, kind, place * size), found
         return best
 
@@ -139,7 +144,7 @@ def value_of(seconds: Array) -> Value:
     return Value(float(seconds.max(axis=2).sum()), float((seconds**2).sum()))
 
 
-def _by_place(values: Array, size: int) -> Array:
+def most_by_place(values: Array, size: int) -> Array:
     """(..., W) -> (..., W / size): the most of every place of a size."""
     most: Array = values.reshape(*values.shape[:-1], -1, size).max(axis=-1)
     return most

@@ -6,10 +6,12 @@ import random
 
 import numpy as np
 
-from furlong.planners.places.division import Division, Value
+from furlong.planners.places.division import Division, Value, most_by_place
 
-_SWAPS = 16
+_NUM_PARTNERS = 16
 """Sequences that one is tried against."""
+_MOST_KICKS = 12
+"""In a row that lead to nothing better."""
 
 
 def improve(division: Division, num_tries: int) -> Value:
@@ -18,8 +20,8 @@ def improve(division: Division, num_tries: int) -> Value:
     draw = random.Random(0)
     value = division.value()
     best, best_spots = value, dict(division.spots)
-    tried = 0
-    while tried < num_tries:
+    tried = kicks = 0
+    while tried < num_tries and kicks < _MOST_KICKS:
         moved = False
         for seq_id in _slowest(division):
             tried += 1
@@ -30,8 +32,9 @@ def improve(division: Division, num_tries: int) -> Value:
             if tried >= num_tries:
                 break
         if value.beats(best):
-            best, best_spots = value, dict(division.spots)
-        if not moved and tried < num_tries:
+            best, best_spots, kicks = value, dict(division.spots), 0
+        if not moved:
+            kicks += 1
             division.reset(best_spots)
             _kick(division, draw)
             value = division.value()
@@ -62,53 +65,43 @@ def _try(division: Division, seq_id: int, value: Value) -> Value | None:
         division.put(seq_id, found[0])
         return found[1]
     division.put(seq_id, spot)
+    best, partner = value, -1
     others = _partners(division, seq_id)
-    if others:
-        values = division.swap_values(seq_id, others)
-        least, other = None, -1
-        for after, candidate in zip(values, others, strict=True):
-            if after is not None and after.beats(least or value):
-                least, other = after, candidate
-        if least is not None:
-            division.swap(seq_id, other)
-        return least
-    return None
+    for other, after in zip(others, division.swap_values(seq_id, others), strict=True):
+        if after is not None and after.beats(best):
+            best, partner = after, other
+    if partner < 0:
+        return None
+    division.swap(seq_id, partner)
+    return best
 
 
 def _partners(division: Division, seq_id: int) -> list[int]:
     """Those whose exchange with `seq_id` would bring both places' seconds nearest to each other."""
     rates, here = division.rates, division.spots[seq_id]
     busy_s = division.seconds().sum(axis=0)
-
-    def seconds_at(i: int) -> float:
-        spot = division.spots[i]
-        where = slice(spot.first, spot.first + rates.batch.sizes[spot.kind])
-        return float(busy_s[spot.micro_batch, where].max())
-
-    own_s, busy_here = rates.alone_s[seq_id, here.kind], seconds_at(seq_id)
-    scores = []
-    for other, spot in division.spots.items():
-        gains_s = own_s - rates.alone_s[other, here.kind]
-        if other != seq_id and spot != here and gains_s > 0:
-            costs_s = rates.alone_s[seq_id, spot.kind] - rates.alone_s[other, spot.kind]
-            after = abs((busy_here - gains_s) - (seconds_at(other) + costs_s))
-            scores.append((after, other))
-    return [other for _, other in sorted(scores)[:_SWAPS]]
+    by_kind = [most_by_place(busy_s, size) for size in rates.batch.sizes]
+    at = np.array([(s.micro_batch, s.kind, s.first) for _, s in sorted(division.spots.items())])
+    busy_there = np.array([by_kind[k][m, f // rates.batch.sizes[k]] for m, k, f in at.tolist()])
+    kinds, alone_s, ids = at[:, 1], rates.alone_s, range(len(at))
+    gains_s = alone_s[seq_id, here.kind] - alone_s[:, here.kind]
+    costs_s = alone_s[seq_id, kinds] - alone_s[ids, kinds]
+    after_s = np.abs(busy_there[seq_id] - gains_s - busy_there - costs_s)
+    after_s[(gains_s <= 0) | (at == at[seq_id]).all(axis=1)] = np.inf
+    nearest: list[int] = after_s.argsort(kind="stable")[:_NUM_PARTNERS].tolist()
+    return [other for other in nearest if np.isfinite(after_s[other])]
 
 
 def _kick(division: Division, draw: random.Random) -> None:
-    """One of the slowest and two others each to the best spot without them, in a drawn order."""
-    chosen = [draw.choice(_slowest(division)), *draw.sample(sorted(division.spots), 2)] if (
-        len(division.spots) > 2
-    ) else sorted(division.spots)
+    """One sequence of the slowest processes and two others leave, and come back in a drawn order,
+    each to its best spot; no change where one finds no room."""
     before = dict(division.spots)
-    for seq_id in dict.fromkeys(chosen):
+    chosen = {draw.choice(_slowest(division)), *draw.sample(sorted(before), min(2, len(before)))}
+    for seq_id in chosen:
         division.take(seq_id)
-    for seq_id in sorted(set(chosen), key=lambda i: draw.random()):
+    for seq_id in draw.sample(sorted(chosen), len(chosen)):
         found = division.best_spot(seq_id)
         if found is None:
             division.reset(before)
             return
         division.put(seq_id, found[0])
-
-

@@ -18,7 +18,7 @@ def greedy(division: Division) -> Iterator[Spots]:
     division.reset({})
     lens = division.rates.batch.seq_lens
     for seq_id in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        found = division.best_spot(seq_id)
+        found = division.best_spot(seq_id, small=True)
         if found is None:
             return
         division.put(seq_id, found[0])
