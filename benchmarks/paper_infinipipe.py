@@ -31,7 +31,7 @@ from furlong.planners.infinipipe.checkpointing import (
     choose_layers,
 )
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.flexsp import estimate_flexsp
+from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.orders.seq1f1b import backward_places, plan_seq1f1b, windows
 from furlong.simulate.clock import time_actions
@@ -188,9 +188,9 @@ def infinipipe_over_others(num_batches: int = 1) -> Table:
 
 
 IDEAL_FLEXSP = (
-    "FlexSP is an ideal estimate here: every division into groups is tried, and groups finish "
-    "together; most of its groups stay within a node and its gathers hide behind computation, so "
-    "that little is left for InfiniPipe to save"
+    "FlexSP is at its best here: every division into groups is tried, and forming them anew costs "
+    "nothing; most stay within a node and gathers hide behind computation, so that little is left "
+    "for InfiniPipe to save"
 )
 
 
@@ -208,7 +208,7 @@ def others_s(
     ulysses = plan_ulysses(lens, cost, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)
     parallel = plan_ulysses(lens, megatron, dp_size=4 // cp, sp_size=cp, recompute_layers=layers)
     return {
-        "FlexSP": estimate_flexsp(lens, cost, num_devices=32, recompute_layers=layers).step_s,
+        "FlexSP": step_s(cost, plan_flexsp(lens, cost, pool_size=32, recompute_layers=layers)),
         "DeepSpeed": step_s(cost, ulysses),
         "Megatron-LM": step_s(megatron, parallel),
     }

@@ -72,9 +72,10 @@ LEGAL = [
         "unshard 0, F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, reshard 0, reduce 0",
         "unshard 0, F2.0 all, B2.0, reshard 0, reduce 0",
     ),
-    # nested places in a pool of 12, most of them with a prefix; 4 is the largest of its powers of two
+    # nested places in a pool of 12, most of them with a prefix
     plan_of(
-        "0:0-4@* 1:0-4@4-7 2:0-3@6-7 3:0-2@6; 0:4-9@* 4:0-1@0-3 1:4-5@4-7 2:3-4@6-7 3:2-3@6 5:0-1@6",
+        "0:0-4@* 1:0-4@4-7 2:0-3@6-7 3:0-2@6; "
+        "0:4-9@* 4:0-1@0-3 1:4-5@4-7 2:3-4@6-7 3:2-3@6 5:0-1@6",
         "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0",
         sp_size=12,
     ),

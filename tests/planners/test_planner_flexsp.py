@@ -35,7 +35,7 @@ def sizes_of(plan):
     st.sampled_from((None, 8)),
 )
 def test_any_batch_is_divided_over_disjoint_places_and_fits(seq_lens, num_devices, layers):
-    plan = plan_flexsp(seq_lens, MODEL, num_devices=num_devices, recompute_layers=layers)
+    plan = plan_flexsp(seq_lens, MODEL, pool_size=num_devices, recompute_layers=layers)
     fit(plan, MODEL)
     assert (plan.sp_size, len(plan.actions)) == (num_devices, 1)
     for chunk in plan.chunks:
@@ -52,12 +52,12 @@ def test_faster_than_static_groups(preset):
     for sp_size in (8, 16, 32):
         plan = plan_ulysses(lens, MODEL, dp_size=32 // sp_size, sp_size=sp_size, balance="flops")
         static.append(seconds(plan))
-    assert seconds(plan_flexsp(lens, MODEL, num_devices=32)) < min(static)
+    assert seconds(plan_flexsp(lens, MODEL, pool_size=32)) < min(static)
 
 
 def test_one_group_of_all_devices_is_static_ulysses():
     lens = [280 * K, 270 * K]
-    plan = plan_flexsp(lens, MODEL, num_devices=8)
+    plan = plan_flexsp(lens, MODEL, pool_size=8)
     assert set(sizes_of(plan).values()) == {8}
     static = plan_ulysses(lens, MODEL, dp_size=1, sp_size=8)
     assert seconds(plan) == pytest.approx(seconds(static))
@@ -65,7 +65,7 @@ def test_one_group_of_all_devices_is_static_ulysses():
 
 def test_long_sequences_get_large_groups():
     lens = [40 * K, *[2 * K] * 100]
-    sizes = sizes_of(plan_flexsp(lens, MODEL, num_devices=32))
+    sizes = sizes_of(plan_flexsp(lens, MODEL, pool_size=32))
     assert sizes[0] == 16
     assert sum(sizes[i] <= 4 for i in range(1, 101)) > 60
 
@@ -83,13 +83,13 @@ def test_groups_divide_the_heads():
     """40 heads: no group of more than 8."""
     assert flexsp._partitions(32, 8).max() == 3
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
-    plan = plan_flexsp([60 * K, *[2 * K] * 20], model, num_devices=32)
+    plan = plan_flexsp([60 * K, *[2 * K] * 20], model, pool_size=32)
     assert max(sizes_of(plan).values()) <= 8
 
 
 def test_refuses_what_no_group_holds():
     with pytest.raises(ConfigError, match="on each of 8 devices"):
-        plan_flexsp([8192 * K], MODEL, num_devices=8)
+        plan_flexsp([8192 * K], MODEL, pool_size=8)
     plain = CostModel(model_shape("GPT-7B"), hardware("A100-80"), Training())
     with pytest.raises(ConfigError, match="at most 0 tokens"):
-        plan_flexsp([K], plain, num_devices=8)
+        plan_flexsp([K], plain, pool_size=8)

@@ -111,7 +111,9 @@ def test_evaluation():
 
 def test_an_sp_group_shards_every_slice():
     plan = plan_fpdt([9, 2], num_layers=2, chunk_size=4, sp_size=4, tiers=Tiers(kv="host"))
-    assert {piece.place for chunk in plan.chunks for piece in chunk.slices} == {Place(0, plan.sp_size)}
+    assert {piece.place for chunk in plan.chunks for piece in chunk.slices} == {
+        Place(0, plan.sp_size)
+    }
     assert (plan.sp_size, plan.tiers) == (4, Tiers(kv="host"))
 
 

@@ -85,10 +85,7 @@ def test_choices_are_none_all_and_some_between():
 def test_packs_or_leaves_apart():
     lens = [5, 9, 9, 3]
     texts = [
-        [
-            [s.seq_id for s in chunk.slices]
-            for chunk in packed_chunks([3, 0, 1], lens, most)
-        ]
+        [[s.seq_id for s in chunk.slices] for chunk in packed_chunks([3, 0, 1], lens, most)]
         for most in (12, None)
     ]
     assert texts == [[[1, 3], [0]], [[3], [0], [1]]]

@@ -1,4 +1,4 @@
-"""Places in one pool: legal plans that fit, the cost model's own seconds, the optimum, the bound."""
+"""Places in one pool: legal plans that fit, the cost model's seconds, the optimum, the bound."""
 
 import random
 from dataclasses import replace
@@ -185,7 +185,7 @@ def test_ahead_of_what_it_generalises(preset):
     lens = sample_lengths(preset, 48, 1, max_seq_len=64 * K)
     found = seconds(plan_places(lens, MODEL, pool_size=8))
     ulysses = plan_ulysses(lens, MODEL, dp_size=1, sp_size=4)
-    assert found < seconds(plan_flexsp(lens, MODEL, num_devices=8))
+    assert found < seconds(plan_flexsp(lens, MODEL, pool_size=8))
     alone = replace(MODEL, training=replace(MODEL.training, replicas=1))
     for plan in (ulysses, plan_skrull(lens, alone, dp_size=1, cp_size=4)):
         assert found < seconds(plan, alone)

@@ -38,9 +38,7 @@ def seconds_of(p):
 def fits(p, places):
     for rank in range(p.cp_size):
         tokens = sum(
-            n * p.cp_size // place.size
-            for n, place in places
-            if place.first <= rank < place.stop
+            n * p.cp_size // place.size for n, place in places if place.first <= rank < place.stop
         )
         if tokens > p.bucket_tokens * p.cp_size:
             return False

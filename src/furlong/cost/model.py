@@ -284,7 +284,6 @@ class PlanCosts:
             )  # fmt: skip
         return self._rates[flops, rank]
 
-
     def _sp_links(self, devices: range) -> dict[int, Link]:
         """size of a place among the `devices` of a pool -> the link of its all-to-all, over the
         most nodes that a place of that size touches."""

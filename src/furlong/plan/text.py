@@ -140,7 +140,7 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
     slices = []
     for word in text.split(" "):
         found = _SLICE.fullmatch(word)
-        if not found or found[5] and int(found[5]) < int(found[4]):
+        if not found or (found[5] and int(found[5]) < int(found[4])):
             forms = "slices such as '0:0-4096', '0:0-4096@2' or '0:0-4096@4-7'"
             raise _unreadable(repr(text), forms, source)
         seq_id, start, stop = map(int, found.groups()[:3])

@@ -1,9 +1,9 @@
 """Skrull's placement of the sequences of one micro-batch (Xu et al., arXiv 2505.19609, Alg. 1).
 
-A sequence is local to one process of a context-parallel group or sharded over all of them. Short ones
-stay local as long as memory allows; where it does not, the shortest local one of the fullest rank
-is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
-out; as corrected here a placement is found exactly where all tokens fit into all buckets.
+A sequence is local to one process of a context-parallel group or sharded over all of them. Short
+ones stay local as long as memory allows; where it does not, the shortest local one of the fullest
+rank is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
+out; as corrected here places are found exactly where all tokens fit into all buckets.
 
 Rooms are counted in tokens times the number of ranks, so that a share of a sequence is whole.
 """

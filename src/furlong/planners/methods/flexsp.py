@@ -35,18 +35,18 @@ def plan_flexsp(
     seq_lens: Sequence[int],
     model: CostModel,
     *,
-    num_devices: int,
+    pool_size: int,
     budget_bytes: int | None = None,
     recompute_layers: int | None = None,
 ) -> ChunkPlan:
-    """The checked plan of the fastest division that is found; one rank, a pool of all devices.
+    """The checked plan of the fastest division found: one rank, a pool of `pool_size` devices.
 
     `model`: as `ulysses.with_zero_3` for FlexSP's way. `budget_bytes` of a device: None takes the
     hardware's. `recompute_layers`: checkpointed layers of every sequence; None tries a few numbers.
     Raises ConfigError where the longest sequence does not fit on the largest group.
     """
     refuse_unusable(seq_lens)
-    batch = Batch.of(seq_lens, model, num_devices)
+    batch = Batch.of(seq_lens, model, pool_size)
     few = recompute_choices(model.shape.num_layers)
     tried = few if recompute_layers is None else [recompute_layers]
     best: tuple[float, int, Spots] | None = None

@@ -93,9 +93,9 @@ class Division:
         grown = (after**2 - (before**2)[:, None]).sum(axis=0)
         best: tuple[Spot, Value] | None = None
         for kind, size in enumerate(rates.batch.sizes):
-            step_s = now_s + (most_by_place(after[:, kind], size) - slowest[..., None]).clip(min=0).sum(
-                axis=0
-            )
+            step_s = now_s + (most_by_place(after[:, kind], size) - slowest[..., None]).clip(
+                min=0
+            ).sum(axis=0)
             tokens = most_by_place(self.loads[TOKENS], size) + added[TOKENS, kind, 0, 0]
             step_s[tokens > self.device_tokens * (1 + _ALIKE)] = np.inf
             least = step_s.min()

@@ -16,7 +16,6 @@ import numpy as np
 
 from furlong.cost.model import CostModel, PlanCosts
 from furlong.cost.seconds.chunks import Array, ChunkTable, computed_keys
-from furlong.cost.seconds.rates import Part
 from furlong.plan.values import Backward, Chunk, Forward, Slice, place_sizes
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
 

@@ -19,9 +19,11 @@ from furlong.planners.chunks.groups import (
 )
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.data_parallel import plan_data_parallel
+from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.skrull import plan_skrull
 from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
+from furlong.planners.places.plan import plan_places
 from furlong.planners.search.candidates import (
     Candidate,
     Ladder,
@@ -85,7 +87,22 @@ def fpdt(room: Room) -> Iterator[Ladder]:
 
 def skrull(room: Room) -> Iterator[Ladder]:
     """Skrull: whole sequences, sharded or local; one stage."""
-    yield from _skrull("Skrull", room)
+    layout = room.layout
+    if layout.pp > 1:
+        return
+
+    def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
+        return plan_skrull(
+            lens, model, dp_size=layout.dp, cp_size=layout.sp, budget_bytes=room.budget_bytes
+        )
+
+    yield Ladder([Candidate("Skrull", layout, {}, build, deals_itself=True)])
+
+
+def flexsp(room: Room) -> Iterator[Ladder]:
+    """FlexSP: disjoint groups of different sizes, anew for every micro-batch; one stage."""
+    if (room.layout.sp, room.layout.pp) == (1, 1):
+        yield _in_one_pool("FlexSP", room, plan_flexsp)
 
 
 def ulysses(room: Room) -> Iterator[Ladder]:
@@ -168,7 +185,8 @@ def combined(room: Room) -> Iterator[Ladder]:
                     "furlong", room, size, retained, keep=keep, hybrid=True, tier=tier,
                     balance="flops", local=local, equal_time=equal_time,
                 )  # fmt: skip
-    yield from _skrull("furlong", room)
+    if (room.layout.sp, room.layout.pp) == (1, 1):
+        yield _in_one_pool("furlong", room, plan_places)
     if room.layout.pp == 1:
         heights = room.heights(sum(room.stages))
         for tier, height, size in product(room.tiers, heights, room.sizes()):
@@ -182,6 +200,7 @@ PUBLISHED: dict[str, Method] = {
     "ChunkFlow": chunkflow,
     "InfiniPipe": infinipipe,
     "Skrull": skrull,
+    "FlexSP": flexsp,
     "SeCO": seco,
     "FPDT": fpdt,
     "Ulysses": ulysses,
@@ -219,19 +238,14 @@ def _infinipipe(method: str, room: Room, **changes: Any) -> Iterator[Ladder]:
     yield Ladder([Candidate(method, layout, {}, build)])
 
 
-def _skrull(method: str, room: Room, **changes: Any) -> Iterator[Ladder]:
-    layout = room.layout
-    if layout.pp > 1:
-        return
+def _in_one_pool(method: str, room: Room, plan: Callable[..., ChunkPlan]) -> Ladder:
+    """Whole sequences on places of all devices; `plan` takes lengths, model, pool and budget."""
 
     def build(lens: Sequence[int], model: CostModel) -> ChunkPlan:
-        return plan_skrull(
-            lens, model, dp_size=layout.dp, cp_size=layout.sp, budget_bytes=room.budget_bytes,
-            **changes,
-        )  # fmt: skip
+        return plan(lens, model, pool_size=room.layout.dp, budget_bytes=room.budget_bytes)
 
-    dials = {"placement": "adaptive"} if changes else {}
-    yield Ladder([Candidate(method, layout, dials, build, deals_itself=True)])
+    dials = {"places": "of one pool"}
+    return Ladder([Candidate(method, room.layout, dials, build, deals_itself=True)])
 
 
 def _quadratic_share(model: CostModel) -> float:
