@@ -111,7 +111,7 @@ def _divide(
     exists = partitions >= 0
     kind = np.maximum(partitions, 0)
     room = np.where(exists, sizes[kind] * device_tokens, -1)
-    busy_s = np.zeros(partitions.shape)
+    busy_s = np.where(exists, rates.fixed_s[kind], np.inf)
     rows = np.arange(len(partitions))
     choices = []
     for seq_id in seq_ids:
@@ -121,7 +121,7 @@ def _divide(
         busy_s[rows, choice] = done_s[rows, choice]
         room[rows, choice] -= seq_lens[seq_id]
         choices.append(choice)
-    slowest_s = busy_s.max(axis=1)
+    slowest_s = np.where(exists, busy_s, 0.0).max(axis=1)
     best = int(slowest_s.argmin())
     if not np.isfinite(slowest_s[best]):
         return {}

@@ -23,8 +23,8 @@ from furlong.planners.places.improve import improve
 from furlong.planners.places.rates import Batch
 from furlong.planners.places.starts import by_targets, greedy
 
-_NUM_IMPROVED = 3
-"""Settings that are improved a little, by their best starts; then the best goes on."""
+_NUM_IMPROVED = 6
+"""Starts, the best ones, that are improved a little; then the best of them goes on."""
 _FEW_TRIES = 60
 _NUM_TRIES = 600
 """Sequences that it tries to move or swap."""
@@ -74,7 +74,7 @@ def _improved(start: _Start, num_tries: int) -> _Start:
 
 
 def _starts(found: Sequence[Setting]) -> list[_Start]:
-    """The best start of every setting whose bound is below the best of all, fastest first."""
+    """Those of every setting whose bound is below the best of all, fastest first."""
     queue = [
         (setting.bound_s(setting.fewest), number, setting.fewest)
         for number, setting in enumerate(found)
@@ -87,22 +87,24 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
         if bound_s >= best_s:
             break
         setting = found[number]
-        start = _best_start(setting, count)
-        if start is not None:
-            starts.append(start)
-            best_s = min(best_s, start.value.step_s)
+        own = _starts_of(setting, count)
+        if own:
+            starts += own
+            best_s = min(best_s, *(start.value.step_s for start in own))
         elif count < len(setting.rates.batch.seq_lens):
             heapq.heappush(queue, (setting.bound_s(count + 1), number, count + 1))
     return sorted(starts, key=lambda start: start.value.step_s)
 
 
-def _best_start(setting: Setting, num_micro_batches: int) -> _Start | None:
+def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
+    """The best start that every way to start has in a setting; improvement ends elsewhere from
+    each."""
     division = Division(setting.rates, num_micro_batches, setting.device_tokens)
-    best: _Start | None = None
+    found: list[_Start] = []
     for way in (by_targets, flexsp_divisions, greedy):
+        own: list[_Start] = []
         for spots in way(division):
             division.reset(spots)
-            value = division.value()
-            if best is None or value.beats(best.value):
-                best = _Start(value, setting, num_micro_batches, spots)
-    return best
+            own.append(_Start(division.value(), setting, num_micro_batches, spots))
+        found += sorted(own, key=lambda start: start.value.step_s)[:1]
+    return found

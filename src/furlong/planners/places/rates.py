@@ -97,13 +97,13 @@ class Rates:
         self._floorless = floorless.costs(probe)
         cells = (a for a in probe.actions[0] if isinstance(a, (Forward, Backward)))
         self._parts = [part for cell in cells for part in self._costs.parts(cell)]
-        little = np.zeros((batch.added.shape[2], 1))
-        little[TOKENS] = _A_LITTLE
-        self.least_s = self.seconds(little)[:, 0]
+        little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
+        little[_NUM_PLAIN + len(batch.sizes) - 1 :] = 0.0  # no keys
+        self.least_s: Array = self.seconds(little)[:, 0]
         """(P,) of a micro-batch, whatever is in it."""
-        self.fixed_s = float(self.seconds(little, floors=False).sum())
-        """What a process takes that has anything to do, before its first token and without what
-        has a floor: launches and gathered weights."""
+        self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)
+        """(Z,) what a process takes that has anything to do on a place, before its first token and
+        without what has a floor: launches and gathered weights."""
         alone = self.seconds(batch.added.transpose(2, 0, 1), floors=False).sum(axis=0)
         self.alone_s: Array = alone - self.fixed_s
         """(K, Z) what each sequence adds to that on every process of its place."""

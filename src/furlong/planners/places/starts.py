@@ -46,7 +46,7 @@ def by_targets(division: Division) -> Iterator[Spots]:
 def _smallest_kinds(division: Division, target_s: float) -> list[int]:
     """For each sequence the number of the smallest size that holds it within the target."""
     rates = division.rates
-    short = rates.alone_s <= target_s
+    short = rates.fixed_s + rates.alone_s <= target_s
     fits = rates.batch.added[:, :, 0] <= division.device_tokens
     last = len(rates.batch.sizes) - 1
     chosen = np.where((short & fits).any(axis=1), (short & fits).argmax(axis=1), last)
