@@ -41,6 +41,7 @@ def reference(seq_lens, bucket_tokens, cp_size, *, by_load=True, as_printed=Fals
     work = [Fraction(w) for w in work_of(seq_lens)]
     room, load = [Fraction(bucket_tokens)] * cp_size, [Fraction(0)] * cp_size
     result, rollbacks, at, whole = [None] * len(seq_lens), 0, 0, Place(0, cp_size)
+    shared = set()  # on one rank a shared sequence has the place of a local one
     while at < len(order):
         i = order[at]
         share = Fraction(seq_lens[i], cp_size)
@@ -55,15 +56,17 @@ def reference(seq_lens, bucket_tokens, cp_size, *, by_load=True, as_printed=Fals
             rank = room.index(min(room))
             if room[rank] >= share:
                 result[i] = whole
+                shared.add(i)
                 room = [r - share for r in room]
                 load = [w + work[i] / cp_size for w in load]
             else:
-                local = [x for x in order[:at] if result[x] == Place(rank, 1)]
+                local = [x for x in order[:at] if result[x] == Place(rank, 1) and x not in shared]
                 if not local:
                     return None, rollbacks
                 rollbacks += 1
                 x = local[0]
                 result[x] = whole
+                shared.add(x)
                 if as_printed:
                     room[rank] += Fraction(seq_lens[x], cp_size) - seq_lens[x]
                     load[rank] += work[x] / cp_size - work[x]
@@ -141,4 +144,4 @@ def test_paper_settings_are_not_local_beyond_a_bucket():
 
 @pytest.mark.parametrize("lens", [[], [0, 0]])
 def test_nothing_to_place(lens):
-    assert place(lens, 0, 4) == [0] * len(lens)
+    assert place(lens, 0, 4) == [FIRST] * len(lens)

@@ -38,10 +38,9 @@ def place_in_turn(
 def _place(
     seq_lens: Sequence[int], work: Sequence[float] | None, bucket_tokens: int, cp_size: int
 ) -> list[Place] | None:
-    whole = Place(0, cp_size)
     rooms = [bucket_tokens * cp_size] * cp_size
     loads = [0.0] * cp_size
-    places = [whole] * len(seq_lens)
+    ranks: list[int | None] = [None] * len(seq_lens)
     local: list[deque[int]] = [deque() for _ in range(cp_size)]
 
     def shard(seq_id: int) -> None:
@@ -54,7 +53,7 @@ def _place(
         if not local[rank]:
             return False
         seq_id = local[rank].popleft()
-        places[seq_id] = whole
+        ranks[seq_id] = None
         shard(seq_id)
         rooms[rank] += seq_lens[seq_id] * cp_size
         loads[rank] -= work[seq_id] if work else 0.0
@@ -67,7 +66,7 @@ def _place(
             if rooms[rank] < needed:
                 rank = rooms.index(max(rooms))
             if rooms[rank] >= needed:
-                places[seq_id] = Place(rank, 1)
+                ranks[seq_id] = rank
                 local[rank].append(seq_id)
                 rooms[rank] -= needed
                 loads[rank] += work[seq_id] if work else 0.0
@@ -78,4 +77,4 @@ def _place(
                 break
             if not roll_back(fullest):
                 return None
-    return places
+    return [Place(0, cp_size) if rank is None else Place(rank, 1) for rank in ranks]
