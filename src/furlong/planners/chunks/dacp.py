@@ -45,9 +45,8 @@ def _place(
 
     def shard(seq_id: int) -> None:
         shared = work[seq_id] / cp_size if work else 0.0
-        for rank in range(cp_size):
-            rooms[rank] -= seq_lens[seq_id]
-            loads[rank] += shared
+        rooms[:] = [room - seq_lens[seq_id] for room in rooms]
+        loads[:] = [load + shared for load in loads]
 
     def roll_back(rank: int) -> bool:
         if not local[rank]:
