@@ -20,15 +20,13 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks, longest_first
-from furlong.planners.chunks.micro_batches import chunk_seconds
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.flexsp import estimate_flexsp
 from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
-from papers.timing import shared_chunk, step_s
+from papers.timing import step_s
 
 # model -> devices of DeepSpeed's sequence parallelism, of Megatron-LM's context parallelism,
 # layers that the others checkpoint, as it suits a context of 96K
@@ -196,13 +194,13 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     parallel = plan_ulysses(lens, megatron, dp_size=4 // cp, sp_size=cp, recompute_layers=layers)
     plans = {
         "InfiniPipe": (cost, own.plan),
+        "FlexSP": (cost, plan_flexsp(lens, cost, pool_size=32, recompute_layers=layers)),
         "DeepSpeed": (cost, ulysses),
         "Megatron-LM": (megatron, parallel),
         "Seq1F1B": (cost, seq1f1b(lens, cost)),
     }
     whole = {name: step_s(own_cost, plan) for name, (own_cost, plan) in plans.items()}
     computed = {name: step_s(linkless(own_cost), plan) for name, (own_cost, plan) in plans.items()}
-    whole["FlexSP"], computed["FlexSP"] = flexsp_s(lens, cost, layers)
     return Steps(whole, computed, busy_share(cost, own.plan))
 
 
@@ -225,22 +223,6 @@ def linkless(cost: CostModel) -> CostModel:
     free = Link(0.0, 1e30)
     links = Links(cost.hardware.links.devices_per_node, free, free, free, free)
     return replace(cost, hardware=replace(cost.hardware, links=links))
-
-
-def flexsp_s(lens: Sequence[int], cost: CostModel, layers: int | None) -> tuple[float, float]:
-    """Seconds of FlexSP's step: whole, and the same division on links that take no time."""
-    found = estimate_flexsp(lens, cost, num_devices=32, recompute_layers=layers)
-    computed = 0.0
-    for groups in found.micro_batches:
-        computed += max(
-            chunk_seconds(
-                lens, [shared_chunk(group.seq_ids, lens, group.sp_size)], linkless(cost),
-                sp_size=group.sp_size, dp_size=32 // group.sp_size,
-                recompute_layers=found.recompute_layers,
-            )[0]
-            for group in groups
-        )  # fmt: skip
-    return found.step_s, computed
 
 
 def busy_share(cost: CostModel, plan: ChunkPlan) -> float:

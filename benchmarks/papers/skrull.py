@@ -20,6 +20,7 @@ from furlong.planners.chunks.balance import by_order, sequence_work
 from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.chunks.pack import pack
+from furlong.planners.chunks.placement import by_place
 from furlong.planners.methods.skrull import plan_skrull
 from papers import skrull_forms
 from papers.seco import HF_LOGIT_BYTES
@@ -238,8 +239,9 @@ def placed_chunk(
         cp_size=cp_size,
     )  # fmt: skip
     assert found is not None, "all tokens fit into the buckets"
-    placed = sorted(zip(found, seq_ids, strict=True))
-    return Chunk(tuple(Slice(i, 0, lens[i], place) for place, i in placed))
+    return Chunk(
+        by_place(Slice(i, 0, lens[i], place) for place, i in zip(found, seq_ids, strict=True))
+    )
 
 
 def aggregates(ratios: Sequence[float]) -> Mapping[str, float]:

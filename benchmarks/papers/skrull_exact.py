@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.methods.skrull import MicroBatch
 from papers.skrull_forms import TimeFit, flops, volume_bytes
 
@@ -76,9 +76,9 @@ def step_s(
     seconds: Callable[[Sequence[int], Sequence[int]], float],
 ) -> float:
     """Skrull's objective (Eqs. 8 and 11): the slowest replica's sum over its micro-batches;
-    `seconds` of lengths at placements."""
+    `seconds` of lengths on places."""
     return max(
-        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.placements) for batch in replica)
+        sum(seconds([seq_lens[i] for i in batch.seq_ids], batch.places) for batch in replica)
         for replica in schedule
     )
 
@@ -196,15 +196,14 @@ class _Rows:
 
     def schedule(self, solution: Sequence[float]) -> list[list[MicroBatch]]:
         count = self._p.num_micro_batches
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_slots)]
+        found: list[list[tuple[int, Place]]] = [[] for _ in range(self.num_slots)]
         for seq_id in range(len(self._p.seq_lens)):
             for slot in range(self.num_slots):
                 for place in range(self._num_places):
                     if solution[self._placed(seq_id, slot, place)] > 0.5:
-                        sharded = place == self._p.cp_size
-                        found[slot].append((seq_id, SHARDED if sharded else place))
-        batches = [
-            MicroBatch(tuple(i for i, _ in own), tuple(place for _, place in own)) for own in found
-        ]
+                        size = self._p.cp_size
+                        own = Place(place, 1) if place < size else Place(0, size)
+                        found[slot].append((seq_id, own))
+        batches = [MicroBatch(tuple(i for i, _ in own), tuple(p for _, p in own)) for own in found]
         replicas = [batches[i : i + count] for i in range(0, len(batches), count)]
         return [[batch for batch in own if batch.seq_ids] for own in replicas]

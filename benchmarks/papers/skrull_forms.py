@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import floor
 
 from furlong.cost.calibration.fitting import relative_line
+from furlong.plan.values import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +103,19 @@ def rank_s(
 def micro_batch_s(
     fit: TimeFit,
     seq_lens: Sequence[int],
-    placements: Sequence[int],
+    places: Sequence[Place],
     cp_size: int,
     hidden_size: int,
     kv_size: int,
     num_layers: int = 1,
 ) -> float:
-    """Eq. 1: the slowest rank's seconds. `placements`: a rank per sequence, or -1: distributed."""
-    placed = list(zip(seq_lens, placements, strict=True))
-    shared = [seq_len for seq_len, place in placed if place < 0]
+    """Eq. 1: the slowest rank's seconds. `places`: of each sequence, one rank or the group."""
+    placed = list(zip(seq_lens, places, strict=True))
+    shared = [seq_len for seq_len, place in placed if place.size > 1]
     return max(
         rank_s(
             fit,
-            [seq_len for seq_len, place in placed if place == rank],
+            [seq_len for seq_len, place in placed if place == Place(rank, 1)],
             shared,
             cp_size,
             hidden_size,

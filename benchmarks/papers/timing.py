@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec
 from furlong.cost.model import CostModel, Hidden
-from furlong.plan.values import SHARDED, Chunk, ChunkPlan, Slice
+from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
 from furlong.simulate.clock import P2P, time_actions
 
 
@@ -33,5 +33,4 @@ def with_fixed_costs(spec: HardwareSpec, factor: float) -> HardwareSpec:
 
 def shared_chunk(seq_ids: Iterable[int], seq_lens: Sequence[int], sp_size: int) -> Chunk:
     """Whole sequences, each shared by all `sp_size` devices of a group."""
-    place = SHARDED if sp_size > 1 else 0
-    return Chunk(tuple(Slice(i, 0, seq_lens[i], place) for i in seq_ids))
+    return Chunk(tuple(Slice(i, 0, seq_lens[i], Place(0, sp_size)) for i in seq_ids))

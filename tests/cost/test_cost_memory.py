@@ -15,11 +15,11 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.values import (
-    SHARDED,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     Reduce,
     Reshard,
     Slice,
@@ -202,8 +202,10 @@ def test_an_unsharded_stage_is_whole_between_unshard_and_reshard():
 
 
 def test_processes_of_a_group_hold_their_own_slices():
-    """Placements decide: the process with the long local slice needs most."""
-    chunk = Chunk((Slice(0, 0, 100, SHARDED), Slice(1, 0, 60, 0), Slice(2, 0, 10, 1)))
+    """Places decide: the process with the long local slice needs most."""
+    chunk = Chunk(
+        (Slice(0, 0, 100, Place(0, 2)), Slice(1, 0, 60, Place(0, 1)), Slice(2, 0, 10, Place(1, 1)))
+    )
     plan = ChunkPlan(
         (100, 60, 10), (chunk,), (4,), ((Forward(0, 0, "all"), Backward(0, 0)),), sp_size=2
     )

@@ -10,11 +10,11 @@ from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import (
-    SHARDED,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     RebuildKV,
     Recompute,
     Reduce,
@@ -69,11 +69,11 @@ def test_a_mixed_chunk_hides_communication_behind_local_attention():
     """Skrull, Eq. 2: max(all-to-all, local) + distributed."""
     slow = replace(A100, links=replace(A100.links, within_node=Link(1e-3, 5e9)))
     model = CostModel(SHAPE, slow)
-    shared = Slice(0, 0, LONG, SHARDED)
+    shared = Slice(0, 0, LONG, Place(0, 2))
     alone = forward_s(one_chunk(shared, sp_size=2), model)
-    tiny = forward_s(one_chunk(shared, Slice(1, 0, 16, 0), sp_size=2), model)
+    tiny = forward_s(one_chunk(shared, Slice(1, 0, 16), sp_size=2), model)
     assert tiny == pytest.approx(alone, rel=5e-3)
-    local = [Slice(i, 0, 16 * 1024, i - 1) for i in (1, 2)]
+    local = [Slice(i, 0, 16 * 1024, Place(i - 1, 1)) for i in (1, 2)]
     both = forward_s(one_chunk(shared, *local, sp_size=2), model)
     apart = alone + forward_s(
         one_chunk(*(replace(s, seq_id=s.seq_id - 1) for s in local), sp_size=2), model
@@ -83,7 +83,7 @@ def test_a_mixed_chunk_hides_communication_behind_local_attention():
 
 def test_a_group_is_as_slow_as_its_slowest_process():
     model = CostModel(SHAPE, A100)
-    uneven = one_chunk(Slice(0, 0, 9000, 0), Slice(1, 0, 100, 1), sp_size=2)
+    uneven = one_chunk(Slice(0, 0, 9000), Slice(1, 0, 100, Place(1, 1)), sp_size=2)
     alone = one_chunk(Slice(0, 0, 9000), Slice(1, 0, 0))
     assert forward_s(uneven, model) == pytest.approx(forward_s(alone, model))
 
@@ -91,12 +91,12 @@ def test_a_group_is_as_slow_as_its_slowest_process():
 def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
     model = CostModel(SHAPE, EXACT)
     whole = forward_s(one_chunk(Slice(0, 0, LONG)), model)
-    eighth = forward_s(one_chunk(Slice(0, 0, LONG, SHARDED), sp_size=8), model)
+    eighth = forward_s(one_chunk(Slice(0, 0, LONG, Place(0, 8)), sp_size=8), model)
     # by hand: 4096 tokens of 10,240 bf16 values, 7/8 of them moved: 73,400,320 bytes at 300 GB/s
     # are 244.668 us, four calls of 20 us; 32 layers
     all_to_all = 0.010389367
     assert eighth == pytest.approx(whole / 8 + all_to_all)
-    across = forward_s(one_chunk(Slice(0, 0, LONG, SHARDED), sp_size=16), model)
+    across = forward_s(one_chunk(Slice(0, 0, LONG, Place(0, 16)), sp_size=16), model)
     assert across > eighth / 2 + all_to_all / 2
 
 
@@ -157,12 +157,12 @@ def test_collectives_on_parameters():
 
 
 def test_zero_3_without_unshards_gathers_with_every_pass():
-    short = one_chunk(Slice(0, 0, 64, SHARDED), sp_size=16)
+    short = one_chunk(Slice(0, 0, 64, Place(0, 16)), sp_size=16)
     resident = forward_s(short, CostModel(SHAPE, A100, Training(zero_stage=2)))
     sharded = CostModel(SHAPE, A100, Training(zero_stage=3))
     assert forward_s(short, sharded) == pytest.approx(sharded.costs(short).unshard_s(0))
     assert forward_s(short, sharded) > 2 * resident
-    long = one_chunk(Slice(0, 0, 16 * LONG, SHARDED), sp_size=16)
+    long = one_chunk(Slice(0, 0, 16 * LONG, Place(0, 16)), sp_size=16)
     hidden = forward_s(long, CostModel(SHAPE, A100, Training(zero_stage=2)))
     assert forward_s(long, sharded) == hidden  # hidden behind the computation
     costs = sharded.costs(short)

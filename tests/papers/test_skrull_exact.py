@@ -9,7 +9,7 @@ from papers import skrull_forms as skrull
 from papers.skrull_exact import Problem, solve_skrull, step_s
 
 from furlong.errors import DataError
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.methods.skrull import MicroBatch, schedule_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time
@@ -38,9 +38,7 @@ def seconds_of(p):
 def fits(p, places):
     for rank in range(p.cp_size):
         tokens = sum(
-            n * (1 if place == SHARDED else p.cp_size)
-            for n, place in places
-            if place in (rank, SHARDED)
+            n * p.cp_size // place.size for n, place in places if place.first <= rank < place.stop
         )
         if tokens > p.bucket_tokens * p.cp_size:
             return False
@@ -51,7 +49,7 @@ def best_of_all(p):
     """The least step of every assignment of sequences to micro-batches and places, or None."""
     seconds, best = seconds_of(p), None
     slots = list(product(range(p.dp_size), range(p.num_micro_batches)))
-    places = [SHARDED, *range(p.cp_size)]
+    places = [Place(0, p.cp_size), *(Place(rank, 1) for rank in range(p.cp_size))]
     memo = {}
     for chosen in product(product(slots, places), repeat=len(p.seq_lens)):
         totals = dict.fromkeys(range(p.dp_size), 0.0)
@@ -105,7 +103,7 @@ def test_equals_the_best_of_all_schedules(seq_lens, sizes, bucket_tokens, fit):
 
 
 def _columns(batch):
-    return batch.seq_ids, batch.placements
+    return batch.seq_ids, batch.places
 
 
 @settings(max_examples=10, deadline=None)
@@ -138,8 +136,8 @@ def test_objective_is_the_slowest_replica():
     """Eqs. 8 and 11."""
     lens = [100, 200, 300, 400]
     found = [
-        [MicroBatch((0,), (0,)), MicroBatch((3,), (SHARDED,))],
-        [MicroBatch((1, 2), (0, 1))],
+        [MicroBatch((0,), (Place(0, 1),)), MicroBatch((3,), (Place(0, 2),))],
+        [MicroBatch((1, 2), (Place(0, 1), Place(1, 1)))],
     ]
     fit = skrull.TimeFit(seconds_per_flop=1.0)
     p = problem(lens, fit=fit)

@@ -16,7 +16,8 @@ from furlong.planners.options import ChunkOptions
 
 def plan_of(chunks, *ranks, stages=(2,), **fields):
     """A plan from texts: chunks parted by "; ", each rank's actions by ", "."""
-    pieces = tuple(map(parse_chunk, chunks.split("; ")))
+    sp_size = fields.get("sp_size", 1)
+    pieces = tuple(parse_chunk(text, sp_size=sp_size) for text in chunks.split("; "))
     seq_lens = {}
     for chunk in pieces:
         for piece in chunk.slices:
@@ -71,7 +72,14 @@ LEGAL = [
         "unshard 0, F0.0 kv, F1.0 all, B1.0, R0.0, B0.0, reshard 0, reduce 0",
         "unshard 0, F2.0 all, B2.0, reshard 0, reduce 0",
     ),
-    # four sp ranks: a sharded piece and local pieces of their own, each with a prefix
+    # nested places in a pool of 12, most of them with a prefix
+    plan_of(
+        "0:0-4@* 1:0-4@4-7 2:0-3@6-7 3:0-2@6; "
+        "0:4-9@* 4:0-1@0-3 1:4-5@4-7 2:3-4@6-7 3:2-3@6 5:0-1@6",
+        "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0",
+        sp_size=12,
+    ),
+    # a pool of four: a sharded piece and local pieces, each with a prefix
     plan_of(
         "0:0-4@* 1:0-3@2 2:0-3@3 3:0-1@3; 0:4-9@* 1:3-5@2 2:3-4@3",
         "F0.0 kv, F1.0 all, B1.0, R0.0, B0.0",
@@ -110,6 +118,14 @@ PLACED = "a chunk holds at most one piece with a prefix per place, and a sequenc
         ("0:0-4; 0:4-8@1; 0:8-9", {"sp_size": 2}, PLACED, "0:4-8@1"),
         ("0:0-4@1; 1:0-4@1; 0:4-5@1 1:4-5@1", {"sp_size": 2}, PLACED, "0:4-5@1 1:4-5@1"),
         ("0:0-4@*; 1:0-4@*; 0:4-5@* 1:4-5@*", {"sp_size": 2}, PLACED, "0:4-5@* 1:4-5@*"),
+        ("0:0-4@0-2; 0:4-8@0-2; 0:8-9@0-2", {"sp_size": 12}, PLACED, "0:0-4@0-2"),
+        ("0:0-4@0-7; 0:4-8@0-7; 0:8-9@0-7", {"sp_size": 12}, PLACED, "0:0-4@0-7"),
+        ("0:0-4@2-5; 0:4-8@2-5; 0:8-9@2-5", {"sp_size": 12}, PLACED, "0:0-4@2-5"),
+        ("0:0-4@12-15; 0:4-8@12-15; 0:8-9@12-15", {"sp_size": 12}, PLACED, "0:0-4@12-15"),
+        ("0:0-4@0-3; 0:4-8@4-7; 0:8-9@0-3", {"sp_size": 12}, PLACED, "0:4-8@4-7"),
+        ("0:0-4@2; 1:0-4@2 2:0-4@0-3; 0:4-5@2", {"sp_size": 4}, PLACED, "1:0-4@2 2:0-4@*"),
+        ("0:0-4@2; 1:0-4@2 2:0-4@1; 0:4-5@2", {"sp_size": 4}, PLACED, "1:0-4@2 2:0-4@1"),
+        ("0:0-4@2; 1:0-4@2 0:4-5@2; 2:0-4@2", {"sp_size": 4}, PLACED, "1:0-4@2 0:4-5@2"),
     ],
 )
 def test_odd_chunks(chunks, fields, rule, guilty):

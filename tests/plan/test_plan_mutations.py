@@ -166,7 +166,7 @@ def both(first, second):
 def chunk(index, text):
     def edit(plan):
         chunks = list(plan.chunks)
-        chunks[index] = parse_chunk(text)
+        chunks[index] = parse_chunk(text, sp_size=plan.sp_size)
         return replace(plan, chunks=tuple(chunks))
 
     return edit
@@ -225,6 +225,7 @@ BROKEN = [
     ("I1", SAMPLED_LAYERS, change("B1.0 a3 c3", "B1.0 c3"), FACTORS, "B1.0 c3"),
     ("I2", SP, chunk(1, "0:4-8@0"), PLACED, "0:4-8"),
     ("I2", SP, chunk(2, "1:0-2@2"), PLACED, "1:0-2@2"),
+    ("I2", SP, chunk(2, "1:0-2@1-2"), PLACED, "1:0-2@1-2"),
     ("I2", ONE, chunk(2, "0:6-9@1"), PLACED, "0:6-9@1"),
     ("I3", PIPELINE, move("recv activation 1.0 from 0", "B2.1", rank=1), FOLLOW, "F1.1 all"),
     ("I3", PIPELINE, drop("recv gradient 0.1 from 1"), FOLLOW, "B0.0"),

@@ -19,12 +19,12 @@ from furlong.plan.text import (
     save_plan,
 )
 from furlong.plan.values import (
-    SHARDED,
     Action,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     RebuildKV,
     Recompute,
     Recv,
@@ -76,7 +76,8 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Reshard, small),
     st.builds(Reduce, small),
 )
-slices = st.builds(Slice, small, small, small, st.integers(SHARDED, 9))
+places = st.builds(Place, st.integers(0, 9), st.integers(1, 9))
+slices = st.builds(Slice, small, small, small, places)
 chunks = st.builds(Chunk, st.lists(slices, max_size=4).map(tuple))
 
 
@@ -98,9 +99,13 @@ def test_first_letters_tell_computations_apart():
 
 
 def test_chunk_forms():
-    chunk = Chunk((Slice(0, 0, 4096), Slice(7, 5, 9, placement=2), Slice(1, 0, 3, SHARDED)))
-    assert format_chunk(chunk) == "0:0-4096 7:5-9@2 1:0-3@*"
-    assert parse_chunk(format_chunk(chunk)) == chunk
+    places = (Place(0, 8), Place(4, 4), Place(2, 1), Place(0, 1))
+    chunk = Chunk(tuple(Slice(i, 0, 4096, place) for i, place in enumerate(places)))
+    text = format_chunk(chunk, sp_size=8)
+    assert text == "0:0-4096@* 1:0-4096@4-7 2:0-4096@2 3:0-4096"
+    assert parse_chunk(text, sp_size=8) == chunk
+    assert format_chunk(chunk, sp_size=16) == text.replace("*", "0-7")
+    assert parse_chunk("0:0-4096@0-7 1:0-4096@4-7 2:0-4096@2 3:0-4096@0") == chunk
     assert format_chunk(Chunk(())) == "dummy"
 
 
@@ -144,7 +149,10 @@ def test_odd_actions_are_refused(text):
     assert error.value.source == "rank 0, action 4"
 
 
-@pytest.mark.parametrize("text", ["", "0", "0:1", "0:0-4@-1", "0:0-4  1:0-2", "0:0-4,1:0-2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0:1", "0:0-4@-1", "0:0-4@3-2", "0:0-4@1-", "0:0-4  1:0-2", "0:0-4,1:0-2"],
+)
 def test_odd_chunks_are_refused(text):
     with pytest.raises(UserError):
         parse_chunk(text)
@@ -163,7 +171,7 @@ def change(field, value):
         ("{", "no JSON"),
         ("[]", "version None"),
         (change("version", 1), "version 1"),
-        (change("version", 4), "version 4"),
+        (change("version", 5), "version 5"),
         (change("extra", 1), "extra"),
         (change("tier", "host"), "tier"),
         (change("tiers", "host"), "tiers = 'host'"),
@@ -195,13 +203,13 @@ def test_a_plan_of_version_1_says_what_to_do():
     del saved["tiers"], saved["frozen_stages"]
     with pytest.raises(UserError) as error:
         load_plan(json.dumps(saved))
-    assert (error.value.given, error.value.required) == ("version 1", "version 3")
+    assert (error.value.given, error.value.required) == ("version 1", "version 4")
     assert "save the plan again" in error.value.change
 
 
 def test_the_json_names_the_tier_of_each_kind():
     saved = json.loads(save_plan(PLAN))
-    assert saved["version"] == 3
+    assert saved["version"] == 4
     assert saved["tiers"] == {
         "kv": "disk", "inputs": "device", "attention": "host", "graphs": "device",
     }  # fmt: skip

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.skrull_forms import flops
 
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.chunks.dacp import place_by_load
 
+FIRST, SECOND, BOTH = Place(0, 1), Place(1, 1), Place(0, 2)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=14)
 
 
@@ -23,45 +24,48 @@ def place(seq_lens, bucket_tokens, cp_size):
     return place_by_load(seq_lens, work, bucket_tokens=bucket_tokens, cp_size=cp_size)
 
 
-def rank_tokens(seq_lens, placements, cp_size):
+def rank_tokens(seq_lens, places, cp_size):
     return [
-        sum(Fraction(n, cp_size if p == SHARDED else 1) for n, p in placed if p in (rank, SHARDED))
-        for placed in [list(zip(seq_lens, placements, strict=True))]
+        sum(Fraction(n, p.size) for n, p in placed if p.first <= rank < p.stop)
+        for placed in [list(zip(seq_lens, places, strict=True))]
         for rank in range(cp_size)
     ]
 
 
 def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
-    """Algorithms 1 and 3 line by line. Returns placements, and how often it rolled back.
+    """Algorithms 1 and 3 line by line. Returns places, and how often it rolled back.
 
     as_printed: RollBack as in the paper's listing, RB[rank] <- RB[rank] - S + S/N for one rank.
     """
     order = sorted(range(len(seq_lens)), key=lambda i: seq_lens[i])
     work = [Fraction(w) for w in work_of(seq_lens)]
     room, load = [Fraction(bucket_tokens)] * cp_size, [Fraction(0)] * cp_size
-    result, rollbacks, at = [None] * len(seq_lens), 0, 0
+    result, rollbacks, at, whole = [None] * len(seq_lens), 0, 0, Place(0, cp_size)
+    shared = set()  # on one rank a shared sequence has the place of a local one
     while at < len(order):
         i = order[at]
         share = Fraction(seq_lens[i], cp_size)
         for rank in (load.index(min(load)), room.index(max(room))):
             if room[rank] >= seq_lens[i]:
-                result[i] = rank
+                result[i] = Place(rank, 1)
                 room[rank] -= seq_lens[i]
                 load[rank] += work[i]
                 break
         else:
             rank = room.index(min(room))
             if room[rank] >= share:
-                result[i] = SHARDED
+                result[i] = whole
+                shared.add(i)
                 room = [r - share for r in room]
                 load = [w + work[i] / cp_size for w in load]
             else:
-                local = [x for x in order[:at] if result[x] == rank]
+                local = [x for x in order[:at] if result[x] == Place(rank, 1) and x not in shared]
                 if not local:
                     return None, rollbacks
                 rollbacks += 1
                 x = local[0]
-                result[x] = SHARDED
+                result[x] = whole
+                shared.add(x)
                 if as_printed:
                     room[rank] += Fraction(seq_lens[x], cp_size) - seq_lens[x]
                     load[rank] += work[x] / cp_size - work[x]
@@ -77,25 +81,26 @@ def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
 
 def test_worked_example_with_roll_backs():
     lens = [4, 5, 5, 6, 9]
-    placements = place(lens, 15, 2)
-    assert placements == [SHARDED, SHARDED, 0, 1, SHARDED]
-    assert rank_tokens(lens, placements, 2) == [14, 15]
-    assert reference(lens, 15, 2) == (placements, 2)
+    places = place(lens, 15, 2)
+    assert places == [BOTH, BOTH, FIRST, SECOND, BOTH]
+    assert rank_tokens(lens, places, 2) == [14, 15]
+    assert reference(lens, 15, 2) == (places, 2)
 
 
 def test_worked_example_without_roll_back():
     lens = [2, 3, 4, 5, 6, 12]
-    assert place(lens, 20, 2) == [0, 1, 0, 1, 0, 1]
+    assert place(lens, 20, 2) == [FIRST, SECOND] * 3
     assert reference(lens, 20, 2)[1] == 0
 
 
 @given(lengths, st.integers(1, 60), st.integers(1, 8))
 def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, cp_size):
-    placements = place(seq_lens, bucket_tokens, cp_size)
-    assert (placements is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
-    if placements is not None:
-        assert max(rank_tokens(seq_lens, placements, cp_size)) <= bucket_tokens
-        assert all(p == SHARDED or 0 <= p < cp_size for p in placements)
+    allowed = {Place(0, cp_size), *(Place(rank, 1) for rank in range(cp_size))}
+    places = place(seq_lens, bucket_tokens, cp_size)
+    assert (places is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
+    if places is not None:
+        assert max(rank_tokens(seq_lens, places, cp_size)) <= bucket_tokens
+        assert allowed.issuperset(places)
 
 
 @settings(max_examples=200)
@@ -112,11 +117,11 @@ def test_roll_back_as_printed_never_works():
         seq_lens = [draw.randint(1, 60) for _ in range(draw.randint(2, 14))]
         cp_size = draw.randint(2, 8)
         bucket_tokens = -(-(sum(seq_lens) + draw.randint(0, 20)) // cp_size)
-        placements, rollbacks = reference(seq_lens, bucket_tokens, cp_size, as_printed=True)
+        places, rollbacks = reference(seq_lens, bucket_tokens, cp_size, as_printed=True)
         if rollbacks:
             reached += 1
-            full = placements and max(rank_tokens(seq_lens, placements, cp_size)) > bucket_tokens
-            assert placements is None or full
+            full = places and max(rank_tokens(seq_lens, places, cp_size)) > bucket_tokens
+            assert places is None or full
     assert reached > 300
 
 
@@ -126,12 +131,12 @@ def test_roll_back_as_printed_fails_on_the_worked_example():
 
 def test_paper_settings_are_not_local_beyond_a_bucket():
     """26K tokens for a rank: what is longer cannot be local, and 8 ranks hold 208K."""
-    assert place([26 * 1024], 26 * 1024, 8) == [0]
-    assert place([26 * 1024 + 1], 26 * 1024, 8) == [SHARDED]
-    assert place([208 * 1024], 26 * 1024, 8) == [SHARDED]
+    assert place([26 * 1024], 26 * 1024, 8) == [FIRST]
+    assert place([26 * 1024 + 1], 26 * 1024, 8) == [Place(0, 8)]
+    assert place([208 * 1024], 26 * 1024, 8) == [Place(0, 8)]
     assert place([208 * 1024 + 1], 26 * 1024, 8) is None
 
 
 @pytest.mark.parametrize("lens", [[], [0, 0]])
 def test_nothing_to_place(lens):
-    assert place(lens, 0, 4) == [0] * len(lens)
+    assert place(lens, 0, 4) == [FIRST] * len(lens)

@@ -14,7 +14,7 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
-from furlong.plan.values import SHARDED, Backward, Forward, RebuildKV, Reduce, Tiers
+from furlong.plan.values import Backward, Forward, Place, RebuildKV, Reduce, Tiers
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.orders.layer_first import stage_heights
 from furlong.simulate.clock import simulate, time_actions
@@ -110,7 +110,9 @@ def test_evaluation():
 
 def test_an_sp_group_shards_every_slice():
     plan = plan_fpdt([9, 2], num_layers=2, chunk_size=4, sp_size=4, tiers=Tiers(kv="host"))
-    assert {piece.placement for chunk in plan.chunks for piece in chunk.slices} == {SHARDED}
+    assert {piece.place for chunk in plan.chunks for piece in chunk.slices} == {
+        Place(0, plan.sp_size)
+    }
     assert (plan.sp_size, plan.tiers) == (4, Tiers(kv="host"))
 
 

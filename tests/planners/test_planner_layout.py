@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard, shard_long
 from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
@@ -89,15 +89,15 @@ def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
         if sp_size == 1:
             continue
         whole = [s for s in after.slices if s.num_tokens == seq_lens[s.seq_id]]
-        assert all(s.placement == SHARDED for s in after.slices if s not in whole)
-        sharded = sum(s.num_tokens for s in whole if s.placement == SHARDED) / sp_size
-        held = [sharded] * sp_size
+        assert all(s.place == Place(0, sp_size) for s in after.slices if s not in whole)
+        assert {s.place.size for s in whole} <= {1, sp_size}
+        held = [0.0] * sp_size
         for s in whole:
-            if s.placement != SHARDED:
-                held[s.placement] += s.num_tokens
+            for process in range(s.place.first, s.place.stop):
+                held[process] += s.num_tokens / s.place.size
         assert max(held, default=0) <= -(-sum(s.num_tokens for s in whole) // sp_size)
 
 
 def test_sharding_everything_is_ulysses():
     groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
-    assert {s.placement for group in groups for chunk in group for s in chunk.slices} == {SHARDED}
+    assert {s.place for group in groups for chunk in group for s in chunk.slices} == {Place(0, 4)}

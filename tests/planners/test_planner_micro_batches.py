@@ -8,7 +8,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
-from furlong.plan.values import SHARDED, Chunk, Forward, Slice
+from furlong.plan.values import Chunk, Forward, Place, Slice
 from furlong.planners.chunks.micro_batches import (
     chunk_by_chunk,
     fastest_plan,
@@ -34,12 +34,12 @@ def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
     for placed in ("sharded", "local"):
         for more in (0, 1):
             lens = [(tokens + more) * sp_size] if placed == "sharded" else [tokens + more] * sp_size
-            place = (lambda rank: SHARDED) if len(lens) < sp_size else (lambda rank: rank)
+            places = [Place(i, sp_size // len(lens)) for i in range(len(lens))]
             lens = lens * dp_size
             chunks = [
                 Chunk(
                     tuple(
-                        Slice(d * len(lens) // dp_size + i, 0, lens[0], place(i))
+                        Slice(d * len(lens) // dp_size + i, 0, lens[0], places[i])
                         for i in range(len(lens) // dp_size)
                     )
                 )
@@ -85,10 +85,7 @@ def test_choices_are_none_all_and_some_between():
 def test_packs_or_leaves_apart():
     lens = [5, 9, 9, 3]
     texts = [
-        [
-            [s.seq_id for s in chunk.slices]
-            for chunk in packed_chunks([3, 0, 1], lens, most, placement=0)
-        ]
+        [[s.seq_id for s in chunk.slices] for chunk in packed_chunks([3, 0, 1], lens, most)]
         for most in (12, None)
     ]
     assert texts == [[[1, 3], [0]], [[3], [0], [1]]]
@@ -98,7 +95,7 @@ def test_takes_the_fastest_number_of_layers():
     lens = [2 * K] * 24
 
     def deal(tokens):
-        return [packed_chunks(range(len(lens)), lens, tokens, placement=0)]
+        return [packed_chunks(range(len(lens)), lens, tokens)]
 
     def plan(layers):
         return fastest_plan(

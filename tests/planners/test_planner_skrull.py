@@ -4,7 +4,6 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import pytest
 from helpers.counted_work import LINEAR, lines_run
@@ -19,14 +18,12 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.text import load_plan, save_plan
-from furlong.plan.values import SHARDED, Backward, Forward, Reduce
+from furlong.plan.values import Backward, Forward, Reduce
 from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.methods.skrull import (
     plan_skrull,
     schedule_skrull,
-    shard_where_faster,
 )
-from furlong.simulate.clock import time_actions
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=2))
@@ -41,9 +38,9 @@ def schedule(seq_lens, **sizes):
 def device_tokens(batch, seq_lens, cp_size):
     return [
         sum(
-            seq_lens[i] / (cp_size if place == SHARDED else 1)
-            for i, place in zip(batch.seq_ids, batch.placements, strict=True)
-            if place in (rank, SHARDED)
+            seq_lens[i] / place.size
+            for i, place in zip(batch.seq_ids, batch.places, strict=True)
+            if place.first <= rank < place.stop
         )
         for rank in range(cp_size)
     ]
@@ -107,13 +104,10 @@ def test_the_work_grows_like_the_number_of_sequences():
     st.lists(st.integers(1, 60 * K), min_size=3, max_size=12),
     st.integers(1, 3),
     st.sampled_from((1, 2, 4)),
-    st.sampled_from(({}, {"adaptive": True})),
 )
-def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, cp_size, dials):
+def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, cp_size):
     budget = 40 * GIB
-    plan = plan_skrull(
-        seq_lens, MODEL, dp_size=dp_size, cp_size=cp_size, budget_bytes=budget, **dials
-    )
+    plan = plan_skrull(seq_lens, MODEL, dp_size=dp_size, cp_size=cp_size, budget_bytes=budget)
     check(plan, MODEL.memory(budget))
     assert load_plan(save_plan(plan)) == plan
     assert plan.stages == (24,)
@@ -191,26 +185,3 @@ def test_balanced_work_beats_chance():
     order = list(range(64))
     random.Random(0).shuffle(order)
     assert ours < 1.01 * sum(work) / 4 < slowest([order[r::4] for r in range(4)])
-
-
-@pytest.mark.parametrize("preset", ["wikipedia", "chatqa2"])
-def test_sharding_where_faster_is_never_slower(preset):
-    """A lone long sequence on one rank keeps seven others waiting, until it is sharded."""
-    lens = sample_lengths(preset, 64, 0, max_seq_len=104 * K)
-    work = sequence_work(lens, LARGE.shape)
-    sizes = {"cp_size": 8, "bucket_tokens": 13 * K}
-    published = schedule_skrull(lens, work, dp_size=4, **sizes)
-    adapted = shard_where_faster(published, lens, work, LARGE, **sizes)
-    pairs = zip(chain(*published), chain(*adapted), strict=True)
-    for one, other in pairs:
-        assert one.seq_ids == other.seq_ids
-        assert max(device_tokens(other, lens, 8)) <= 13 * K
-    plans = [
-        plan_skrull(
-            lens, LARGE, dp_size=4, recompute_layers=0, budget_bytes=2**62, **sizes, **dials
-        )
-        for dials in ({"adaptive": True}, {})
-    ]
-    ours, theirs = (time_actions(plan, LARGE.costs(plan)).duration_s for plan in plans)
-    ratio = ours / theirs
-    assert ratio < {"wikipedia": 0.7, "chatqa2": 1.0}[preset]

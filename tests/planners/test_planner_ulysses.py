@@ -10,7 +10,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 from furlong.planners.methods.skrull import plan_skrull
 from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
@@ -34,7 +34,7 @@ def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, sp_size, pac
     plan = plan_ulysses(seq_lens, MODEL, dp_size=dp_size, sp_size=sp_size, packed=packed)
     check(plan, MODEL.memory())
     assert plan.sp_size == sp_size
-    assert {s.placement for chunk in plan.chunks for s in chunk.slices} == {SHARDED}
+    assert {s.place for chunk in plan.chunks for s in chunk.slices} == {Place(0, sp_size)}
     kinds = [plan.kind(chunk) for chunk in range(len(plan.chunks))]
     assert set(kinds) <= {"packed", "dummy"}
     assert packed or kinds.count("packed") == len(seq_lens)
@@ -43,7 +43,7 @@ def test_any_lengths_give_a_legal_plan_that_fits(seq_lens, dp_size, sp_size, pac
 
 def test_one_device_is_plain():
     plan = plan_ulysses([100, 200], MODEL, dp_size=2, sp_size=1, budget_bytes=200 * 2**30)
-    assert {s.placement for chunk in plan.chunks for s in chunk.slices} == {0}
+    assert {s.place for chunk in plan.chunks for s in chunk.slices} == {Place(0, 1)}
 
 
 def test_packing_is_worth_more_where_sequences_are_short():

@@ -10,13 +10,11 @@ from furlong.cli.plan_search import OURS, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.planners.methods.flexsp import estimate_flexsp
-from furlong.planners.search.problem import Found, Problem
+from furlong.planners.search.problem import Found
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.patience import Tell, patience
 from furlong.report.plan_report import report_plan
 from furlong.report.words import count_words
-from furlong.units import format_seconds
 
 _SLOWEST = 2
 """Of the panels of a picture, by the fastest one's time: more would squeeze all others."""
@@ -44,8 +42,6 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         # our search is over the plans of all methods
         found[OURS] = min(reversed(found.values()), key=lambda one: one.best.step_s)
         rows = [row for row in rows if row.method != OURS]
-    if chosen.method is None:
-        rows += _flexsp(subject.problem)
     problem, panels = subject.problem, []
     fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
     for name, one in found.items():
@@ -80,22 +76,6 @@ def _run(flags: RunFlags, tell: Tell) -> None:
 
 def _tell_of(method: str, tell: Tell, words: str) -> None:
     tell(f"{method}: {words}")
-
-
-def _flexsp(problem: Problem) -> list[Row]:
-    """A method whose groups of different sizes no plan can express: an estimate."""
-    if problem.pp not in (None, 1) or problem.sp is not None or problem.dp is not None:
-        return []
-    try:
-        estimate = estimate_flexsp(
-            problem.seq_lens, problem.model,
-            num_devices=problem.num_devices, budget_bytes=problem.budget_bytes,
-        )  # fmt: skip
-    except UserError as error:
-        return [Row("FlexSP", refusal=_reason(error))]
-    seconds = format_seconds(estimate.step_s)
-    words = f"sp groups of different sizes cannot be written as one; by an estimate {seconds}/step"
-    return [Row("FlexSP", refusal=words)]
 
 
 def _reason(error: UserError | PlanError) -> str:

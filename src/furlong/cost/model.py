@@ -10,7 +10,7 @@ What each action computes is what `plan.passes` says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,9 +21,9 @@ from furlong.cost.memory.activations import eager
 from furlong.cost.memory.heap import NO_HEAP, Heap
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training, not_in_step
-from furlong.cost.seconds.chunks import chunk_table
+from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
-from furlong.cost.seconds.rates import Part, StageRates
+from furlong.cost.seconds.rates import Part, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.passes import Pass, passes
 from furlong.plan.segments import segment_tokens
@@ -38,12 +38,13 @@ from furlong.plan.values import (
     Reduce,
     Send,
     Unshard,
+    place_sizes,
 )
 
 Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
-"""What a computing action may wait for inside: the all-to-all of sharded slices, the weights that
-ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
+"""What a computing action may wait for inside: the all-to-alls of slices on several processes, the
+weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
 _NO_WAIT = Link(0.0, float("inf"))
 _CPU_KERNEL_BYTES = 3 * 2**26
 """Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
@@ -119,6 +120,7 @@ class PlanCosts:
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
+        self._gathering: dict[tuple[bool, int], float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
@@ -130,7 +132,7 @@ class PlanCosts:
                 return self._reduce_at_end_s(stage)
             case Forward() | Recompute() | Backward() | RebuildKV():
                 chunk, stage = action.chunk, action.stage
-                return sum(self._seconds(part, stage)[chunk] for part in self._parts(action))
+                return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
             case _:
                 return 0.0
 
@@ -178,8 +180,8 @@ class PlanCosts:
         tokens = float(self._table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
         per_rank = plan.sp_size * model.training.tp_size
-        links = model.hardware.links
-        return links.p2p_s(tokens * width, rank * per_rank, action.peer * per_rank)
+        devices = rank * per_rank, action.peer * per_rank
+        return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
         """All-gather of a stage's weights in compute dtype over its sharding group."""
@@ -208,40 +210,49 @@ class PlanCosts:
     def _collective_s(
         self, kind: Collective, stage: int, element_bytes: int, *, trained_only: bool = False
     ) -> float:
-        model, plan = self._model, self._plan
+        model, plan, training = self._model, self._plan, self._model.training
         ranks = self._members.get(stage, ())
-        per_rank = plan.sp_size * model.training.tp_size
-        replicas = range(0, model.training.replicas * len(plan.actions), len(plan.actions))
+        per_rank = plan.sp_size * training.tp_size
+        replicas = range(0, training.replicas * len(plan.actions), len(plan.actions))
         devices = [(a + r) * per_rank + i for a in replicas for r in ranks for i in range(per_rank)]
         group = len(ranks) * plan.sp_size * len(replicas)
-        held = frozenset((stage,))
-        training = model.training
         count = training.trained_parameters if trained_only else training.held_parameters
-        parameters = count(model.shape, plan.stages, held)
+        parameters = count(model.shape, plan.stages, frozenset((stage,)))
         links = model.hardware.links
-        num_bytes = parameters * element_bytes / model.training.tp_size
+        num_bytes = parameters * element_bytes / training.tp_size
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
-    def _parts(self, action: Computing) -> tuple[Part, ...]:
+    def parts(self, action: Computing) -> tuple[Part, ...]:
         """What an action computes, as the plan's passes say."""
         key = type(action), action.chunk, action.stage
         if key not in self._found:
-            self._found[key] = _parts_of(self._passes[key], self._plan.stages[action.stage])
+            self._found[key] = parts_of(self._passes[key], self._plan.stages[action.stage])
         return self._found[key]
 
     def _seconds(self, part: Part, stage: int) -> list[float]:
-        """Seconds of one part of a pass for every chunk."""
+        """Seconds of one part of a pass for every chunk: those of the slowest process."""
         key = part, stage
         if key not in self._part_s:
-            seconds = self._stage_rates(stage).seconds(part)
-            if part.work in ("head", "head and back"):
-                seconds = self._model.labelled_share * seconds
-            elif self._passes_gather(stage) and "gathers" not in self._free:
-                # weights come with every pass, behind its computation (FSDP's prefetch)
-                reduced = self.reduce_s(stage) if part.work == "backward" else 0.0
-                seconds = seconds.clip(min=self.unshard_s(stage) + reduced)
-            self._part_s[key] = seconds.tolist()
+            slowest = self.process_seconds(part, stage, self._table).max(axis=0)
+            self._part_s[key] = slowest.tolist()
         return self._part_s[key]
+
+    def process_seconds(self, part: Part, stage: int, table: ChunkTable) -> Array:
+        """(S, C) seconds of one part of a pass on every process, for the chunks of `table`."""
+        seconds = replace(self._stage_rates(stage), table=table).seconds(part)
+        if part.work in ("head", "head and back"):
+            return self._model.labelled_share * seconds
+        if self._passes_gather(stage) and "gathers" not in self._free:
+            return np.maximum(seconds, self._gathers_s(part.work == "backward", stage))
+        return seconds
+
+    def _gathers_s(self, backward: bool, stage: int) -> float:
+        """Of weights that come with every pass, behind its computation (FSDP's prefetch)."""
+        key = backward, stage
+        if key not in self._gathering:
+            reduced = self.reduce_s(stage) if backward else 0.0
+            self._gathering[key] = self.unshard_s(stage) + reduced
+        return self._gathering[key]
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""
@@ -258,13 +269,12 @@ class PlanCosts:
             lora = training.lora
             first = sum(plan.stages[:stage])
             layers = range(first, first + plan.stages[stage])
-            all_to_all = links.effective("all_to_all", plan.sp_size, links.num_nodes(devices))
             saved = eager(model.shape, training.compute_bytes, lora)
             kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops, self._table,
-                sp_link=_NO_WAIT if "all-to-all" in self._free else all_to_all,
+                sp_links=self._sp_links(devices),
                 tp_link=links.effective(
                     "all_gather", training.tp_size, links.num_nodes(devices[: training.tp_size])
                 ),
@@ -279,19 +289,14 @@ class PlanCosts:
             )  # fmt: skip
         return self._rates[flops, rank]
 
-
-def _parts_of(what: Pass, height: int) -> tuple[Part, ...]:
-    """What the executor runs for a pass over a stage of `height` layers."""
-    match what.computes:
-        case "nothing":
-            return ()
-        case "to last kv":
-            return (Part("to last kv", remembered=what.remembered),)
-        case "values" | "graph":
-            head = (Part("head"),) if what.loss else ()
-            return (Part("forward", remembered=what.remembered), *head)
-        case "backward":
-            head = (Part("head and back"),) if what.loss else ()
-            layers, known = what.recompute_layers, what.remembered
-            again = (Part("first layers", layers, known),) if layers else ()
-            return (Part("backward"), *head, *again)
+    def _sp_links(self, devices: range) -> dict[int, Link]:
+        """size of a place among the `devices` of a pool -> the link of its all-to-all, over the
+        most nodes that a place of that size touches."""
+        links, tp_size = self._model.hardware.links, self._model.training.tp_size
+        found = {}
+        for size in place_sizes(self._plan.sp_size):
+            starts = range(devices.start, devices.stop, size * tp_size)
+            nodes = max(links.num_nodes(range(at, at + size * tp_size)) for at in starts)
+            waits = "all-to-all" not in self._free
+            found[size] = links.effective("all_to_all", size, nodes) if waits else _NO_WAIT
+        return found

@@ -1,7 +1,7 @@
 """The checker: what every legal plan keeps, one function per invariant.
 
     I1   every token is in exactly one slice, and every loss counts once (sampled: on average)
-    I2   what a chunk may hold: pieces with a prefix, placements
+    I2   what a chunk may hold: pieces with a prefix, places
     I7   every cell has one Forward, and one Backward (but at frozen stages, and in samples)
     I3   forwards ascend, and every cell follows its neighbour in the column
     I4   earlier K,V are there when they are read

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from furlong.plan.grid import refuse_chunk
-from furlong.plan.values import SHARDED, ChunkPlan, Slice
+from furlong.plan.values import ChunkPlan, Place, Slice, place_sizes
 
 
 def tokens_are_covered(plan: ChunkPlan) -> None:
@@ -38,26 +40,33 @@ def tokens_are_covered(plan: ChunkPlan) -> None:
 
 
 def chunks_are_well_formed(plan: ChunkPlan) -> None:
-    """I2. Few pieces have a prefix, a sequence is once in a chunk and keeps its placement."""
+    """I2. Places are nested, few pieces have a prefix, a sequence is once in a chunk and keeps its
+    place."""
     rule = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
-    placements: dict[int, int] = {}
+    places: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
         why = _oddity(chunk.slices, plan.sp_size)
         for piece in chunk.slices:
-            if placements.setdefault(piece.seq_id, piece.placement) != piece.placement:
-                why = f"sequence {piece.seq_id} has another placement in an earlier chunk"
+            if places.setdefault(piece.seq_id, piece.place) != piece.place:
+                why = f"sequence {piece.seq_id} has another place in an earlier chunk"
         if why:
             raise refuse_chunk(plan, rule, why, index)
 
 
 def _oddity(slices: tuple[Slice, ...], sp_size: int) -> str:
-    if any(not (p.placement == SHARDED or 0 <= p.placement < sp_size) for p in slices):
-        return f"a placement is no rank of an sp axis of {sp_size}"
+    if sp_size < 1:
+        return f"a pool has at least one process, not {sp_size}"
+    places = [piece.place for piece in slices]
+    sizes = place_sizes(sp_size)
+    for place in dict.fromkeys(places):
+        if place.size not in sizes or place.first not in range(0, sp_size, place.size):
+            required = f"a size of {', '.join(map(str, sizes))} and begins at a multiple of it"
+            return f"{place} is none of a pool of {sp_size}, where a place has {required}"
     if len(slices) > 1 and len({piece.seq_id for piece in slices}) < len(slices):
         return "a sequence has two slices in the chunk"
-    with_prefix = [piece.placement for piece in slices if piece.start > 0]
-    if sp_size == 1 and any(piece.start > 0 for piece in slices[1:]):
-        return "only the first slice of a chunk on one device may have a prefix"
-    if len(set(with_prefix)) < len(with_prefix):
-        return "two pieces with a prefix share a place"
+    order = [(-place.size, place.first) for place in places]
+    if order != sorted(order):
+        return "slices on larger places come first, then those of lower processes"
+    if any(one.place == two.place and two.start > 0 for one, two in pairwise(slices)):
+        return "only the first slice on a place may have a prefix"
     return ""

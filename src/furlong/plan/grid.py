@@ -99,7 +99,7 @@ class Grid:
 def refuse_chunk(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
     """The error for a broken rule, showing the chunks around the guilty one."""
     shown = range(*_around(chunk, plan.chunks))
-    lines = [f"{i:6d}  {format_chunk(plan.chunks[i]):.80}" for i in shown]
+    lines = [f"{i:6d}  {format_chunk(plan.chunks[i], plan.sp_size):.80}" for i in shown]
     if lines:
         lines[shown.index(chunk)] += _ARROW
     return PlanError("\n".join([f"broken rule: {rule}", why, "chunks", *lines]))

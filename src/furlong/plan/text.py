@@ -7,7 +7,8 @@
     K3.0              RebuildKV
     send activation 3.0 to 1, recv gradient 3.0 from 1
     unshard 0, reshard 0, reduce 0
-    0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on sp rank 2 (@* all, none: 0)
+    0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on process 2 (none: on process 0)
+    0:0-4096@4-7      ... spread over the processes 4 to 7; @* over the whole pool
     dummy             a chunk without slices
 
 A capital letter is computation on a cell; everything else is a word.
@@ -24,7 +25,7 @@ from typing import Any, get_args
 
 from furlong.errors import UserError
 from furlong.plan.values import (
-    SHARDED,
+    FIRST_PROCESS,
     Action,
     Backward,
     Chunk,
@@ -32,6 +33,7 @@ from furlong.plan.values import (
     Forward,
     Keep,
     Payload,
+    Place,
     RebuildKV,
     Recompute,
     Recv,
@@ -44,7 +46,7 @@ from furlong.plan.values import (
     Unshard,
 )
 
-VERSION = 3
+VERSION = 4
 """Of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 _MADE_FOR = "made_for"
@@ -107,7 +109,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Action]], ...] = (
     (re.compile(r"reduce (\d+)"), lambda s: Reduce(int(s))),
 )
 _DUMMY = "dummy"
-_SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(\d+|\*))?")
+_SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(?:(\d+)(?:-(\d+))?|(\*)))?")
 
 
 def parse_action(text: str, *, source: str = "an action's text") -> Action:
@@ -122,28 +124,39 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
     raise _unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
 
 
-def format_chunk(chunk: Chunk) -> str:
-    """The short forms of a chunk's slices, one after the other; `dummy` where it has none."""
-    return " ".join(map(_format_slice, chunk.slices)) or _DUMMY
+def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
+    """The short forms of a chunk's slices, one after the other, `dummy` where it has none;
+    `sp_size`: processes of the whole pool."""
+    words = (
+        f"{s.seq_id}:{s.start}-{s.stop}{_format_place(s.place, sp_size)}" for s in chunk.slices
+    )
+    return " ".join(words) or _DUMMY
 
 
-def _format_slice(piece: Slice) -> str:
-    spread = "*" if piece.placement == SHARDED else piece.placement
-    return f"{piece.seq_id}:{piece.start}-{piece.stop}" + (f"@{spread}" if spread else "")
+def _format_place(place: Place, sp_size: int) -> str:
+    if place == FIRST_PROCESS:
+        return ""
+    if place == Place(0, sp_size):
+        return "@*"
+    return f"@{place.first}" + (f"-{place.stop - 1}" if place.size > 1 else "")
 
 
-def parse_chunk(text: str, *, source: str = "a chunk's text") -> Chunk:
-    """The chunk whose short form is `text`."""
+def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") -> Chunk:
+    """The chunk whose short form is `text`; `sp_size`: what "@*" stands for."""
     if text == _DUMMY:
         return Chunk(())
     slices = []
     for word in text.split(" "):
         found = _SLICE.fullmatch(word)
-        if not found:
-            raise _unreadable(repr(text), "slices such as '0:0-4096' or '0:0-4096@2'", source)
-        seq_id, start, stop, placement = found.groups(default="0")
-        rank = SHARDED if placement == "*" else int(placement)
-        slices.append(Slice(int(seq_id), int(start), int(stop), rank))
+        if not found or (found[5] and int(found[5]) < int(found[4])):
+            forms = "slices such as '0:0-4096', '0:0-4096@2' or '0:0-4096@4-7'"
+            raise _unreadable(repr(text), forms, source)
+        seq_id, start, stop = map(int, found.groups()[:3])
+        first, last, whole = found.groups()[3:]
+        place = Place(0, sp_size if whole else 1)
+        if first:
+            place = Place(int(first), int(last or first) - int(first) + 1)
+        slices.append(Slice(seq_id, start, stop, place))
     return Chunk(tuple(slices))
 
 
@@ -160,7 +173,7 @@ def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str
         "regathers": json.dumps(plan.regathers),
         "seq_lens": json.dumps(plan.seq_lens),
         "stages": json.dumps(plan.stages),
-        "chunks": _lines([format_chunk(chunk) for chunk in plan.chunks]),
+        "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
     }
     if made_for is not None:
@@ -191,10 +204,11 @@ def load_plan(text: str) -> ChunkPlan:
             raise _unreadable(f"{name} = {saved[name]!r}", "true or false")
     if not isinstance(saved["actions"], list):
         raise _unreadable("actions that are no list", "one list of actions per rank")
+    sp_size = _whole_number(saved, "sp_size")
     return ChunkPlan(
         seq_lens=_whole_numbers(saved, "seq_lens"),
         chunks=tuple(
-            parse_chunk(chunk, source=f"chunk {index} of a saved plan")
+            parse_chunk(chunk, sp_size=sp_size, source=f"chunk {index} of a saved plan")
             for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
         ),
         stages=_whole_numbers(saved, "stages"),
@@ -206,7 +220,7 @@ def load_plan(text: str) -> ChunkPlan:
             for rank, actions in enumerate(saved["actions"])
         ),
         tiers=_tiers(saved["tiers"]),
-        sp_size=_whole_number(saved, "sp_size"),
+        sp_size=sp_size,
         sampled=saved["sampled"],
         report_loss=saved["report_loss"],
         frozen_stages=_whole_number(saved, "frozen_stages"),
@@ -283,7 +297,8 @@ def format_plan(plan: ChunkPlan) -> str:
     if plan.sampled:
         lines.append(f"{len(plan.trained)} of {len(plan.chunks)} chunks are drawn")
     lines += [
-        f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, {format_chunk(chunk)}"
+        f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, "
+        f"{format_chunk(chunk, plan.sp_size)}"
         for index, chunk in enumerate(plan.chunks)
     ]
     for rank, actions in enumerate(plan.actions):

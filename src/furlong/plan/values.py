@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-SHARDED = -1
-"""Placement of a slice that is spread over the whole sp axis; other placements are sp ranks."""
-
 Keep = Literal["input", "kv", "attention", "all"]
 """What of a cell survives its forward: the stage input; and its K,V; and every layer's attention
 output with its log-sum-exp; or its whole graph."""
@@ -42,13 +39,35 @@ ON_DEVICE = Tiers()
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """The processes [first, first + size) of a pool: those that hold a slice, in equal parts."""
+
+    first: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.size
+
+
+FIRST_PROCESS = Place(0, 1)
+
+
+def place_sizes(sp_size: int) -> tuple[int, ...]:
+    """Sizes that places of a pool may have, rising: the powers of two that divide it, and all of
+    it. A place begins at a multiple of its size, so that any two are nested or apart."""
+    powers = {1 << bits for bits in range(sp_size.bit_length()) if sp_size % (1 << bits) == 0}
+    return tuple(sorted(powers | {sp_size}))
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Tokens [start, stop) of one sequence inside a chunk."""
 
     seq_id: int
     start: int
     stop: int
-    placement: int = 0
+    place: Place = FIRST_PROCESS
 
     @property
     def num_tokens(self) -> int:
@@ -59,8 +78,9 @@ class Slice:
 class Chunk:
     """The unit of one forward.
 
-    A slice with `start > 0` has a prefix: the earlier tokens of its sequence. A chunk without
-    slices is a dummy: each process passes one token of no sequence, without a label.
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence. Slices on larger
+    places come first, those of one size by their first process: the order of their exchanges. A
+    chunk without slices is a dummy: each process passes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -157,7 +177,7 @@ class ChunkPlan:
     """Layers of each stage, from the first to the last."""
     actions: tuple[tuple[Action, ...], ...]
     """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
-    sp_size processes of one sp group together."""
+    sp_size processes of one pool together."""
     tiers: Tiers = ON_DEVICE
     sp_size: int = 1
     sampled: bool = False

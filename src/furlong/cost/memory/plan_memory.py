@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from furlong.cost.memory.activations import Activations
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.heap import NO_HEAP, Heap
 from furlong.cost.memory.traffic import PlanTraffic
 from furlong.cost.memory.training import Training
-from furlong.cost.memory.walk import (
-    MemoryRules,
-    walk,
-)
+from furlong.cost.memory.walk import MemoryRules, walk
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import SHARDED, ChunkPlan
+from furlong.plan.values import ChunkPlan, Forward
 
 _TILE_LOGITS = {False: 2**27, True: 2**22}
 _LEAST_TILE_TOKENS = {False: 64, True: 128}
@@ -69,11 +67,11 @@ class PlanMemory:
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """The same by parts, with the host's; of an sp group the process that needs most."""
+        """The same by parts, with the host's; of a pool the process that needs most."""
         return self.walk(plan, rank)[0]
 
     def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
-        """What the rank moves between tiers; of an sp group the process that moves most."""
+        """What the rank moves between tiers; of a pool the process that moves most."""
         return self.walk(plan, rank)[1]
 
     def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
@@ -90,10 +88,7 @@ class PlanMemory:
         return MemoryCurve(device, host, disk), most
 
     def _walks(self, plan: ChunkPlan, rank: int) -> list[tuple[MemoryCurve, PlanTraffic]]:
-        """One for each process of the sp group; one for all where all hold the same."""
-        alike = plan.sp_size == 1 or all(
-            piece.placement == SHARDED for chunk in plan.chunks for piece in chunk.slices
-        )
+        """Those of the processes of the pool; one for all that hold the same."""
         held = self.heap.held_bytes(self.shape, self.training, plan, rank)
         rules = MemoryRules(
             shape=self.shape,
@@ -104,7 +99,26 @@ class PlanMemory:
             tile_tokens=self.tile_tokens,
             device_type=self.device_type,
         )
-        return [walk(rules, plan, rank, process) for process in range(1 if alike else plan.sp_size)]
+        return [walk(rules, plan, rank, process) for process in _unlike(plan, rank)]
+
+
+def _unlike(plan: ChunkPlan, rank: int) -> list[int]:
+    """One process of the pool for all that hold as many tokens of every chunk of the rank, and of
+    every cut sequence."""
+    if plan.sp_size == 1:
+        return [0]
+    rows: list[NDArray[np.float64]] = []
+    for chunk in {a.chunk: None for a in plan.actions[rank] if isinstance(a, Forward)}:
+        tokens = np.zeros(plan.sp_size)
+        for piece in plan.chunks[chunk].slices:
+            share = np.zeros(plan.sp_size)
+            share[piece.place.first : piece.place.stop] = 1 / piece.place.size
+            tokens += piece.num_tokens * share
+            if piece.seq_id in plan.groups:
+                rows.append(share)
+        rows.append(tokens)
+    processes: list[int] = np.unique(rows, axis=1, return_index=True)[1].tolist() if rows else [0]
+    return processes
 
 
 @dataclass(frozen=True)

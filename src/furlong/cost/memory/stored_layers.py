@@ -9,14 +9,13 @@ from itertools import pairwise
 from furlong.cost.memory.cells import StageBytes
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.segments import StoredTokens, segment_tokens
-from furlong.plan.values import SHARDED, ChunkPlan, Slice
+from furlong.plan.values import ChunkPlan, Slice
 
 
-def token_share(piece: Slice, sp_size: int, process: int) -> float:
-    """Of a slice's tokens, those that a process of the sp group holds."""
-    if piece.placement == SHARDED:
-        return 1 / sp_size
-    return 1.0 if piece.placement % sp_size == process else 0.0
+def token_share(piece: Slice, process: int) -> float:
+    """Of a slice's tokens, those that a process of the pool holds."""
+    place = piece.place
+    return 1 / place.size if place.first <= process < place.stop else 0.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def stored_layers(
     """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
     group = plan.groups[seq_id][: plan.num_computed[seq_id]]
     pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
-    share = _kv_share(pieces[0], plan.sp_size, process, shape.num_kv_heads)
+    share = _kv_share(pieces[0], process, shape.num_kv_heads)
     if not share:
         return ()
     first = sum(plan.stages[:stage])
@@ -97,7 +96,7 @@ def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, pieces))
 
 
-def _kv_share(piece: Slice, sp_size: int, process: int, num_kv_heads: int) -> float:
-    """Of a sharded sequence each process keeps its heads of all tokens, at least one head."""
-    share = token_share(piece, sp_size, process)
-    return max(share, 1 / num_kv_heads) if piece.placement == SHARDED else share
+def _kv_share(piece: Slice, process: int, num_kv_heads: int) -> float:
+    """Each process of a place keeps its heads of all tokens, at least one head."""
+    share = token_share(piece, process)
+    return max(share, 1 / num_kv_heads) if share else 0.0

@@ -60,7 +60,7 @@ class MemoryRules:
 def walk(
     rules: MemoryRules, plan: ChunkPlan, rank: int, process: int
 ) -> tuple[MemoryCurve, PlanTraffic]:
-    """Of process `process` of the sp group that obeys the list of `rank`."""
+    """Of process `process` of the pool that obeys the list of `rank`."""
     return _Walk(rules, plan, rank, process).run()
 
 
@@ -93,10 +93,7 @@ class _Walk:
         self._tokens = {
             index: 1.0
             if plan.chunks[index].is_dummy
-            else sum(
-                s.num_tokens * token_share(s, plan.sp_size, process)
-                for s in plan.chunks[index].slices
-            )
+            else sum(s.num_tokens * token_share(s, process) for s in plan.chunks[index].slices)
             for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
         }
         self._store = StoredKV(shape, plan, self._bytes, process, rules.device_type)

@@ -1,6 +1,6 @@
-"""The chunks of a plan as arrays: tokens, attended keys and prefixes, per process of an sp group.
+"""The chunks of a plan as arrays: tokens, attended keys and prefixes, per process of a pool.
 
-C chunks, S processes of an sp group; a sharded slice counts 1/S with every process
+C chunks, S processes of a pool; a slice on a place of n processes counts 1/n with each of these
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.seconds.flops import attended_keys
-from furlong.plan.values import SHARDED, Chunk
+from furlong.plan.values import Chunk
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    tokens: Array
-    """(S, C) tokens that each process holds of each chunk."""
-    sharded_tokens: Array
-    """(C,) tokens of sharded slices, of the whole group."""
-    num_slices: Array
-    """(S, C) slices that each process attends to."""
-    local_keys: dict[int | None, Array]
-    """window -> (S, C): keys of local slices that are computed: the attended ones, and those that
-    share a tile with them behind the mask."""
-    sharded_keys: dict[int | None, Array]
-    """window -> (C,): the same of sharded slices, of the whole group."""
-    prefix_tokens: dict[int | None, Array]
-    """window -> (S, C): stored tokens that the process reads before its slices, in units of whole
-    heads: a sharded slice's prefix counts 1/S."""
-    prefix_keys: dict[int | None, Array]
-    """window -> (S, C): the attended keys that lie in those prefixes; sharded ones count 1/S."""
+    """Arrays of one shape, (S, C) in general."""
 
-    @property
-    def num_chunks(self) -> int:
-        return int(self.tokens.shape[1])
+    tokens: Array
+    """Tokens that each process holds of each chunk."""
+    num_slices: Array
+    """Slices that each process attends to."""
+    exchanged_tokens: dict[int, Array]
+    """size of a place, more than 1 -> tokens of the slices on the process's place of that size."""
+    local_keys: dict[int | None, Array]
+    """window -> keys of slices on one process that are computed: the attended ones, and those that
+    share a tile with them behind the mask."""
+    shared_keys: dict[int | None, Array]
+    """window -> the process's part of the same of slices on larger places."""
+    prefix_tokens: dict[int | None, Array]
+    """window -> stored tokens that the process reads before its slices, in units of whole heads: a
+    slice on n processes counts 1/n of its prefix."""
+    prefix_keys: dict[int | None, Array]
+    """window -> the attended keys that lie in those prefixes, in the same units."""
 
 
 def chunk_table(
@@ -48,33 +46,35 @@ def chunk_table(
     attention; of the one that the diagonal cuts, on average half is computed in vain."""
     kinds = list(dict.fromkeys(windows))
     shape = (sp_size, len(chunks))
-    tokens, sharded_tokens = np.zeros(shape), np.zeros(len(chunks))
-    num_slices = np.zeros(shape)
-    local = {window: np.zeros(shape) for window in kinds}
-    sharded = {window: np.zeros(len(chunks)) for window in kinds}
-    prefix = {window: np.zeros(shape) for window in kinds}
-    prefix_keys = {window: np.zeros(shape) for window in kinds}
+    sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
+    tokens, num_slices = np.zeros(shape), np.zeros(shape)
+    exchanged = {size: np.zeros(shape) for size in sorted(sizes)}
+    local, shared, prefix, prefix_keys = (
+        {window: np.zeros(shape) for window in kinds} for _ in range(4)
+    )
     for c, chunk in enumerate(chunks):
         if chunk.is_dummy:
             tokens[:, c] = num_slices[:, c] = 1
         for piece in chunk.slices:
-            n, start = piece.num_tokens, piece.start
-            whole = piece.placement == SHARDED and sp_size > 1
-            share, who = (1 / sp_size, slice(None)) if whole else (1.0, piece.placement % sp_size)
-            tokens[who, c] += n * share
+            n, start, size = piece.num_tokens, piece.start, piece.place.size
+            who = slice(piece.place.first, piece.place.stop)
+            tokens[who, c] += n / size
             num_slices[who, c] += 1
-            in_vain = n * min(n, tile_tokens) / 2
-            if whole:
-                sharded_tokens[c] += n
+            if size > 1:
+                exchanged[size][who, c] += n
             for window in kinds:
-                keys = attended_keys(start, piece.stop, window)
-                if whole:
-                    sharded[window][c] += keys + in_vain
-                else:
-                    local[window][who, c] += keys + in_vain
+                keys = computed_keys(start, piece.stop, window, tile_tokens)
+                (shared if size > 1 else local)[window][who, c] += keys / size
                 if start:
                     seen = start if window is None else min(start, window - 1)
-                    prefix[window][who, c] += seen * share
-                    own = attended_keys(0, n, window)
-                    prefix_keys[window][who, c] += (keys - own) * share
-    return ChunkTable(tokens, sharded_tokens, num_slices, local, sharded, prefix, prefix_keys)
+                    prefix[window][who, c] += seen / size
+                    before = attended_keys(start, piece.stop, window) - attended_keys(0, n, window)
+                    prefix_keys[window][who, c] += before / size
+    return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix, prefix_keys)
+
+
+def computed_keys(start: int, stop: int, window: int | None, tile_tokens: int) -> float:
+    """Keys of the tokens [start, stop) of a sequence: those that they attend, and those of their
+    tiles behind the mask."""
+    num_tokens = stop - start
+    return attended_keys(start, stop, window) + num_tokens * min(num_tokens, tile_tokens) / 2

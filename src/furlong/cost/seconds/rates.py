@@ -1,19 +1,21 @@
 """Seconds of chunk passes through one stage, for all chunks of a table at once.
 
-One pass on one process of an sp group:
+One pass on one process of a pool:
 
-    linear + max(all-to-all, local attention) + sharded attention + waits for streamed K,V
+    linear + max(all-to-alls, local attention) + shared attention + waits for streamed K,V
 
-The all-to-all of sharded slices hides behind the attention of local ones (Skrull, Eq. 2). A group
-is as slow as its slowest process. Efficiencies saturate with the process's tokens; under tensor
-parallelism with tokens / tp_size, since each device's matrices are that much narrower.
+The all-to-alls of slices on several processes, one for every size of places, hide behind the
+attention of slices on one (Skrull, Eq. 2). A pool is as slow as its slowest process. Efficiencies
+saturate with the process's tokens; under tensor parallelism with tokens / tp_size, since each
+device's matrices are that much narrower.
 
-    C chunks, S processes of an sp group
+    C chunks, S processes of a pool
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +27,7 @@ from furlong.cost.memory.training import Training
 from furlong.cost.seconds.chunks import Array, ChunkTable
 from furlong.cost.seconds.flops import ATTENTION_BACKWARD, StageFlops
 from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.passes import Pass
 from furlong.plan.segments import NUM_HOT
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
@@ -43,17 +46,34 @@ class Part:
     """First layers whose attention does not run: its results are handed back."""
 
 
+def parts_of(what: Pass, height: int) -> tuple[Part, ...]:
+    """The parts that the executor runs for a pass over a stage of `height` layers."""
+    match what.computes:
+        case "nothing":
+            return ()
+        case "to last kv":
+            return (Part("to last kv", remembered=what.remembered),)
+        case "values" | "graph":
+            head = (Part("head"),) if what.loss else ()
+            return (Part("forward", remembered=what.remembered), *head)
+        case "backward":
+            head = (Part("head and back"),) if what.loss else ()
+            layers, known = what.recompute_layers, what.remembered
+            again = (Part("first layers", layers, known),) if layers else ()
+            return (Part("backward"), *head, *again)
+
+
 @dataclass(frozen=True)
 class StageRates:
-    """The seconds of passes through one stage, (C,) each."""
+    """The seconds of passes through one stage."""
 
     shape: ModelShape
     hardware: HardwareSpec
     training: Training
     flops: StageFlops
     table: ChunkTable
-    sp_link: Link
-    """Of the sp group's all-to-all."""
+    sp_links: Mapping[int, Link]
+    """size of a place -> that of its all-to-all."""
     tp_link: Link
     stream: Link | None = None
     """Where K,V come from, if not from the device."""
@@ -67,19 +87,18 @@ class StageRates:
     """Bytes of logits, with their gradients."""
 
     def seconds(self, part: Part) -> Array:
-        """One part of a pass over the stage for every chunk."""
+        """(S, C) one part of a pass over the stage, on every process."""
         flops, lora, kind, layers = self.flops, self.lora_per_token, part.work, part.layers
         height = len(flops.windows)
         if kind in ("head", "head and back"):
             passes = 1 if kind == "head" else 2 if self.training.lora is not None else 3
             passed = self.logits_per_token * (1 / 3 if kind == "head" else 1)
             of_head: Array = self._linear(flops.head_per_token * passes) + self._passed(passed)
-            slowest: Array = of_head.max(axis=0)
-            return slowest
+            return of_head
         if kind == "backward":
             frozen = self.training.lora is not None
             linear: float = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-            return self._slowest(linear, 2 * sum(self.saved_per_token), part, height)
+            return self._of_layers(linear, 2 * sum(self.saved_per_token), part, height)
         linear = {
             "forward": flops.linear_per_token + lora,
             "to last kv": flops.linear_per_token + lora - flops.tail_per_token,
@@ -87,7 +106,7 @@ class StageRates:
             + lora * layers / max(1, height),
         }[kind]
         num_layers = layers if kind == "first layers" else height
-        return self._slowest(linear, self._saved(part), part, num_layers)
+        return self._of_layers(linear, self._saved(part), part, num_layers)
 
     def _saved(self, part: Part) -> float:
         """Bytes per token that a forward passes."""
@@ -113,11 +132,12 @@ class StageRates:
             case _:
                 return ()
 
-    def _slowest(
+    def _of_layers(
         self, linear_per_token: float, passed_per_token: float, part: Part, num_layers: int
     ) -> Array:
         attending, backward = self._attending(part), part.work == "backward"
-        seconds = self._layers(linear_per_token, attending, backward) + num_layers * self._tp_s()
+        seconds = self._compute_s(linear_per_token, attending, backward)
+        seconds += num_layers * self._tp_s()
         seconds += self._passed(passed_per_token)
         hardware, times = self.hardware, 2 if backward else 1
         launched = times * (
@@ -126,9 +146,10 @@ class StageRates:
         )
         if part.work != "first layers":
             launched += hardware.pass_launch_s * (self.table.tokens > 0)
-        both = np.maximum(seconds, launched) if hardware.hides_launches else seconds + launched
-        slowest: Array = both.max(axis=0)
-        return slowest
+        if hardware.hides_launches:
+            return np.maximum(seconds, launched)
+        seconds += launched
+        return seconds
 
     def _passed(self, bytes_per_token: float) -> Array:
         """(S, C) seconds of kernels that only pass bytes."""
@@ -147,7 +168,7 @@ class StageRates:
         reached = eff.best * (tokens / tp) / (tokens / tp + eff.half_tokens)
         return self.hardware.peak_flops_per_s * reached * tp / self.flops.attention_per_key
 
-    def _layers(
+    def _compute_s(
         self, linear_per_token: float, attending: tuple[int | None, ...], backward: bool = False
     ) -> Array:
         """(S, C) seconds of a pass; `attending`: windows of the layers whose attention runs."""
@@ -155,13 +176,12 @@ class StageRates:
         eff = self.hardware.attention_backward if backward else self.hardware.attention_forward
         per_second = self._attention_rate(eff) / work
         counts, table = Counter(attending), self.table
-        sp_size = len(table.tokens)
         linear = self._linear(linear_per_token)
-        local = sum((n * table.local_keys[w] for w, n in counts.items()), np.zeros_like(linear))
-        shared = sum(
-            (n * table.sharded_keys[w] for w, n in counts.items()), np.zeros(linear.shape[1])
+        local, shared = (
+            sum((n * keys[w] for w, n in counts.items()), np.zeros_like(linear))
+            for keys in (table.local_keys, table.shared_keys)
         )
-        seconds = linear + shared / sp_size / per_second
+        seconds = linear + shared / per_second
         seconds += np.maximum(local / per_second, len(attending) * self._all_to_all_s())
         if self.stream is not None and attending:
             own = linear / len(attending)
@@ -170,16 +190,16 @@ class StageRates:
         return seconds
 
     def _all_to_all_s(self) -> Array:
-        """(C,) the four all-to-alls of one layer: q, k, v in, the output back."""
-        sp_size = len(self.table.tokens)
-        if sp_size == 1:
-            return np.zeros(self.table.num_chunks)
-        sharded = self.table.sharded_tokens
+        """(S, C) the all-to-alls of one layer, four for every size of the process's places: q, k, v
+        in, the output back."""
+        total = np.zeros_like(self.table.tokens)
         width = 2 * self.shape.q_size + 2 * self.shape.kv_size
-        moved = sharded / sp_size * width * self.training.compute_bytes / self.training.tp_size
-        moved = moved * (sp_size - 1) / sp_size
-        seconds = 4 * self.sp_link.latency_s + moved / self.sp_link.bytes_per_s
-        return np.where(sharded > 0, seconds, 0.0)
+        token_bytes = width * self.training.compute_bytes / self.training.tp_size
+        for size, tokens in self.table.exchanged_tokens.items():
+            link, share = self.sp_links[size], token_bytes * (size - 1) / size**2
+            seconds = 4 * link.latency_s + tokens * (share / link.bytes_per_s)
+            total += np.where(tokens > 0, seconds, 0.0)
+        return total
 
     def _tp_s(self) -> Array:
         """(S, C) two all-gathers and two reduce-scatters of hidden states per layer (Megatron)."""

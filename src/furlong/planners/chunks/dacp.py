@@ -1,9 +1,9 @@
 """Skrull's placement of the sequences of one micro-batch (Xu et al., arXiv 2505.19609, Alg. 1).
 
-A sequence is local to one rank of a context-parallel group or sharded over all of them. Short ones
-stay local as long as memory allows; where it does not, the shortest local one of the fullest rank
-is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
-out; as corrected here a placement is found exactly where all tokens fit into all buckets.
+A sequence is local to one process of a context-parallel group or sharded over all of them. Short
+ones stay local as long as memory allows; where it does not, the shortest local one of the fullest
+rank is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
+out; as corrected here places are found exactly where all tokens fit into all buckets.
 
 Rooms are counted in tokens times the number of ranks, so that a share of a sequence is whole.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from furlong.plan.values import SHARDED
+from furlong.plan.values import Place
 
 
 def place_by_load(
     seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, cp_size: int
-) -> list[int] | None:
-    """The placement of each sequence, an sp rank or SHARDED; None where they do not fit.
+) -> list[Place] | None:
+    """The place of each sequence, one process or the whole group; None where they do not fit.
 
     `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/cp_size with each; the
     split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
@@ -27,19 +27,19 @@ def place_by_load(
     """
     rooms = [bucket_tokens * cp_size] * cp_size
     loads = [0.0] * cp_size
-    placements = [SHARDED] * len(seq_lens)
+    ranks: list[int | None] = [None] * len(seq_lens)
     local: list[deque[int]] = [deque() for _ in range(cp_size)]
 
     def shard(seq_id: int) -> None:
-        for rank in range(cp_size):
-            rooms[rank] -= seq_lens[seq_id]
-            loads[rank] += work[seq_id] / cp_size
+        shared = work[seq_id] / cp_size
+        rooms[:] = [room - seq_lens[seq_id] for room in rooms]
+        loads[:] = [load + shared for load in loads]
 
     def roll_back(rank: int) -> bool:
         if not local[rank]:
             return False
         seq_id = local[rank].popleft()
-        placements[seq_id] = SHARDED
+        ranks[seq_id] = None
         shard(seq_id)
         rooms[rank] += seq_lens[seq_id] * cp_size
         loads[rank] -= work[seq_id]
@@ -52,7 +52,7 @@ def place_by_load(
             if rooms[rank] < needed:
                 rank = rooms.index(max(rooms))
             if rooms[rank] >= needed:
-                placements[seq_id] = rank
+                ranks[seq_id] = rank
                 local[rank].append(seq_id)
                 rooms[rank] -= needed
                 loads[rank] += work[seq_id]
@@ -63,4 +63,4 @@ def place_by_load(
                 break
             if not roll_back(fullest):
                 return None
-    return placements
+    return [Place(0, cp_size) if rank is None else Place(rank, 1) for rank in ranks]

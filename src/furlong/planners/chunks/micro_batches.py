@@ -14,12 +14,13 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import (
-    SHARDED,
+    FIRST_PROCESS,
     Action,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     Reduce,
     Slice,
 )
@@ -62,14 +63,17 @@ def chunk_by_chunk(
 
 
 def packed_chunks(
-    seq_ids: Sequence[int], seq_lens: Sequence[int], chunk_size: int | None, *, placement: int
+    seq_ids: Sequence[int],
+    seq_lens: Sequence[int],
+    chunk_size: int | None,
+    place: Place = FIRST_PROCESS,
 ) -> list[Chunk]:
     """The sequences of one replica as chunks of at most `chunk_size` tokens, or (None) one by one;
-    all at one placement."""
+    all on one place."""
     bins = [[seq_id] for seq_id in seq_ids]
     if chunk_size is not None:
         bins = pack({seq_id: seq_lens[seq_id] for seq_id in seq_ids}, chunk_size)
-    return [Chunk(tuple(Slice(i, 0, seq_lens[i], placement) for i in own)) for own in bins]
+    return [Chunk(tuple(Slice(i, 0, seq_lens[i], place) for i in own)) for own in bins]
 
 
 def chunk_seconds(
@@ -116,7 +120,7 @@ def peak_bytes(
 ) -> int:
     """Bytes that a device needs with `device_tokens` tokens at a time."""
     num_tokens = device_tokens * sp_size
-    chunk = Chunk((Slice(0, 0, num_tokens, SHARDED if sp_size > 1 else 0),))
+    chunk = Chunk((Slice(0, 0, num_tokens, Place(0, sp_size)),))
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
         (num_tokens,),
@@ -140,18 +144,27 @@ def fitting_tokens(
 ) -> int:
     """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits."""
 
-    def fits(num_tokens: int) -> bool:
-        layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
-        return peak_bytes(model, num_tokens, **layout) <= budget_bytes
+    layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
 
-    if not fits(1):
+    def left(num_tokens: int) -> int:
+        return budget_bytes - peak_bytes(model, num_tokens, **layout)
+
+    low, left_low = 1, left(1)
+    if left_low < 0:
         return 0
-    low, high = 1, 1024
-    while fits(high):
-        low, high = high, 2 * high
+    high = 1024
+    while (left_high := left(high)) >= 0:
+        low, left_low, high = high, left_high, 2 * high
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        # bytes grow on straight lines: where this one meets the budget, and one token beyond
+        guess = low + (high - low) * left_low // (left_low - left_high)
+        for middle in (guess, guess + 1, (low + high) // 2):
+            if low < middle < high:
+                left_middle = left(middle)
+                if left_middle >= 0:
+                    low, left_low = middle, left_middle
+                else:
+                    high, left_high = middle, left_middle
     return low
 
 

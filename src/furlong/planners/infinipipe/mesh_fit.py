@@ -10,12 +10,12 @@ from scipy.optimize import nnls
 from furlong.cost.model import CostModel
 from furlong.plan.values import (
     ON_DEVICE,
-    SHARDED,
     Action,
     Backward,
     Chunk,
     ChunkPlan,
     Forward,
+    Place,
     Slice,
     Tiers,
 )
@@ -52,12 +52,12 @@ def fit_work(
     """a1 and a2 of the slowest stage, forward and backward together, from equal pieces of a
     sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their size.
     What a chunk costs however few its tokens is fitted too and left out."""
-    placement = SHARDED if sp_size > 1 else 0
+    place = Place(0, sp_size)
     slices = []
     cuts = (max(1, num_slices // 2), num_slices, 2 * num_slices)
     for seq_id, count in enumerate(cuts):
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
-        slices += [Slice(seq_id, start, stop, placement) for start, stop in pairwise(bounds)]
+        slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
     actions: list[tuple[Action, ...]] = [
         tuple(Forward(chunk, stage, "all") for chunk in range(len(slices)))
         + tuple(Backward(chunk, stage) for chunk in range(len(slices)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import SHARDED, Chunk, ChunkPlan
+from furlong.plan.values import Chunk, ChunkPlan, Place
 from furlong.planners.chunks.balance import Balance, deal_sequences
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import fastest_plan, packed_chunks
@@ -44,11 +44,10 @@ def plan_ulysses(
     """
     refuse_unusable(seq_lens)
     replicas = deal_sequences(seq_lens, model.shape, dp_size, balance)
-    placement = SHARDED if sp_size > 1 else 0
 
     def deal(device_tokens: int) -> list[list[Chunk]]:
         most = device_tokens * sp_size if packed else None
-        return [packed_chunks(own, seq_lens, most, placement=placement) for own in replicas]
+        return [packed_chunks(own, seq_lens, most, Place(0, sp_size)) for own in replicas]
 
     return fastest_plan(
         seq_lens,

@@ -91,7 +91,7 @@ def _refuse_different(
 
 def _renamed(chunks: Iterable[Chunk], seq_ids: Sequence[int]) -> list[Chunk]:
     return [
-        Chunk(tuple(Slice(seq_ids[s.seq_id], s.start, s.stop, s.placement) for s in chunk.slices))
+        Chunk(tuple(Slice(seq_ids[s.seq_id], s.start, s.stop, s.place) for s in chunk.slices))
         for chunk in chunks
     ]
 

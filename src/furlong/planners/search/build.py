@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -20,14 +20,21 @@ from furlong.planners.chunks.placement import shard, shard_long
 from furlong.planners.infinipipe.mesh import cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
-from furlong.planners.search.dials import Dials
+from furlong.planners.places.plan import plan_places
+from furlong.planners.search.dials import Cut, Dials
 
+POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
+    "places": plan_places,
+    "disjoint places": plan_flexsp,
+}
+"""Planners of whole sequences on places of a pool, by the cut that they make."""
 MAX_NODES = 200
 """Of the tree of an integer program of InfiniPipe's, in a search."""
 MAX_SLICE_NUMBERS = 24
@@ -43,13 +50,16 @@ def build(
     beat_s: float = inf,
 ) -> ChunkPlan:
     """The checked plan of one replica, which may not fit. `model`: `replica_model` of the dials;
-    `budget_bytes`, `beat_s`: for InfiniPipe, which searches itself.
+    `budget_bytes`: for planners that search themselves; `beat_s`: for InfiniPipe among them.
 
     Raises UserError where there is no plan of these dials.
     """
     if dials.options is not None:
         return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
     sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
+    if dials.cut in POOLED:
+        plan = POOLED[dials.cut]
+        return plan(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
     match dials.walk:
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
@@ -112,7 +122,6 @@ def groups_of(
                 model,
                 cp_size=sp_size,
                 bucket_tokens=-(-size // sp_size),
-                adaptive=dials.local,
             )
             return lens, _slowest_first(groups, lens, model, sp_size)
     if dials.local:

@@ -78,6 +78,12 @@ def skrull(room: Room) -> Iterator[Ladder]:
     yield from room.at_capacity(room.dials("Skrull", walk="token-level", cut="placed"))
 
 
+def flexsp(room: Room) -> Iterator[Ladder]:
+    """FlexSP: disjoint places of different sizes, anew for every micro-batch; one stage."""
+    if room.is_pool:
+        yield (room.dials("FlexSP", walk="token-level", cut="disjoint places"),)
+
+
 def ulysses(room: Room) -> Iterator[Ladder]:
     """DeepSpeed-Ulysses: whole sequences, packed, sharded over one static group; one stage."""
     if room.layout.sp > 1:
@@ -121,7 +127,11 @@ def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
 def combined(room: Room) -> Iterator[Ladder]:
     """What no paper combines: state-aware 1F1B over chunks of equal time or equal tokens that mix
     tails and short sequences, short sequences that stay on one sp rank, attention that is
-    remembered, any tier and stage height, replicas dealt by the time of their own plans."""
+    remembered, any tier and stage height, replicas dealt by the time of their own plans; and whole
+    sequences on nested places of one pool."""
+    if room.is_pool:
+        yield (room.dials("furlong", walk="token-level", cut="places"),)
+        return
     if room.layout.dp > 1:
         if room.balance != "flops":
             return
@@ -133,9 +143,6 @@ def combined(room: Room) -> Iterator[Ladder]:
             # where all chunks are retained it does not matter what the others keep
             dials = _chunked(room, size=size, keep=keep, tier=tier, local=local, cut=cut)
             yield room.retaining(dials, all_too=keep == _KEPT[0])
-    if room.layout.sp > 1:
-        dials = room.dials("furlong", walk="token-level", cut="placed", local=True)
-        yield from room.at_capacity(dials)
     if room.layout.pp == 1:
         for tier, height, size in product(room.tiers, room.heights, room.sizes):
             yield (
@@ -152,6 +159,7 @@ PUBLISHED: dict[str, Method] = {
     "ChunkFlow": chunkflow,
     "InfiniPipe": infinipipe,
     "Skrull": skrull,
+    "FlexSP": flexsp,
     "SeCO": seco,
     "FPDT": fpdt,
     "Ulysses": ulysses,

@@ -17,10 +17,11 @@ from furlong.planners.infinipipe.checkpointing import Mode
 from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 
-Cut = Literal["tokens", "time", "slices", "packed", "padded", "placed"]
+Cut = Literal["tokens", "time", "slices", "packed", "padded", "placed", "places", "disjoint places"]
 """Which tokens make a chunk: pieces of `size` tokens and packed short sequences; the same of equal
 time; every sequence in `slices` pieces; whole sequences packed up to `size`; each padded to `size`;
-whole sequences in micro-batches as Skrull pairs and places them."""
+whole sequences in micro-batches as Skrull pairs and places them; on nested places of one pool; on
+disjoint ones, as FlexSP does."""
 
 Walk = Literal["state-aware", "token-level", "layer-first", "elastic"]
 """In which order cells run: ChunkFlow's 1F1B, Seq1F1B's, FPDT's, InfiniPipe's pipelines."""
@@ -51,8 +52,7 @@ class Dials:
     by_work: bool = False
     """Whether slices take equal work rather than equal tokens."""
     local: bool = False
-    """Whether short sequences may stay on one device of an sp group; of Skrull's micro-batches
-    whether the cost model has a say in it."""
+    """Whether short sequences may stay on one device of an sp group."""
     num_retained: int | None = None
     keep: Keep | None = None
     tier: Tier = "device"
@@ -107,12 +107,13 @@ class Dials:
                 found |= {"slices": self.slices, "cut": f"equal {self._balanced}"}
             case "packed" | "placed" if len(self.stages) == 1:
                 found["micro-batch"] = self.size
+            case "places" | "disjoint places":
+                found["whole sequences on"] = self.cut
         if self.cut in ("packed", "padded", "placed"):
             layers = sorted(set(self.recompute_layers)) or [0]
             found["recomputed layers"] = " to ".join(map(str, {layers[0]: 0, layers[-1]: 0}))
         if self.local:
-            placed = {"placement": "adaptive"}
-            found |= placed if self.cut == "placed" else {"short sequences": "local"}
+            found["short sequences"] = "local"
         return found
 
     @property

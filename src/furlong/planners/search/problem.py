@@ -10,6 +10,7 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.values import Tier
 from furlong.planners.budget import MARGIN, DoesNotFitError, advice
+from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome
 from furlong.units import format_bytes
@@ -38,6 +39,11 @@ class Problem:
     """Values of dials by the names of a run file."""
     strict: bool = True
     """Whether dials must know each of the given ones."""
+
+    def zeros_of(self, layout: Layout) -> tuple[ZeroStage, ...]:
+        """Stages of ZeRO that are tried in a layout."""
+        zeros = self.zeros or (self.model.training.zero_stage,)
+        return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
     @property
     def limit_bytes(self) -> int:

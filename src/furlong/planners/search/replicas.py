@@ -68,7 +68,7 @@ class Replicas:
 
     def all_sharded(self, dials: Dials) -> bool:
         """Whether its short sequences may be local, but none is."""
-        if not dials.local or dials.cut == "placed":
+        if not dials.local:
             return False
         return self.busiest_chunks(dials) == self.busiest_chunks(replace(dials, local=False))
 

@@ -37,6 +37,8 @@ class Room:
     tiers: tuple[Tier, ...] = ("device",)
     num_retained: int | None = None
     """A number of retained chunks that is tried besides the others."""
+    is_pool: bool = False
+    """Whether all devices are one pool, on whose places whole sequences are."""
 
     def dials(self, method: str, **values: Any) -> Dials:
         """Dials of this room."""

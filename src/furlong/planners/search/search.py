@@ -29,6 +29,7 @@ from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method
 from furlong.planners.search.dials import Dials, Ladder
+from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
 from furlong.planners.search.replicas import Outcome, Replicas
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
@@ -38,8 +39,6 @@ _LEAST_TOKENS = (1024, 256, 64)
 them is the best."""
 _DEALT_BY_TIME = 2
 """Plans whose replicas are dealt again by the time of their plans: the fastest ones."""
-
-
 _BETWEEN = 0.98
 """Least share of the bounds of powers of two that numbers between them may have."""
 _MOST_RIVALS = 8
@@ -68,6 +67,7 @@ def search(
         if "size" in problem.given or not state.wants_smaller(least):
             break
         below = least
+    state.plan_pools()
     state.deal_by_time()
     state.find_next_best()
     return state.found()
@@ -136,6 +136,16 @@ class _Search:
         dials = min(self._outcomes, key=lambda outcome: outcome.step_s).dials
         return dials.size == least * dials.layout.sp
 
+    def plan_pools(self) -> None:
+        """Tries whole sequences on places of one pool of all devices."""
+        for dials in pool_dials(self._problem, self._methods.values()):
+            try:
+                outcome = self._replicas.plan_whole(dials)
+                self._outcomes.append(outcome)
+                self._trials.append(Trial(dials, outcome.step_s))
+            except (UserError, PlanError) as error:
+                self._refused.append(Refusal(dials, error))
+
     def deal_by_time(self) -> None:
         """Deals the replicas of the fastest plans anew, by the time of their plans."""
         allowed = {t.dials for t in self._trials if t.dials.balance == "time"}
@@ -186,7 +196,7 @@ class _Search:
                 cuts[layout.pp] = cut_layers(shape, layout.pp, mean_keys)
             number = given.get("num_retained")
             sizes = chunk_sizes(layout, longest, least=least, below=below)
-            for zero, balance in product(self._zeros(layout), ways_to_deal(layout, len(lens))):
+            for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
                 room = Room(
                     layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance,
                     longest_tokens=longest, tiers=problem.tiers,
@@ -196,10 +206,6 @@ class _Search:
                 )  # fmt: skip
                 self._num_rooms += 1
                 yield self._replicas.work_s(room.dials("any")), room
-
-    def _zeros(self, layout: Layout) -> tuple[ZeroStage, ...]:
-        zeros = self._problem.zeros or (self._problem.model.training.zero_stage,)
-        return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
     def _ladders(self, room: Room) -> Iterator[Ladder]:
         """Those that have the given dials and were not there yet."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from furlong.plan.values import ON_DEVICE, SHARDED, ChunkPlan, Forward, Keep
+from furlong.plan.values import ON_DEVICE, ChunkPlan, Forward, Keep
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,21 @@ class Traits:
     @cached_property
     def all_sharded(self) -> bool:
         """Whether every slice is spread over its whole sp group."""
-        slices = (s for chunk in self.plan.chunks for s in chunk.slices)
-        return self.plan.sp_size == 1 or all(s.placement == SHARDED for s in slices)
+        return self.sizes <= {self.plan.sp_size}
+
+    @cached_property
+    def sizes(self) -> set[int]:
+        """Sizes of the places that slices are on."""
+        return {s.place.size for chunk in self.plan.chunks for s in chunk.slices}
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no process has slices of two places in one chunk."""
+        for chunk in self.plan.chunks:
+            places = sorted({(s.place.first, s.place.stop) for s in chunk.slices})
+            if any(b[0] < a[1] for a, b in pairwise(places)):
+                return False
+        return True
 
     @cached_property
     def on_device(self) -> bool:
@@ -127,12 +141,17 @@ def _whole(t: Traits) -> bool:
     return not (t.cuts or t.layer_first) and t.kept == {"all"} and t.one_number
 
 
+def _flexsp(t: Traits) -> bool:
+    return _whole(t) and not t.pipelined and t.disjoint
+
+
 def _skrull(t: Traits) -> bool:
-    return _whole(t) and not t.pipelined
+    """One process or a whole group for each sequence, groups of one size."""
+    return _whole(t) and not t.pipelined and len(t.sizes - {1}) <= 1
 
 
 def _static(t: Traits) -> bool:
-    return _skrull(t) and t.all_sharded
+    return _skrull(t) and len(t.sizes) <= 1
 
 
 def _fpdt(t: Traits) -> bool:
@@ -156,8 +175,9 @@ _WRITERS: dict[str, Callable[[Traits], bool]] = {
     "Skrull": _skrull,
     "SeCO": _seco,
     "FPDT": _fpdt,
-    "Ulysses": lambda t: _static(t) and t.plan.sp_size > 1,
-    "Data parallel": lambda t: _static(t) and t.plan.sp_size == 1,
+    "FlexSP": _flexsp,
+    "Ulysses": lambda t: _static(t) and t.sizes != {1},
+    "Data parallel": lambda t: _static(t) and t.sizes <= {1},
     "1F1B": lambda t: _whole(t) and t.all_sharded,
     "Seq1F1B": _seq1f1b,
 }

@@ -74,6 +74,6 @@ def _bar(bar: Bar) -> tuple[Any, ...]:
 
 
 def _chunk_words(plan: ChunkPlan, chunk: int) -> str:
-    text = format_chunk(plan.chunks[chunk])
+    text = format_chunk(plan.chunks[chunk], plan.sp_size)
     shown = text if len(text) <= 120 else text[:120].rsplit(" ", 1)[0] + " ..."
     return f"{plan.kind(chunk)}, {plan.chunks[chunk].num_tokens:,} tokens: {shown}"

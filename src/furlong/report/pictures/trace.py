@@ -69,7 +69,8 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
     args: dict[str, Any] = {"stage": record.action.stage}
     if bar.chunk >= 0:
         chunk = scene.plan.chunks[bar.chunk]
-        args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": format_chunk(chunk)}
+        slices = format_chunk(chunk, scene.plan.sp_size)
+        args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
     duration = bar.seconds * _PER_UNIT
     return {

@@ -1,0 +1,110 @@
+"""One planner of places and micro-batches: whole sequences on one stage, one pool in step.
+
+Every number of checkpointed layers says how many tokens a process holds at a time, and so how many
+micro-batches there must be. These settings are tried by rising lower bound: first their starts,
+then the best of them are improved.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from furlong.cost.model import CostModel
+from furlong.plan.values import ChunkPlan
+from furlong.planners.chunks.groups import refuse_unusable
+from furlong.planners.methods.flexsp import flexsp_divisions
+from furlong.planners.places.bound import Setting, settings
+from furlong.planners.places.division import Division, Spots, Value
+from furlong.planners.places.emit import nothing_fits, plan_of
+from furlong.planners.places.improve import improve
+from furlong.planners.places.rates import Batch
+from furlong.planners.places.starts import by_targets, greedy
+
+_NUM_IMPROVED = 6
+"""Starts, the best ones, that are improved a little; then the best of them goes on."""
+_FEW_TRIES = 60
+_NUM_TRIES = 600
+"""Sequences that it tries to move or swap."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    value: Value
+    setting: Setting
+    num_micro_batches: int
+    spots: Spots
+
+
+def plan_places(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    *,
+    pool_size: int,
+    budget_bytes: int | None = None,
+    recompute_layers: int | None = None,
+    num_tries: int = _NUM_TRIES,
+) -> ChunkPlan:
+    """A checked plan of one rank, a pool of `pool_size` devices.
+
+    `budget_bytes` of a device: None takes the hardware's. `recompute_layers`: checkpointed layers;
+    None tries every number. `num_tries`: how long improvement goes on, in sequences.
+    Raises ConfigError where the longest sequence fits on no place.
+    """
+    refuse_unusable(seq_lens)
+    batch = Batch.of(seq_lens, model, pool_size)
+    num_layers = model.shape.num_layers
+    tried = range(num_layers + 1) if recompute_layers is None else [recompute_layers]
+    starts = _starts(settings(batch, budget_bytes, tried))
+    if not starts:
+        raise nothing_fits(batch, tried[-1], budget_bytes)
+    few = [_improved(start, min(_FEW_TRIES, num_tries)) for start in starts[:_NUM_IMPROVED]]
+    best = _improved(min(few, key=lambda start: start.value.step_s), num_tries)
+    return plan_of(batch, best.spots, best.setting.rates.recompute_layers, budget_bytes)
+
+
+def _improved(start: _Start, num_tries: int) -> _Start:
+    setting, count = start.setting, start.num_micro_batches
+    division = Division(setting.rates, count, setting.device_tokens)
+    division.reset(start.spots)
+    value = improve(division, num_tries)
+    return _Start(value, setting, count, dict(division.spots))
+
+
+def _starts(found: Sequence[Setting]) -> list[_Start]:
+    """Those of every setting whose bound is below the best of all, fastest first."""
+    queue = [
+        (setting.bound_s(setting.fewest), number, setting.fewest)
+        for number, setting in enumerate(found)
+    ]
+    heapq.heapify(queue)
+    starts: list[_Start] = []
+    best_s = inf
+    while queue:
+        bound_s, number, count = heapq.heappop(queue)
+        if bound_s >= best_s:
+            break
+        setting = found[number]
+        own = _starts_of(setting, count)
+        if own:
+            starts += own
+            best_s = min(best_s, *(start.value.step_s for start in own))
+        elif count < len(setting.rates.batch.seq_lens):
+            heapq.heappush(queue, (setting.bound_s(count + 1), number, count + 1))
+    return sorted(starts, key=lambda start: start.value.step_s)
+
+
+def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
+    """The best start that every way to start has in a setting; improvement ends elsewhere from
+    each."""
+    division = Division(setting.rates, num_micro_batches, setting.device_tokens)
+    found: list[_Start] = []
+    for way in (by_targets, flexsp_divisions, greedy):
+        own: list[_Start] = []
+        for spots in way(division):
+            division.reset(spots)
+            own.append(_Start(division.value(), setting, num_micro_batches, spots))
+        found += sorted(own, key=lambda start: start.value.step_s)[:1]
+    return found

@@ -1,0 +1,115 @@
+"""What sequences add to the processes of a pool, and the seconds that these then take.
+
+A load is a column of sums over the slices of one process in one micro-batch: everything that the
+cost model's rates depend on. Loads add, and the project's own `PlanCosts` prices them, for many
+ways to place a sequence at once: a planner sees what the plan will be charged.
+
+    F sums of a load, K sequences, Z sizes of places, P parts of a step's passes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from furlong.cost.model import CostModel, PlanCosts
+from furlong.cost.seconds.chunks import Array, ChunkTable, computed_keys
+from furlong.plan.values import Backward, Chunk, Forward, Slice, place_sizes
+from furlong.planners.chunks.micro_batches import chunk_by_chunk
+
+TOKENS = 0
+_NUM_PLAIN = 2
+"""Sums that do not depend on sizes or windows: tokens and slices."""
+_A_LITTLE = 1e-6
+"""Tokens of a process that has next to nothing to do."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole sequences that are to be placed in a pool."""
+
+    seq_lens: tuple[int, ...]
+    model: CostModel
+    pool_size: int
+    sizes: tuple[int, ...]
+    """Of places, rising from 1: powers of two that divide the pool and the model's heads."""
+    added: Array
+    """(K, Z, F) what each sequence adds to every process of a place of each size."""
+
+    @classmethod
+    def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> Batch:
+        heads = model.shape.num_heads
+        sizes = tuple(n for n in place_sizes(pool_size) if n & (n - 1) == 0 and heads % n == 0)
+        added = np.array([[_added(n, size, sizes, model) for size in sizes] for n in seq_lens])
+        return cls(tuple(seq_lens), model, pool_size, sizes, added)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(dict.fromkeys(self.model.shape.windows))
+
+    def table(self, loads: Array) -> ChunkTable:
+        """Loads (F, ...) as the cost model takes them."""
+        local = _NUM_PLAIN + len(self.sizes) - 1
+        shared = local + len(self.windows)
+        return ChunkTable(
+            tokens=loads[TOKENS],
+            num_slices=loads[1],
+            exchanged_tokens=dict(zip(self.sizes[1:], loads[_NUM_PLAIN:local], strict=True)),
+            local_keys=dict(zip(self.windows, loads[local:shared], strict=True)),
+            shared_keys=dict(zip(self.windows, loads[shared:], strict=True)),
+            prefix_tokens={},
+            prefix_keys={},
+        )
+
+
+def _added(seq_len: int, size: int, sizes: Sequence[int], model: CostModel) -> list[float]:
+    """(F,) what a sequence adds to each process of a place."""
+    windows = dict.fromkeys(model.shape.windows)
+    tile_tokens = model.hardware.tile_tokens
+    keys = [computed_keys(0, seq_len, window, tile_tokens) / size for window in windows]
+    exchanged = [seq_len * float(size == other) for other in sizes[1:]]
+    nothing = [0.0] * len(keys)
+    own = [*keys, *nothing] if size == 1 else [*nothing, *keys]
+    return [seq_len / size, 1.0, *exchanged, *own]
+
+
+class Rates:
+    """Seconds of loads, with one number of checkpointed layers."""
+
+    def __init__(self, batch: Batch, recompute_layers: int) -> None:
+        self.batch = batch
+        self.recompute_layers = recompute_layers
+        model = batch.model
+        # the rates are the same for all micro-batches of the pool
+        probe = chunk_by_chunk(
+            (1,), [[Chunk((Slice(0, 0, 1),))]], num_layers=model.shape.num_layers,
+            sp_size=batch.pool_size, recompute_layers=recompute_layers,
+        )  # fmt: skip
+        self._costs = model.costs(probe)
+        zero_stage = min(2, model.training.zero_stage)
+        floorless = replace(
+            model,
+            hardware=replace(model.hardware, layer_launch_s=0.0, pass_launch_s=0.0),
+            training=replace(model.training, zero_stage=zero_stage),
+        )
+        self._floorless = floorless.costs(probe)
+        cells = (a for a in probe.actions[0] if isinstance(a, (Forward, Backward)))
+        self._parts = [part for cell in cells for part in self._costs.parts(cell)]
+        little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
+        little[_NUM_PLAIN + len(batch.sizes) - 1 :] = 0.0  # no keys
+        self.least_s: Array = self.seconds(little)[:, 0]
+        """(P,) of a micro-batch, whatever is in it."""
+        self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)
+        """(Z,) what a process takes that has anything to do on a place, before its first token and
+        without what has a floor: launches and gathered weights."""
+        alone = self.seconds(batch.added.transpose(2, 0, 1), floors=False).sum(axis=0)
+        self.alone_s: Array = alone - self.fixed_s
+        """(K, Z) what each sequence adds to that on every process of its place."""
+
+    def seconds(self, loads: Array, *, floors: bool = True) -> Array:
+        """(P, ...) seconds of every part of the passes for loads (F, ...)."""
+        costs: PlanCosts = self._costs if floors else self._floorless
+        table = self.batch.table(loads)
+        return np.stack([costs.process_seconds(part, 0, table) for part in self._parts])
