@@ -20,7 +20,7 @@ from typing import Any
 from contenders import SHAPES, Trial, build
 from harness import console, machine, read_alone
 
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines
 from furlong.timeline import Timeline

@@ -22,6 +22,7 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks, longest_first
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.seq1f1b import plan_seq1f1b

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from furlong.cli.main import main
-from furlong.plan.text import save_plan
+from furlong.plan.saved import save_plan
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 

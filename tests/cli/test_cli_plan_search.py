@@ -9,7 +9,7 @@ import pytest
 from furlong.cli.main import main
 from furlong.cost.shapes.known_models import MODELS
 from furlong.plan.check import check
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Tiers
 
 MIXED = [9000, 3000, 700, 300, 120, 90]

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import UserError
-from furlong.plan.text import (
-    format_action,
-    format_chunk,
-    format_plan,
-    load_plan,
-    parse_action,
-    parse_chunk,
-    save_plan,
-)
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import format_action, format_chunk, format_plan, parse_action, parse_chunk
 from furlong.plan.values import (
     Action,
     Backward,

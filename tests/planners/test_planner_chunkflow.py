@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
-from furlong.plan.text import format_action, format_chunk, load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import format_action, format_chunk
 from furlong.plan.values import ON_DEVICE, Backward, Forward, RebuildKV, Recompute, Reduce
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions

@@ -13,7 +13,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import DataError
-from furlong.plan.text import load_plan, parse_chunk, save_plan
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import parse_chunk
 from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks.placement import shard

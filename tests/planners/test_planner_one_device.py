@@ -13,7 +13,8 @@ from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import NOTHING, passes
-from furlong.plan.text import format_action, load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import format_action
 from furlong.plan.values import (
     Backward,
     Forward,

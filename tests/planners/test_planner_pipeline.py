@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
-from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import format_action, format_chunk, parse_chunk
 from furlong.plan.values import Backward, Forward, Recompute, Recv, Reduce, Send
 from furlong.planners.chunks.groups import longest_first, packed_groups, padded_groups, whole_groups
 from furlong.planners.methods.chunkflow import plan_chunkflow

@@ -15,7 +15,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError, DataError
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks.micro_batches import peak_bytes
 from furlong.planners.methods.flexsp import plan_flexsp

@@ -17,7 +17,7 @@ from furlong.cost.memory.levels import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.check import check
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
 from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe.plan import plan_infinipipe

@@ -17,7 +17,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce
 from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.methods.skrull import (

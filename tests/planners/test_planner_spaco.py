@@ -10,7 +10,8 @@ from papers.seco import plan_seco, plan_spaco
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
-from furlong.plan.text import format_action, load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import format_action
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.fpdt import plan_fpdt

@@ -19,7 +19,7 @@ from furlong.errors import ConfigError, DataError, PlanError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import (
     Backward,
     ChunkPlan,

@@ -12,7 +12,7 @@ from furlong.cli.plan_sample import sample_json, sample_words
 from furlong.cli.plan_search import methods_named, search_with
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
-from furlong.plan.text import save_plan
+from furlong.plan.saved import save_plan
 from furlong.planners.search.catalogue import SEARCHED
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import Longest, longest_sequence

@@ -15,7 +15,8 @@ from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
-from furlong.plan.text import format_plan, load_plan, read_made_for
+from furlong.plan.saved import load_plan, read_made_for
+from furlong.plan.text import format_plan
 from furlong.plan.values import ChunkPlan
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel

@@ -77,14 +77,10 @@ class CostModel:
         budget = self.hardware.budget_bytes if budget_bytes is None else budget_bytes
         kernels = self.device_type == "cpu" and self.training.compute_bytes == 2
         return PlanMemory(
-            self.shape,
-            self.training,
-            budget,
-            activation_factor=self.activation_factor,
-            heap=self.heap,
-            overhead_bytes=_CPU_KERNEL_BYTES if kernels else 0,
-            device_type=self.device_type,
-        )
+            self.shape, self.training, budget,
+            activation_factor=self.activation_factor, heap=self.heap,
+            overhead_bytes=_CPU_KERNEL_BYTES if kernels else 0, device_type=self.device_type,
+        )  # fmt: skip
 
 
 class PlanCosts:

@@ -16,12 +16,11 @@ A capital letter is computation on a cell; everything else is a word.
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
-from typing import Any, get_args
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import get_args
 
 from furlong.errors import UserError
 from furlong.plan.values import (
@@ -45,11 +44,6 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
-
-VERSION = 4
-"""Of the JSON form. Other versions are refused: a plan is cheap to make again."""
-
-_MADE_FOR = "made_for"
 
 
 def format_action(action: Action) -> str:
@@ -121,7 +115,7 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
                 return build(*found.groups())
     except ValueError:
         pass  # a factor that is no number
-    raise _unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
+    raise unreadable(repr(text), "an action such as 'F3.0 kv', 'R3.0', 'B3.0' or 'K3.0'", source)
 
 
 def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
@@ -150,7 +144,7 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
         found = _SLICE.fullmatch(word)
         if not found or (found[5] and int(found[5]) < int(found[4])):
             forms = "slices such as '0:0-4096', '0:0-4096@2' or '0:0-4096@4-7'"
-            raise _unreadable(repr(text), forms, source)
+            raise unreadable(repr(text), forms, source)
         seq_id, start, stop = map(int, found.groups()[:3])
         first, last, whole = found.groups()[3:]
         place = Place(0, sp_size if whole else 1)
@@ -160,113 +154,8 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
     return Chunk(tuple(slices))
 
 
-def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:
-    """JSON that a person can read: one chunk and one action per line. `made_for`: plain values that
-    `load_plan` passes over, such as the model and the devices."""
-    values = {
-        "version": str(VERSION),
-        "tiers": json.dumps(asdict(plan.tiers)),
-        "sp_size": json.dumps(plan.sp_size),
-        "sampled": json.dumps(plan.sampled),
-        "report_loss": json.dumps(plan.report_loss),
-        "frozen_stages": json.dumps(plan.frozen_stages),
-        "regathers": json.dumps(plan.regathers),
-        "seq_lens": json.dumps(plan.seq_lens),
-        "stages": json.dumps(plan.stages),
-        "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
-        "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
-    }
-    if made_for is not None:
-        values = {_MADE_FOR: json.dumps(made_for), **values}
-    return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in values.items()) + "\n}\n"
-
-
-def _lines(texts: Any) -> str:
-    return json.dumps(list(texts), indent=1)
-
-
-def load_plan(text: str) -> ChunkPlan:
-    """The plan that `save_plan` wrote. Says nothing about legality: that is `plan.check`."""
-    try:
-        saved = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(f"text that is no JSON ({error})", "a saved plan") from None
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        version = saved.get("version") if isinstance(saved, dict) else None
-        raise _unreadable(f"version {version!r}", f"version {VERSION}")
-    expected = {"version", *(field.name for field in fields(ChunkPlan))}
-    saved.pop(_MADE_FOR, None)
-    if saved.keys() != expected:
-        odd = ", ".join(sorted(saved.keys() ^ expected))
-        raise _unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    for name in ("sampled", "report_loss", "regathers"):
-        if not isinstance(saved[name], bool):
-            raise _unreadable(f"{name} = {saved[name]!r}", "true or false")
-    if not isinstance(saved["actions"], list):
-        raise _unreadable("actions that are no list", "one list of actions per rank")
-    sp_size = _whole_number(saved, "sp_size")
-    return ChunkPlan(
-        seq_lens=_whole_numbers(saved, "seq_lens"),
-        chunks=tuple(
-            parse_chunk(chunk, sp_size=sp_size, source=f"chunk {index} of a saved plan")
-            for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
-        ),
-        stages=_whole_numbers(saved, "stages"),
-        actions=tuple(
-            tuple(
-                parse_action(action, source=f"rank {rank}, action {index} of a saved plan")
-                for index, action in enumerate(_texts(actions, f"actions of rank {rank}"))
-            )
-            for rank, actions in enumerate(saved["actions"])
-        ),
-        tiers=_tiers(saved["tiers"]),
-        sp_size=sp_size,
-        sampled=saved["sampled"],
-        report_loss=saved["report_loss"],
-        frozen_stages=_whole_number(saved, "frozen_stages"),
-        regathers=saved["regathers"],
-    )
-
-
-def read_made_for(text: str) -> dict[str, Any]:
-    """What `save_plan` was told that a plan was made for; empty where it was told nothing."""
-    values = json.loads(text).get(_MADE_FOR)
-    return values if isinstance(values, dict) else {}
-
-
-def _tiers(values: Any) -> Tiers:
-    kinds = [field.name for field in fields(Tiers)]
-    required = f"a tier for each of {', '.join(kinds)}"
-    if not isinstance(values, dict):
-        raise _unreadable(f"tiers = {values!r:.80}", required)
-    if odd := values.keys() ^ set(kinds):
-        raise _unreadable(f"kinds of tiers missing or unknown: {', '.join(sorted(odd))}", required)
-    for kind, tier in values.items():
-        if tier not in get_args(Tier):
-            required = f"one of {', '.join(get_args(Tier))}"
-            raise _unreadable(f"tiers.{kind} = {tier!r:.80}", required)
-    return Tiers(**values)
-
-
-def _whole_number(saved: dict[str, Any], name: str) -> int:
-    return _whole_numbers({name: [saved[name]]}, name)[0]
-
-
-def _whole_numbers(saved: dict[str, Any], name: str) -> tuple[int, ...]:
-    values = saved[name]
-    # bool is an int to Python, and true no length to us
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise _unreadable(f"{name} = {values!r:.80}", "whole numbers")
-    return tuple(values)
-
-
-def _texts(values: Any, name: str) -> list[str]:
-    if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
-        raise _unreadable(f"{name} = {values!r:.80}", "a list of short texts")
-    return values
-
-
-def _unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
+def unreadable(given: str, required: str, source: str = "a saved plan") -> UserError:
+    """The error for a text that is no plan, or no part of one."""
     return UserError(
         given=given,
         required=required,

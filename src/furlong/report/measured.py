@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import ConfigError, UserError
-from furlong.plan.text import load_plan, save_plan
+from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import ChunkPlan
 from furlong.timeline import Timeline
 

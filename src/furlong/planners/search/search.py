@@ -99,9 +99,8 @@ class _Search:
         numbers = count()
         for bound_s, room in self._rooms(least, below):
             heappush(rooms, (bound_s, next(numbers), room))
-        last = self._walk(rooms, numbers)
         # InfiniPipe's chunks are known only when it has planned: it has to beat all others' best
-        self._walk(last, numbers)
+        self._walk(self._walk(rooms, numbers), numbers)
 
     def _walk(self, queue: list[Entry], numbers: Iterator[int]) -> list[Entry]:
         """Best first, until a bound reaches the best step; returns the ladders that are to come
