@@ -213,3 +213,17 @@ def test_longrope_of_each_layer_type_is_pinned() -> None:
     assert result.loss == pytest.approx(loss, rel=2e-6)
     assert worst_relative_error(take_grads(model), truth) <= 2e-6
     assert reference_loss(model, sequences, backward=False) == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sampled_step_draws_the_chunks_that_have_labels(seed: int) -> None:
+    """The engine finds them in the sequences: at this rate no other chunk is ever drawn."""
+    (sequence,) = batch([61])
+    sequence["labels"][:-5] = -100  # of the last chunk and of the token before it
+    sampling = furlong.Sampling(rate=1e-6, seed=seed)
+    options = furlong.ChunkOptions(size=16, sample=sampling)
+    result = furlong.forward_backward(build("llama"), [sequence], options)
+    assert result.plan is not None
+    (chunk,) = result.plan.trained
+    assert result.plan.chunks[chunk].slices[0].stop == 61
+    assert result.loss > 0

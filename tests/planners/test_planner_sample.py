@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
+from furlong.planners.methods.chunkflow import plan_chunkflow
+from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.rules import (
     EXACT,
     Factors,
     Sampling,
     draw,
+    draw_chunks,
     expected_weight,
     fixed_factors,
     sampling_of,
@@ -254,3 +257,20 @@ def test_unusable_sampling_is_refused(fields, named):
 def test_what_is_no_sampling_is_refused(value):
     with pytest.raises(ConfigError, match="a mapping"):
         sampling_of(value)
+
+
+def test_sequences_are_drawn_apart_and_whole_ones_always():
+    """Of two sequences of equal length neither repeats the other's draw, and what is not cut is in
+    every step, also where nothing of the cut ones is."""
+    plan = plan_chunkflow([64, 64, 3], ChunkOptions(size=4, hybrid=False), stages=(1,))
+    (whole,) = set(range(len(plan.chunks))) - {c for own in plan.groups.values() for c in own}
+    differ = 0
+    for seed in range(20):
+        drawn = draw_chunks(plan, Sampling(rate=0.5, seed=seed))
+        first, second = (
+            [group.index(c) for c in group if c in drawn] for group in plan.groups.values()
+        )
+        differ += first != second
+        assert whole in drawn
+        assert set(draw_chunks(plan, Sampling(rate=1e-6, seed=seed))) == {whole}
+    assert differ == 20
