@@ -1,5 +1,7 @@
 """Which method could have written a plan: its own plans are recognised, combinations are not."""
 
+from dataclasses import replace
+
 import pytest
 
 from furlong.cost.devices.hardware import hardware
@@ -7,7 +9,7 @@ from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.values import Tiers
+from furlong.plan.values import Chunk, Place, Slice, Tiers
 from furlong.planners.chunks.groups import group_chunks, packed_groups
 from furlong.planners.chunks.placement import shard, shard_long
 from furlong.planners.options import ChunkOptions
@@ -80,5 +82,26 @@ def test_whole_sequences_on_one_stage_are_skrulls_however_they_are_placed_and_de
     groups = packed_groups(lens, 8_000)
     local = plan_seq1f1b(lens, shard_long(groups, lens, MODEL.shape, 2), stages=(24,), sp_size=2)
     static = plan_seq1f1b(lens, shard(groups, 2), stages=(24,), sp_size=2)
-    assert writers(local) == ("Skrull",)
+    # each sequence on one process of the pool: data parallelism writes that, too
+    assert writers(local) == ("Skrull", "FlexSP", "Data parallel")
     assert {"Skrull", "Ulysses"} <= set(writers(static))
+
+
+def test_what_leaves_the_device_or_is_drawn_is_nobodys():
+    groups = shard(packed_groups(LENS, 20_000), 1)
+    whole = plan_seq1f1b(LENS, groups, stages=(24,))
+    assert "Data parallel" in writers(whole) and "1F1B" in writers(whole)
+    assert writers(replace(whole, tiers=Tiers(kv="host"))) == writers(whole)  # no K,V are stored
+    assert writers(replace(whole, tiers=Tiers(graphs="disk"))) == ()
+    assert writers(replace(whole, sampled=True)) == ()
+
+
+def test_nested_places_are_nobodys():
+    """Disjoint places of different sizes are FlexSP's, and co-residence on two of them no one's."""
+
+    def plan(*places):
+        slices = tuple(Slice(i, 0, 512, place) for i, place in enumerate(places))
+        return plan_seq1f1b((512,) * len(places), [[Chunk(slices)]], stages=(24,), sp_size=4)
+
+    assert writers(plan(Place(0, 2), Place(2, 1), Place(3, 1))) == ("Skrull", "FlexSP")
+    assert writers(plan(Place(0, 4), Place(0, 2), Place(2, 1))) == ()

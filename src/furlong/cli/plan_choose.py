@@ -65,6 +65,8 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         if sampling is not None:
             print(line("sample", sample_words(best.plan, sampling)))
         print(format_report(report))
+        if idle := problem.num_idle(best.dials.layout):
+            print(line("idle", f"{count_words(idle, 'device')} of {problem.num_devices}"))
         print(line("longest", _longest_words(longest, subject)))
         device = "" if decision is None else problem.model.hardware.name
         print(line("runs here", runs_words(report, device)))
@@ -147,6 +149,7 @@ def _to_json(
         **subject.to_json(),
         **_dials_json(found.best.dials),
         **report.to_json(),
+        "num_idle_devices": subject.problem.num_idle(found.best.dials.layout),
         "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_is_bound": longest.limit != "trials",

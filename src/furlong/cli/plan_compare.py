@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 from furlong.cli.plan_files import save, with_few_ranks
-from furlong.cli.plan_search import OURS, methods_named, search_with
+from furlong.cli.plan_search import OURS, has_given, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import ConfigError, PlanError, UserError
@@ -35,12 +35,13 @@ def _run(flags: RunFlags, tell: Tell) -> None:
     for name, method in methods.items():
         try:
             own = partial(_tell_of, name, tell)
-            found[name] = search_with(subject, {name: method}, strict=False, tell=own)
+            found[name] = search_with(subject, {name: method}, strict=name == OURS, tell=own)
         except (UserError, PlanError) as error:
             rows.append(Row(name, refusal=_reason(error)))
-    if found and OURS in methods:
-        # our search is over the plans of all methods
-        found[OURS] = min(reversed(found.values()), key=lambda one: one.best.step_s)
+    # our search is over the plans of all methods that have the given dials
+    having = [one for one in reversed(found.values()) if has_given(subject, one.best.dials)]
+    if having and OURS in methods:
+        found[OURS] = min(having, key=lambda one: one.best.step_s)
         rows = [row for row in rows if row.method != OURS]
     problem, panels = subject.problem, []
     fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
@@ -50,6 +51,8 @@ def _run(flags: RunFlags, tell: Tell) -> None:
             one.best.plan, one.best.model, problem.budget_bytes, sum(problem.seq_lens)
         )
         layout = f"{dials.layout.dp} x {dials.layout.sp} x {dials.layout.pp}"
+        if idle := problem.num_idle(dials.layout):
+            layout += f" ({idle} idle)"
         words = ", ".join(dials.words())
         chosen_from = "" if dials.method == name else f"{dials.method}: "
         rows.append(Row(name, layout, chosen_from + words, report))

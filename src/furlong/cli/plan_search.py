@@ -12,6 +12,7 @@ from furlong.errors import ConfigError
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
+from furlong.planners.search.dials import Dials
 from furlong.planners.search.problem import Found, NothingOfferedError
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
@@ -34,14 +35,23 @@ def search_with(
 ) -> Found:
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
-    given = dict(subject.dials)
-    if "tier" in given:
-        given["tier"] = _tier_of_kv(given["tier"])
-    problem = replace(subject.problem, given=given, strict=strict)
+    problem = replace(subject.problem, given=_given(subject), strict=strict)
     try:
         return search(problem, methods, tell=tell)
     except NothingOfferedError:
         raise _nothing_offered(subject, methods) from None
+
+
+def has_given(subject: Subject, dials: Dials) -> bool:
+    """Whether dials have every value that is given."""
+    return dials.agree(_given(subject), strict=True)
+
+
+def _given(subject: Subject) -> dict[str, Any]:
+    given = dict(subject.dials)
+    if "tier" in given:
+        given["tier"] = _tier_of_kv(given["tier"])
+    return given
 
 
 def _tier_of_kv(given: Any) -> str:

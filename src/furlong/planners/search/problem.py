@@ -45,6 +45,10 @@ class Problem:
         zeros = self.zeros or (self.model.training.zero_stage,)
         return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
+    def num_idle(self, layout: Layout) -> int:
+        """Devices that a layout leaves out."""
+        return self.num_devices - layout.num_devices * self.model.training.tp_size
+
     @property
     def limit_bytes(self) -> int:
         """Of one device, without the margin."""

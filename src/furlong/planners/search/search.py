@@ -60,8 +60,7 @@ def search(
     `tell` is called with words for how far it is. Raises ConfigError where no plan fits: by how
     much the nearest one fails, what to change; NothingOfferedError where there is none to try.
     """
-    state = _Search(problem, methods, tell or (lambda words: None))
-    below = None
+    state, below = _Search(problem, methods, tell or (lambda words: None)), None
     for least in _LEAST_TOKENS:
         state.run(least, below)
         if "size" in problem.given or not state.wants_smaller(least):
@@ -138,10 +137,10 @@ class _Search:
     def plan_pools(self) -> None:
         """Tries whole sequences on places of one pool of all devices."""
         for dials in pool_dials(self._problem, self._methods.values()):
+            self._tell(f"{len(self._trials)} tried, {dials.method} places whole sequences")
             try:
-                outcome = self._replicas.plan_whole(dials)
-                self._outcomes.append(outcome)
-                self._trials.append(Trial(dials, outcome.step_s))
+                self._outcomes.append(self._replicas.plan_whole(dials))
+                self._trials.append(Trial(dials, self._outcomes[-1].step_s))
             except (UserError, PlanError) as error:
                 self._refused.append(Refusal(dials, error))
 

@@ -10,7 +10,7 @@ refuse, but what they are is not, the method gets the benefit of the doubt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -73,8 +73,9 @@ class Traits:
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether nothing that is stored leaves the device."""
-        return self.plan.tiers == ON_DEVICE or not self.cuts
+        """Whether nothing that is stored leaves the device; whole sequences store no K,V."""
+        tiers = self.plan.tiers
+        return (tiers if self.cuts else replace(tiers, kv="device")) == ON_DEVICE
 
     @cached_property
     def kept(self) -> frozenset[Keep]:
@@ -138,7 +139,8 @@ def _infinipipe(t: Traits) -> bool:
 
 def _whole(t: Traits) -> bool:
     """Whole sequences of which nothing is dropped."""
-    return not (t.cuts or t.layer_first) and t.kept == {"all"} and t.one_number
+    whole = not (t.cuts or t.layer_first)
+    return whole and t.on_device and t.kept == {"all"} and t.one_number
 
 
 def _flexsp(t: Traits) -> bool:
@@ -185,5 +187,7 @@ _WRITERS: dict[str, Callable[[Traits], bool]] = {
 
 def writers(plan: ChunkPlan) -> tuple[str, ...]:
     """The published methods that could have written the plan; none: only a combination can."""
+    if plan.sampled:  # SpaCO is no method of the search: its gradients are others
+        return ()
     traits = Traits(plan)
     return tuple(name for name, could in _WRITERS.items() if could(traits))
