@@ -2,6 +2,8 @@
 
 from papers import skrull_forms as skrull
 
+from furlong.plan.values import Place
+
 
 def test_skrulls_flops():
     assert skrull.quadratic_from_tokens(896, 128) == 4608
@@ -19,8 +21,9 @@ def test_skrulls_worked_example_of_loads():
     shared = (4, 5, 9)
     assert skrull.rank_s(fit, (5,), shared, 2, 8, 2) == 14048 + 7520
     assert skrull.rank_s(fit, (6,), shared, 2, 8, 2) == 14048 + 9216
-    lens, placements = (4, 5, 5, 6, 9), (-1, -1, 0, 1, -1)
-    assert skrull.micro_batch_s(fit, lens, placements, 2, 8, 2) == 14048 + 9216
+    both, lens = Place(0, 2), (4, 5, 5, 6, 9)
+    places = (both, both, Place(0, 1), Place(1, 1), both)
+    assert skrull.micro_batch_s(fit, lens, places, 2, 8, 2) == 14048 + 9216
 
 
 def test_skrulls_overlap_and_bucket():
