@@ -58,8 +58,8 @@ def decision_of(subject: Subject, chosen: argparse.Namespace) -> Decision | None
 
 
 def found_of(searched: Searched, subject: Subject) -> Found:
-    """What was searched, with the plan of the subject's batch as its best, and all times in the
-    seconds of its model."""
+    """The outcome of the search, with the plan of the subject's batch as its best, and all times in
+    the seconds of its model."""
     problem = subject.problem
     best = _dials(searched.best.options)
     plan = one_draw(build(best, problem.seq_lens, problem.model), searched.best.options)

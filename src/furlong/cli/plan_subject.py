@@ -121,7 +121,7 @@ class Subject:
 
 
 def subject_of(flags: RunFlags) -> Subject:
-    """What a command line asks for. Raises ConfigError."""
+    """The question that a command line asks. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
@@ -187,7 +187,7 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> Planne
 
 
 def model_shape_of(name: str) -> ModelShape:
-    """Of a config.json, a folder that holds one, a known name, or a model of the Hugging Face hub.
+    """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
 
     Raises ConfigError.
     """

@@ -40,7 +40,7 @@ class Activations:
     """Of one logit at the peak of the loss, its gradient included."""
 
     def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
-        """Of one layer's graph."""
+        """Bytes per token of one layer's graph."""
         mlp = shape.mlps[layer]
         routed = self.routed * (mlp.num_active if mlp.router else 0)
         qk_size = shape.q_size + shape.kv_size
@@ -67,7 +67,7 @@ _FROZEN_NORM_SAVES = {"rms": (1, 0), "rms32": (1, 0), "layer": (0, 1), "layer32"
 
 
 def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Activations:
-    """What transformers' own modules save around chunk attention (the tests count it on them).
+    """Saved tensors of transformers' own modules around chunk attention (the tests count on them).
 
     Norms save their input, in float32 where they compute in it, the normalised input and, unless it
     is only added, their output; attention q, k, v, its output; a gated MLP the outputs of gate,
@@ -101,7 +101,7 @@ def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Ac
 
 
 def fused(shape: ModelShape) -> Activations:
-    """What Megatron-like training saves: fused norms, rotary and activation, flash attention.
+    """Saved tensors of Megatron-like training: fused norms, rotary and activation, flash attention.
 
     Two residual tensors and two norms' outputs, q, k, v and attention's output, the outputs of the
     MLP's matrices and its last input; logits in float32 with their gradient in place. Korthikanti

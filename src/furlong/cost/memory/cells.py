@@ -46,7 +46,7 @@ class StageBytes:
     to the others; last stage only."""
 
     def graph(self, recompute_layers: int = 0) -> float:
-        """Of the stage's whole graph, its first layers checkpointed."""
+        """Bytes per token of the stage's whole graph, its first layers checkpointed."""
         kept = sum(self.graph_layers[recompute_layers:])
         return kept + recompute_layers * self.checkpointed + self.ends
 

@@ -52,7 +52,8 @@ NO_HEAP = Heap()
 
 
 def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> float:
-    """Of what comes and goes with the cells: activations, gradients of a matrix."""
+    """Bytes of the largest block that comes and goes with the cells: activations, gradients of a
+    matrix."""
     widest = max(shape.q_size, *(mlp.width for mlp in shape.mlps))
     tokens = [plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)]
     largest = max(tokens, default=0) * widest * training.compute_bytes

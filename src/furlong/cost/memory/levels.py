@@ -18,7 +18,7 @@ _KINDS = {"input": "inputs", "attention": "attention", "graph": "graphs"}
 
 
 class Levels:
-    """What one process has in use now; `held` has a name, a chunk and a stage."""
+    """Bytes that one process has in use now; `held` has a name, a chunk and a stage."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers

@@ -71,7 +71,7 @@ class PlanMemory:
         return self.walk(plan, rank)[0]
 
     def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
-        """What the rank moves between tiers; of a pool the process that moves most."""
+        """Bytes that the rank moves between tiers; of a pool the process that moves most."""
         return self.walk(plan, rank)[1]
 
     def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:

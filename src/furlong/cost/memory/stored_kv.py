@@ -25,7 +25,7 @@ _NUM_BUFFERS = 2
 
 @dataclass(slots=True)
 class StoreLevel:
-    """What a store holds, and what has gone over its link so far; all in bytes."""
+    """Bytes that a store holds, and those that have gone over its link so far."""
 
     kv: float = 0.0
     gradients: float = 0.0

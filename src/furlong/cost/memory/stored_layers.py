@@ -13,7 +13,7 @@ from furlong.plan.values import ChunkPlan, Slice
 
 
 def token_share(piece: Slice, process: int) -> float:
-    """Of a slice's tokens, those that a process of the pool holds."""
+    """Share of a slice's tokens that a process of the pool holds."""
     place = piece.place
     return 1 / place.size if place.first <= process < place.stop else 0.0
 
