@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import signal
 import time
@@ -17,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from helpers.ranks import server
 from tiny_runs import TinyRun, run_command
 
 NUM_STEPS = 12
@@ -135,10 +135,7 @@ def metrics(run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    # A process then starts in a fraction of a second.
-    context.set_forkserver_preload(["tiny_runs", "furlong.train.run", "transformers", "peft"])
-    return context
+    return server()
 
 
 def survive(

@@ -1,0 +1,54 @@
+"""The helper of the distributed tests: answers by rank, and every way in which a rank may fail."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import RankError, run_ranks
+
+
+def summed(rank: int, factor: int) -> tuple[int, float]:
+    x = torch.tensor([float(rank * factor)])
+    dist.all_reduce(x)
+    return rank, x.item()
+
+
+def one_raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("no such layer")
+    dist.barrier()
+
+
+def one_is_killed(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def one_hangs(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def test_answers_come_by_rank():
+    assert run_ranks(summed, 10, num_ranks=3) == [(0, 30.0), (1, 30.0), (2, 30.0)]
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback():
+    with pytest.raises(RankError, match="(?s)rank 1 raised.*no such layer"):
+        run_ranks(one_raises, num_ranks=3)
+
+
+def test_a_rank_that_is_killed_is_named():
+    started_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 died, exit code -9"):
+        run_ranks(one_is_killed, num_ranks=2)
+    assert time.monotonic() - started_s < 25
+
+
+def test_a_rank_that_hangs_is_named():
+    with pytest.raises(RankError, match=r"ranks \[1\] gave no answer within 5 s"):
+        run_ranks(one_hangs, num_ranks=2, limit_s=5)

@@ -1,0 +1,109 @@
+"""Runs a function on several gloo ranks, each a process of its own, with a limit of time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["furlong.train.run", "transformers", "peft", "torch.distributed.fsdp"]
+"""Imported once by the server of processes, which all tests of a session share: a process then
+starts in a fraction of a second."""
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not end in time."""
+
+
+def server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def run_ranks(
+    function: Callable[..., Any], *args: Any, num_ranks: int, limit_s: float = 60
+) -> list[Any]:
+    """The outcomes of `function(rank, *args)`, by rank, inside a gloo group of `num_ranks`.
+
+    `function` stands in a module, its arguments and its outcome can be pickled. The first rank that
+    raises ends all others; RankError carries its traceback.
+    """
+    context = server()
+    with tempfile.TemporaryDirectory() as folder:
+        ours: dict[Connection, int] = {}
+        children: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            call = pickle.dumps((function, args))
+            child = context.Process(
+                target=_of_rank, args=(sender, folder, rank, num_ranks, limit_s, call), daemon=True
+            )
+            child.start()
+            sender.close()
+            ours[receiver] = rank
+            children.append(child)
+        try:
+            return _answers(ours, children, limit_s)
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+
+
+def _answers(ours: dict[Connection, int], children: list[BaseProcess], limit_s: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + limit_s
+    while len(found) < len(children):
+        left = [receiver for receiver, rank in ours.items() if rank not in found]
+        ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(ours[receiver] for receiver in left)
+            raise RankError(f"ranks {late} gave no answer within {limit_s:g} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = ours[receiver]
+            try:
+                failed, answer = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                children[rank].join(5)
+                code = children[rank].exitcode
+                raise RankError(f"rank {rank} died, exit code {code}") from None
+            if failed:
+                raise RankError(f"rank {rank} raised\n{answer}")
+            found[rank] = answer
+    return [found[rank] for rank in sorted(found)]
+
+
+def _of_rank(
+    sender: Connection, folder: str, rank: int, num_ranks: int, limit_s: float, call: bytes
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=limit_s)
+        )
+        function, args = pickle.loads(call)
+        answer: tuple[bool, Any] = False, function(rank, *args)
+    except BaseException:
+        answer = True, traceback.format_exc()
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+    if not answer[0]:
+        dist.barrier()  # nobody closes its sockets while another still reads from them
+        dist.destroy_process_group()
