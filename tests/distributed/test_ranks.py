@@ -38,7 +38,7 @@ def test_answers_come_by_rank():
 
 
 def test_a_rank_that_raises_ends_all_with_its_traceback():
-    with pytest.raises(RankError, match="(?s)rank 1 raised.*no such layer"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*no such layer"):
         run_ranks(one_raises, num_ranks=3)
 
 
