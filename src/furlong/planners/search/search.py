@@ -61,12 +61,12 @@ def search(
     much the nearest one fails, what to change; NothingOfferedError where there is none to try.
     """
     state, below = _Search(problem, methods, tell or (lambda words: None)), None
+    state.plan_pools()  # first, for they are often the fastest: what cannot beat them is left out
     for least in _LEAST_TOKENS:
         state.run(least, below)
         if "size" in problem.given or not state.wants_smaller(least):
             break
         below = least
-    state.plan_pools()
     state.deal_by_time()
     state.find_next_best()
     return state.found()
