@@ -1,7 +1,7 @@
 """How fast plans are made, on two cores, without torch.
 
 Promises (median of --rounds):
-  Skrull       micro-batches and placements of 64 sequences on dp 4 x cp 8: 10 ms
+  Skrull       micro-batches and placements of 64 sequences on dp 4 x sp 8: 10 ms
   InfiniPipe   512 sequences of the github preset up to 192K, 4 stages, at a 2 % gap: 5 s
   search       1,024 sequences on 1,024 devices: 20 s
   simulate     100,000 actions: 2 s
@@ -109,7 +109,7 @@ def _search() -> None:
     model = CostModel(model_shape("Llama-3-8B"), hardware("H100"), Training(zero_stage=3))
     found = search(Problem(seq_lens=lens, model=model, num_devices=1024), SEARCHED)
     console.print(
-        f"search: {found.best.candidate}, {found.best.step_s:.3g} s per step; "
+        f"search: {found.best.dials}, {found.best.step_s:.3g} s per step; "
         f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"
     )
 

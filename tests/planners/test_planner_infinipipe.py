@@ -224,6 +224,17 @@ def test_slice_numbers_grow():
     assert list(slice_numbers(20)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20]
 
 
+def test_the_search_of_slices_ends_with_one_that_is_good_enough():
+    lens = (40_000, 9_000, 3_000)
+    best = plan_infinipipe(lens, MODEL, num_stages=2)
+    assert len(best.tried) > 1
+    slow_s = sorted(seconds for _, seconds in best.tried)[-2]
+    found = plan_infinipipe(lens, MODEL, num_stages=2, enough_s=slow_s, first_slices=3)
+    assert [number for number, _ in found.tried] == [3]
+    strict = plan_infinipipe(lens, MODEL, num_stages=2, enough_s=best.predicted_s)
+    assert strict.predicted_s == best.predicted_s
+
+
 def test_a_batch_of_the_paper():
     lens = sample_lengths("github", 512, 0, max_seq_len=192 * K, too_long="truncate")
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))

@@ -71,6 +71,8 @@ def plan_infinipipe(
     max_nodes: int = 10_000,
     max_tried: int = 64,
     beat_s: float = inf,
+    enough_s: float = 0.0,
+    first_slices: int | None = None,
 ) -> InfiniPipePlan:
     """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
 
@@ -79,7 +81,8 @@ def plan_infinipipe(
     parts of the method off. `mip_gap`: how much of the overhead may be too much (0: proven least);
     `max_nodes`: nodes of the tree of each integer program; `max_tried`: slice numbers that are
     worked out once one fits. Work is bounded by counts, never by a clock: equal questions have
-    equal answers. `beat_s`: a step that it has to beat.
+    equal answers. `beat_s`: a step that it has to beat; `enough_s`: one that ends the search;
+    `first_slices`: a slice number to try before all others.
 
     Raises DataError for unusable lengths, NotFasterError where no plan can beat `beat_s`, and
     DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
@@ -96,20 +99,26 @@ def plan_infinipipe(
         mip_gap=mip_gap,
         max_nodes=max_nodes,
     )
-    return _search(setting, balance, max_slices, max_tried, beat_s)
+    most = min(max_slices, max(seq_lens))
+    numbers = [*([] if first_slices is None else [min(first_slices, most)]), *slice_numbers(most)]
+    return _search(setting, balance, numbers, max_tried, beat_s, enough_s)
 
 
 def _search(
-    setting: Setting, balance: Balance, max_slices: int, max_tried: int, beat_s: float
+    setting: Setting,
+    balance: Balance,
+    numbers: Sequence[int],
+    max_tried: int,
+    beat_s: float,
+    enough_s: float,
 ) -> InfiniPipePlan:
-    """Tries rising slice numbers until some in a row bring nothing."""
-    longest = max(setting.seq_lens)
+    """Tries slice numbers until some in a row bring nothing, or one is good enough."""
     best: tuple[ElasticPlan, int] | None = None
     nearest: tuple[NoRoom, int] | None = None
     tried: list[tuple[int, float]] = []
     least_s, without_gain = inf, 0
-    for num_slices in slice_numbers(min(max_slices, longest)):
-        if without_gain >= _PATIENCE or len(tried) >= max_tried:
+    for num_slices in numbers:
+        if without_gain >= _PATIENCE or len(tried) >= max_tried or beat_s <= enough_s:
             break
         groups = _chunks(setting, balance, num_slices)
         found = plan_elastic(setting, groups, beat_s=beat_s)

@@ -48,9 +48,11 @@ def build(
     budget_bytes: int | None = None,
     *,
     beat_s: float = inf,
+    like: tuple[float, int] | None = None,
 ) -> ChunkPlan:
     """The checked plan of one replica, which may not fit. `model`: `replica_model` of the dials;
-    `budget_bytes`: for planners that search themselves; `beat_s`: for InfiniPipe among them.
+    `budget_bytes`: for planners that search themselves; for InfiniPipe among them `beat_s`, and
+    `like`: seconds that are enough, and slices of the longest sequence that may lead there.
 
     Raises UserError where there is no plan of these dials.
     """
@@ -68,12 +70,13 @@ def build(
                 stage_layers=dials.stage_layers, keep=dials.keep, tiers=tiers, sp_size=sp_size,
             )  # fmt: skip
         case "elastic":
+            enough_s, slices = like or (0.0, None)
             return plan_infinipipe(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
                 budget_bytes=budget_bytes, balance="time" if dials.cut == "time" else "tokens",
                 checkpointing=dials.checkpointing, max_nodes=MAX_NODES,
                 max_tried=MAX_SLICE_NUMBERS,
-                beat_s=beat_s,
+                beat_s=beat_s, enough_s=enough_s, first_slices=slices,
             ).plan  # fmt: skip
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)
