@@ -31,7 +31,6 @@ from typing import Literal, Protocol
 from furlong.errors import PlanError
 from furlong.plan.check import Memory
 from furlong.plan.grid import Grid
-from furlong.plan.text import format_action
 from furlong.plan.values import (
     Action,
     ChunkPlan,
@@ -263,12 +262,7 @@ class _Clock:
         return settled_s[occurrence]
 
     def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
-        actions = self._plan.actions
-        texts = [f"rank {rank} at '{format_action(actions[rank][at])}'" for rank, at in stuck]
         grid = Grid(self._plan)
-        rank, at = stuck[0]
-        return grid.refuse(
-            f"no rank waits for ever, with {self._p2p} messages",
-            "these wait for ever: " + ", ".join(texts),
-            grid.starts[rank] + at,
-        )
+        places = [(rank, grid.starts[rank] + index) for rank, index in stuck]
+        rule = f"no rank waits for ever, with {self._p2p} messages"
+        return grid.refuse(rule, grid.waiting_words(places), places[0][1])
