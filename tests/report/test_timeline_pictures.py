@@ -30,12 +30,8 @@ class Linked(UnitCosts):
         return 0.5
 
 
-class Counted:
-    def budget_bytes(self, rank):
-        return 1 << 40
-
-    def bytes_after(self, plan, rank):
-        return [(1 << 30) * (1 + index % 5) for index in range(len(plan.actions[rank]))]
+def bytes_in_use(plan):
+    return [[(1 << 30) * (1 + i % 5) for i in range(len(own))] for own in plan.actions]
 
 
 def pipeline(num_stages=2, **dials):
@@ -44,7 +40,9 @@ def pipeline(num_stages=2, **dials):
 
 
 def panel(plan, **fields):
-    timeline = simulate(plan, Linked(plan), memory=Counted(), host_memory=Counted())
+    timeline = simulate(
+        plan, Linked(plan), device_bytes=bytes_in_use(plan), host_bytes=bytes_in_use(plan)
+    )
     limits = (6 << 30,) * len(plan.actions)
     return Panel(timeline, plan, "a plan", limits, **fields)
 

@@ -22,7 +22,7 @@ from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
 from furlong.report.plan_report import report_plan
 from furlong.report.plan_text import format_report, line, runs_words
-from furlong.report.tables import format_figures
+from furlong.report.words import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Literal
 
 Keep = Literal["input", "kv", "attention", "all"]
-"""What of a cell survives its forward: the stage input; and its K,V; and every layer's attention
-output with its log-sum-exp; or its whole graph."""
+"""The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
+attention output with its log-sum-exp; or its whole graph."""
 
 Tier = Literal["device", "host", "disk"]
 Order = Literal["chunk-first", "layer-first"]
@@ -168,7 +168,7 @@ Action = Forward | Recompute | Backward | RebuildKV | Send | Recv | Unshard | Re
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """What every rank does with one global batch."""
+    """The actions of every rank on one global batch."""
 
     seq_lens: tuple[int, ...]
     """Tokens of each sequence; a slice's `seq_id` is an index into it."""
@@ -191,6 +191,11 @@ class ChunkPlan:
     """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
     collectives of all ranks that hold the stage: these go in step, through equally many passes in
     one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+
+    @cached_property
+    def sizes_of_places(self) -> tuple[int, ...]:
+        """Sizes of the places that hold slices, rising: only (1,) where no sequence is sharded."""
+        return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:

@@ -24,12 +24,11 @@ times follow from the plan. Left out: the links of different pairs of ranks shar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.check import Memory
 from furlong.plan.grid import Grid
 from furlong.plan.values import (
     Action,
@@ -50,7 +49,7 @@ _LINKED = (Send, Recv, Unshard, Reduce)
 
 
 class ActionCosts(Protocol):
-    """What the clock asks of a cost model."""
+    """The seconds that the clock asks of a cost model."""
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds of any action but Send and Recv. Unshard and Reduce take the link for so long,
@@ -61,7 +60,7 @@ class ActionCosts(Protocol):
 
 
 class CopyCosts(Protocol):
-    """What the clock asks of a cost model whose K,V leave the device."""
+    """The seconds of copies that the clock asks of a cost model."""
 
     def copy_s(self, action: Action, rank: int) -> float:
         """Seconds of copies between the tiers that run beside the action."""
@@ -89,21 +88,22 @@ def simulate(
     *,
     p2p: P2P = "buffered",
     copies: CopyCosts | None = None,
-    memory: Memory | None = None,
-    host_memory: Memory | None = None,
+    device_bytes: Sequence[Sequence[int]] | None = None,
+    host_bytes: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """The plan's timeline on a cost model; the plan has passed `plan.check`.
 
     A Recv is recorded from where its rank waits for a message that is on its way: waiting for one
-    that has not been sent yet is no communication, and stays empty. Without `memory` all bytes are
-    0. Raises PlanError, with an arrow at the guilty action, where ranks wait for each other.
+    that has not been sent yet is no communication, and stays empty. `device_bytes`, `host_bytes`:
+    [rank][action], the peak while the action runs; None: all are 0. Raises PlanError, with an arrow
+    at the guilty action, where ranks wait for each other.
     """
     times = time_actions(plan, costs, p2p=p2p, copies=copies)
     records: list[Record] = []
     for rank, actions in enumerate(plan.actions):
-        nothing = [0] * len(actions)
-        device = memory.bytes_after(plan, rank) if memory else nothing
-        host = host_memory.bytes_after(plan, rank) if host_memory else nothing
+        device, host = (
+            own[rank] if own else [0] * len(actions) for own in (device_bytes, host_bytes)
+        )
         starts, stops = times.start_s[rank], times.stop_s[rank]
         for index, action in enumerate(actions):
             lane: Lane = "link" if isinstance(action, _LINKED) else "compute"
@@ -123,7 +123,7 @@ def time_actions(
     p2p: P2P = "buffered",
     copies: CopyCosts | None = None,
 ) -> Times:
-    """What `simulate` does, without records: for those who want the makespan of many plans."""
+    """The times of `simulate` without records: for those who want the makespan of many plans."""
     return _Clock(plan, costs, p2p, copies).run()
 
 

@@ -67,7 +67,13 @@ class Dials:
     """On one device: the dials of a run, in the place of all these."""
 
     def __str__(self) -> str:
-        return f"{self.method}: " + ", ".join([str(self.layout), *self.words()])
+        return f"{self.method}: " + ", ".join([self.layout_words(), *self.words()])
+
+    def layout_words(self) -> str:
+        """The layout; one pool has no sizes of dp and sp."""
+        if self.cut in ("places", "disjoint places"):
+            return f"a pool of {self.layout.num_devices}"
+        return str(self.layout)
 
     def words(self) -> list[str]:
         """The dials, each as its name and value."""
