@@ -8,8 +8,7 @@ import pytest
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.report.pictures.legend import MOST_SEQUENCES, legend
-from furlong.report.pictures.looks import (
+from furlong.report.pictures.colours import (
     PACKED_COLOURS,
     PART_COLOURS,
     SEQUENCE_COLOURS,
@@ -17,6 +16,7 @@ from furlong.report.pictures.looks import (
     ink_on,
     tint,
 )
+from furlong.report.pictures.legend import MOST_SEQUENCES, legend
 from furlong.report.pictures.scene import Panel, make_scenes
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts

@@ -115,4 +115,3 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     if continues:
         return Pass("to last kv", writes_kv=True, remembers=min(remembers, height - 1))
     return NOTHING
-

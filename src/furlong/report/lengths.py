@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
-from furlong.report.pictures.looks import FAINT, INK, LIMIT, tint
+from furlong.report.pictures.colours import FAINT, INK, LIMIT, tint
 from furlong.units import format_count
 
 PICTURES = (".png", ".svg")

@@ -178,8 +178,9 @@ def _pool_words(report: PlanReport) -> str:
     """The idleness of the processes of pools, which the bubble does not show."""
     if report.plan.sp_size == 1:
         return ""
-    words = [f"{report.pool_idle_ratio:.1%} of the processes' time in passes is idle: the slowest"
-             " of a pool holds the others up"]  # fmt: skip
+    idle = report.pool_idle_ratio
+    why = ": the slowest of a pool holds the others up" if idle >= 5e-4 else ""
+    words = [f"{idle:.1%} of the processes' time in passes is idle{why}"]
     without = processes_without_tokens(report.plan)
     for rank, pairs in groupby(without, key=lambda pair: pair[0]):
         names = _named("process", [process for _, process in pairs], "processes")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from furlong.report.pictures.colours import hue
-from furlong.report.pictures.looks import (
+from furlong.report.pictures.colours import (
     DARKEST,
     GREY,
     KIND_WORDS,
@@ -15,6 +14,7 @@ from furlong.report.pictures.looks import (
     PACKED_COLOURS,
     PART_COLOURS,
     Kind,
+    hue,
     tint,
 )
 from furlong.report.pictures.scene import Scene

@@ -13,8 +13,8 @@ from typing import Any
 
 from furlong.plan.text import format_chunk
 from furlong.plan.values import ChunkPlan
+from furlong.report.pictures.colours import PART_COLOURS
 from furlong.report.pictures.legend import MEMORY_WORDS, legend
-from furlong.report.pictures.looks import PART_COLOURS
 from furlong.report.pictures.memory import Steps
 from furlong.report.pictures.scene import Bar, RankScene, Scene
 

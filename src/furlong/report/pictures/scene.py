@@ -13,8 +13,14 @@ from typing import Literal
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Reshard, Send, Unshard
-from furlong.report.pictures.colours import CELLS, ChunkLook, colour_chunks, cut_sequences
-from furlong.report.pictures.looks import KIND_WORDS, Kind
+from furlong.report.pictures.colours import (
+    CELLS,
+    KIND_WORDS,
+    ChunkLook,
+    Kind,
+    colour_chunks,
+    cut_sequences,
+)
 from furlong.report.pictures.memory import Steps, memory_steps
 from furlong.report.words import batch_words, count_words, lower_words, share_words, title_words
 from furlong.simulate.figures import measure

@@ -13,7 +13,7 @@ from typing import Any
 
 from furlong.plan.text import format_chunk
 from furlong.plan.values import Recv, Send
-from furlong.report.pictures.looks import KIND_WORDS
+from furlong.report.pictures.colours import KIND_WORDS
 from furlong.report.pictures.scene import Bar, RankScene, Scene
 
 _FIRST_PEER = 10
