@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from furlong.cli.main import main
-from furlong.cli.plan_flags import parse_flags
+from furlong.cli.plan import parse_flags
 from furlong.cli.plan_subject import subject_of
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 from furlong.plan.grid import Breaks, Grid, Rule
-from furlong.plan.passes import directions
+from furlong.plan.passes import Direction, directions
 from furlong.plan.text import format_action
 from furlong.plan.values import (
     Backward,
@@ -130,7 +130,9 @@ def _out_of_step(grid: Grid) -> Breaks:
     round computes with the weights of other layers, silently."""
     if not grid.plan.regathers:
         return
-    walks: dict[int, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    walks: dict[int, dict[int, list[tuple[int, Direction]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank, start in enumerate(grid.starts[:-1]):
         for at, direction in enumerate(directions(grid.plan, rank), start):
             if grid.kinds[at] in (Unshard, Reshard):

@@ -211,7 +211,8 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
     """
     if plan.sp_size == 1:
         return 0.0
-    costs = model.costs(plan, free=("gathers",))
+    gathers: Hidden = "gathers"
+    costs = model.costs(plan, free=(gathers,))
     table = chunk_table(plan.chunks, model.shape.windows, plan.sp_size, model.hardware.tile_tokens)
     uses: Counter[tuple[PassPart, int, int]] = Counter(
         (part, action.stage, action.chunk)

@@ -128,7 +128,7 @@ def make_scenes(panels: Sequence[Panel]) -> list[Scene]:
 
 
 def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
-    plan, figures = panel.plan, measure(panel.timeline)
+    plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for record in panel.timeline.records:
         by_rank[record.rank].append(record)
