@@ -118,8 +118,8 @@ def test_most_ranks_of_a_cluster_are_left_out_and_counted(tmp_path):
     path = tmp_path / "a.svg"
     save_timelines([Panel(simulate(plan, UnitCosts(plan)), plan)], path)
     words = words_of(path.read_text())
-    assert sum(word.startswith("rank ") for word in words) == 32
-    assert "shown: 32 of 40 ranks, of the 32 replicas of 40 that end last" in words
+    assert sum(word.startswith("rank ") for word in words) == 16
+    assert "shown: 16 of 40 ranks, of the 16 replicas of 40 that end last" in words
 
 
 def test_without_memory_the_picture_says_nothing_of_it(tmp_path):

@@ -30,11 +30,11 @@ class Batch:
 
     seq_lens: tuple[int, ...]
     source: str
-    """Where they come from, in words."""
+    """The origin of the sequences, in words."""
     longest_tokens: int
     """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
     lengths: Lengths | None = None
-    """The data's; None for a preset."""
+    """Lengths of all of the data; None for a preset."""
     seed: int = 0
     """Seed of the draw."""
 

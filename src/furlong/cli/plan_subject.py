@@ -88,12 +88,13 @@ class Subject:
         budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''} each"
         idle = f"; {self.num_idle} more idle" if self.num_idle else ""
         zero = "ZeRO-" + " or ".join(map(str, problem.zeros or (training.zero_stage,)))
-        return "\n".join([
-            line("batch", str(self.batch)),
-            line("model", f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}"),
-            line("devices", f"{problem.num_devices} x {name}, a budget of {budgets}{idle}"),
-            line("figures", self.figures.words),
-        ])  # fmt: skip
+        texts = {
+            "batch": str(self.batch),
+            "model": f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}",
+            "devices": f"{problem.num_devices} x {name}, a budget of {budgets}{idle}",
+            "figures": self.figures.words,
+        }
+        return "\n".join(line(name, text) for name, text in texts.items())
 
     def made_for(self, model: CostModel) -> dict[str, Any]:
         """Plain values that are saved with a plan, to predict it again on its `model`."""
@@ -147,18 +148,14 @@ def subject_of(flags: RunFlags) -> Subject:
         config, replace(spec, host_bytes=host_bytes), num_devices, own.zero,
         calibrate=not own.no_calibration,
     )  # fmt: skip
+    # ZeRO-2 only where it is asked for: gradients that are shards cannot wait for the end of a
+    # step, as the cost model lets them
+    zeros: tuple[ZeroStage, ...] = (1, 3) if num_devices > 1 and own.zero is None else ()
     problem = Problem(
-        seq_lens=batch.seq_lens,
-        model=figures.model,
-        num_devices=num_devices,
-        # ZeRO-2 only where it is asked for: gradients that are shards cannot wait for the end of a
-        # step, as the cost model lets them
-        zeros=(1, 3) if num_devices > 1 and own.zero is None else (),
-        budget_bytes=None if budget == "auto" else budget,
-        margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE),
-        tiers=tiers,
-        **sizes,
-    )
+        seq_lens=batch.seq_lens, model=figures.model, num_devices=num_devices, zeros=zeros,
+        budget_bytes=None if budget == "auto" else budget, tiers=tiers,
+        margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE), **sizes,
+    )  # fmt: skip
     given_sizes = {
         name: size
         for name, size in sizes.items()
@@ -200,11 +197,9 @@ def model_shape_of(name: str) -> ModelShape:
     path = Path(name).expanduser()
     if os.path.exists(path) or path.suffix == ".json":
         return ModelShape.from_file(path)
-    last = name.rpartition("/")[2].lower()
-    if last in {known.lower() for known in MODELS}:
+    last = name.rpartition("/")[2]
+    if "/" not in name or last.lower() in {known.lower() for known in MODELS}:
         return model_shape(last)
-    if "/" not in name:
-        return model_shape(name)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

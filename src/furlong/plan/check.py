@@ -32,6 +32,7 @@ from furlong.plan.check_chunks import check_chunks
 from furlong.plan.check_ranks import RANK_RULES
 from furlong.plan.grid import Breaks, Grid, Rule, refuse_chunk
 from furlong.plan.values import (
+    COMPUTING,
     Backward,
     ChunkPlan,
     Forward,
@@ -76,7 +77,7 @@ def _not_once(grid: Grid) -> Breaks:
         why = f"{frozen} of {grid.num_stages} stages are frozen: the last one has the loss"
         raise PlanError(f"broken rule: {_ONCE}\n{why}")
     firsts = {Forward: grid.forward, Backward: grid.backward}
-    for at, action, cell in grid.each(Forward, Recompute, RebuildKV, Backward):
+    for at, action, cell in grid.each(*COMPUTING):
         if firsts.get(type(action), {cell: at})[cell] != at:
             yield f"cell {grid.name(cell)} has one already", at
         if isinstance(action, Backward) and action.stage < frozen:
@@ -235,7 +236,7 @@ def _odd_graphs(grid: Grid) -> Breaks:
 def _after_the_end(grid: Grid) -> Breaks:
     """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
     ended: dict[tuple[int, int], int] = {}
-    for at, action, cell in grid.each(Forward, Recompute, RebuildKV, Backward):
+    for at, action, cell in grid.each(*COMPUTING):
         stage, chunk = divmod(cell, grid.num_chunks)
         done = grid.backward[cell]
         if 0 <= done < at:

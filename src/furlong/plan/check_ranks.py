@@ -10,10 +10,10 @@ from furlong.plan.grid import Breaks, Grid, Rule
 from furlong.plan.passes import Direction, directions
 from furlong.plan.text import format_action
 from furlong.plan.values import (
+    COMPUTING,
+    MESSAGES,
+    ON_PARAMETERS,
     Backward,
-    Forward,
-    RebuildKV,
-    Recompute,
     Recv,
     Reduce,
     Reshard,
@@ -25,12 +25,12 @@ _Key = tuple[object, object]
 
 
 def _unpaired_messages(grid: Grid) -> Breaks:
-    """I10, messages. Each carries what its sender has made to the rank that needs it, and both ends
-    of a pair of ranks list the same messages in the same order."""
+    """I10. Each message carries a result of its sender to the rank that needs it, and both ranks
+    list the messages between them in the same order."""
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     received: dict[tuple[int, int], list[int]] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
-    for at, action, cell in grid.each(Send, Recv):
+    for at, action, cell in grid.each(*MESSAGES):
         if isinstance(action, Send):
             yield from _not_made(grid, at, action)
             if (action.payload, cell) in seen:
@@ -89,10 +89,10 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:
-    """I10, collectives. The ranks of a stage issue the same ones in the same order."""
+    """I10. The ranks of a stage issue the same collectives in the same order."""
     members = _members(grid)
     lists: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for at, action, _ in grid.each(Unshard, Reshard, Reduce):
+    for at, action, _ in grid.each(*ON_PARAMETERS):
         lists[action.stage][grid.ranks[at]].append(at)
     for stage, by_rank in lists.items():
         first, *others = sorted(members[stage])
@@ -111,7 +111,7 @@ def _used_while_sharded(grid: Grid) -> Breaks:
     unsharded = {
         (action.stage, grid.ranks[at]): False for at, action, _ in grid.each(Unshard, Reshard)
     }
-    for at, action, _ in grid.each(Unshard, Reshard, Forward, Recompute, Backward, RebuildKV):
+    for at, action, _ in grid.each(Unshard, Reshard, *COMPUTING):
         key = action.stage, grid.ranks[at]
         if key not in unsharded:
             continue
@@ -125,7 +125,7 @@ def _used_while_sharded(grid: Grid) -> Breaks:
 
 
 def _out_of_step(grid: Grid) -> Breaks:
-    """I10, where each pass gathers the weights of its stage. The ranks of a stage go through it in
+    """I10. Where each pass gathers the weights of its stage, the ranks of a stage go through it in
     the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
     round computes with the weights of other layers, silently."""
     if not grid.plan.regathers:
@@ -204,7 +204,7 @@ def _members(grid: Grid) -> dict[int, set[int]]:
     """For each stage, the ranks that hold it; a message names the stage of another rank too."""
     members: dict[int, set[int]] = defaultdict(set)
     for action, rank in zip(grid.actions, grid.ranks, strict=True):
-        if not isinstance(action, (Send, Recv)):
+        if not isinstance(action, MESSAGES):
             members[action.stage].add(rank)
     return members
 

@@ -1,4 +1,4 @@
-"""A plan's actions found by cell, and how a broken plan is shown.
+"""A plan's actions found by cell, and the errors that show a broken plan.
 
 The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
 cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
@@ -10,25 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from furlong.errors import PlanError
 from furlong.plan.text import format_action, format_chunk
-from furlong.plan.values import (
-    Action,
-    Backward,
-    ChunkPlan,
-    Forward,
-    Keep,
-    Recv,
-    Reduce,
-    Reshard,
-    Send,
-    Unshard,
-)
+from furlong.plan.values import MESSAGES, ON_PARAMETERS, Action, Backward, ChunkPlan, Forward, Keep
 
 _NUM_AROUND = 4
 _ARROW = "    <-- here"
 
 
 class Grid:
-    """Where each cell's Forward and Backward are, for the checks of one plan."""
+    """The places of each cell's Forward and Backward, for the checks of one plan."""
 
     def __init__(self, plan: ChunkPlan) -> None:
         self.plan = plan
@@ -44,7 +33,7 @@ class Grid:
         """The cell of each action; of an action on parameters, the stage's first."""
         num_cells = self.num_chunks * self.num_stages
         self.forward = self._first(Forward, num_cells)
-        """Where each cell's first Forward is, or -1."""
+        """The place of each cell's first Forward, or -1."""
         self.backward = self._first(Backward, num_cells)
         self.keep: list[Keep | None] = [
             action.keep if at >= 0 and isinstance(action := self.actions[at], Forward) else None
@@ -62,11 +51,11 @@ class Grid:
         rule = "every action names a cell of the grid"
         if not 0 <= action.stage < self.num_stages:
             raise self.refuse(rule, f"the plan has {self.num_stages} stages", at)
-        if isinstance(action, (Unshard, Reshard, Reduce)):
+        if isinstance(action, ON_PARAMETERS):
             return action.stage * self.num_chunks
         if not 0 <= action.chunk < self.num_chunks:
             raise self.refuse(rule, f"the plan has {self.num_chunks} chunks", at)
-        if isinstance(action, (Send, Recv)):
+        if isinstance(action, MESSAGES):
             peers = range(len(self.plan.actions))
             if action.peer not in peers or action.peer == self.ranks[at]:
                 raise self.refuse(rule, f"{action.peer} is no other rank of the plan", at)

@@ -1,4 +1,4 @@
-"""How long the sequences of a data set are: what `furlong lengths` writes and `furlong plan` reads.
+"""The lengths of a data set's sequences: `furlong lengths` writes them, `furlong plan` reads them.
 
 {"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
 {"version": 1, "lengths": [812, 4096, 812, 812]}     the same, as it is easiest to write by hand
@@ -19,9 +19,9 @@ from furlong.errors import ConfigError
 
 VERSION = 1
 MAX_TOKENS = 2**31
-"""Tokens of the longest sequence that is planned for."""
+"""Most tokens of a sequence that is planned for."""
 MAX_SEQUENCES = 10**8
-"""Sequences of a file: a draw shuffles them all in memory."""
+"""Most sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
 

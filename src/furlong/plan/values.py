@@ -23,7 +23,7 @@ Payload = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where each kind of memory lives between the actions that use it."""
+    """The tier of each kind of memory between the actions that use it."""
 
     kv: Tier = "device"
     """K,V of cut sequences, and their gradients."""
@@ -101,7 +101,7 @@ class Forward:
     stage: int
     keep: Keep
     recompute_layers: int = 0
-    """That many first layers of the stage are checkpointed, each by its own input (the l of
+    """First layers of the stage that are checkpointed, each by its own input (the l of
     InfiniPipe)."""
 
 
@@ -117,9 +117,9 @@ class Backward:
     chunk: int
     stage: int
     loss_factor: float = 1.0
-    """Multiplies the chunk's own loss (SpaCO's a)."""
+    """Factor of the chunk's own loss (SpaCO's a)."""
     relay_factor: float = 1.0
-    """Multiplies the dK,dV that later chunks have sent (SpaCO's c)."""
+    """Factor of the dK,dV that later chunks have sent (SpaCO's c)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Recv:
     payload: Payload
     chunk: int
     stage: int
-    """The same stage as in the matching Send."""
+    """The stage of the matching Send."""
     peer: int
 
 
@@ -163,6 +163,9 @@ class Reduce:
     stage: int
 
 
+COMPUTING = (Forward, Recompute, Backward, RebuildKV)
+MESSAGES = (Send, Recv)
+ON_PARAMETERS = (Unshard, Reshard, Reduce)
 Action = Forward | Recompute | Backward | RebuildKV | Send | Recv | Unshard | Reshard | Reduce
 
 
@@ -244,8 +247,8 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences; dummy:
-        none."""
+        """The kind of a chunk. packed: whole sequences; split: a piece; hybrid: a tail piece and
+        whole sequences; dummy: none."""
         slices = self.chunks[chunk].slices
         if not slices:
             return "dummy"

@@ -14,15 +14,7 @@ from furlong.cost.model import Computing, CostModel, Hidden, PlanCosts
 from furlong.cost.seconds.chunks import chunk_table
 from furlong.cost.seconds.rates import Part as PassPart
 from furlong.plan.runnable import missing_to_run
-from furlong.plan.values import (
-    ON_DEVICE,
-    Backward,
-    ChunkPlan,
-    Forward,
-    Place,
-    RebuildKV,
-    Recompute,
-)
+from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Forward, Place
 from furlong.report.pictures.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
@@ -41,11 +33,11 @@ class Breakdown:
     all_to_all: float
     """Exchanges of sharded slices, as far as no attention hides them."""
     collectives: float
-    """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
+    """Weights gathered and gradients reduced, as far as no computation hides it (FSDP)."""
     copies: float
     """Copies between tiers, as far as no computation hides them."""
     idle_and_p2p: float
-    """Idle, or waiting for a message."""
+    """Idle time, and waiting for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,5 +243,5 @@ def _computing(plan: ChunkPlan) -> Iterator[tuple[Computing, int]]:
     """(action, rank) of everything that computes a cell."""
     for rank, actions in enumerate(plan.actions):
         for action in actions:
-            if isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
+            if isinstance(action, COMPUTING):
                 yield action, rank

@@ -1,4 +1,4 @@
-"""The clock: when every action of a plan would run, and the Timeline that this leaves.
+"""The clock: the times at which all actions of a plan would run, as a Timeline.
 
 Every rank goes through its list in order. Cells take the compute lane, one after the other. A
 message takes the link from its sender to its receiver, a channel of its own that keeps their order;

@@ -28,17 +28,17 @@ class RankSeconds:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """With the recomputation inside it of layers that were checkpointed one by one."""
+    """Backwards, with the recomputation inside them of layers that were checkpointed one by one."""
     recompute_s: float = 0.0
     """The second forward of cells, and what makes their K,V again."""
     copies_s: float = 0.0
-    """Idle while K,V are copied between tiers."""
+    """Idle time while K,V are copied between tiers."""
     messages_s: float = 0.0
-    """Idle while a message for this rank is on its way."""
+    """Idle time while a message for this rank is on its way."""
     collectives_s: float = 0.0
-    """Idle while parameters are gathered or gradients are reduced."""
+    """Idle time while parameters are gathered or gradients are reduced."""
     waiting_s: float = 0.0
-    """Idle for all other reasons: the bubble proper."""
+    """Idle time for all other reasons: the bubble proper."""
 
 
 _FIELDS: dict[type[Action], str] = {

@@ -61,7 +61,7 @@ def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
 
 
 def _spread(ranks: range, most: int) -> tuple[int, ...]:
-    """At most so many, the first and the last among them."""
+    """At most `most` of the ranks, the first and the last among them."""
     if len(ranks) <= most:
         return tuple(ranks)
     gap = (len(ranks) - 1) / max(most - 1, 1)

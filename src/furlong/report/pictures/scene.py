@@ -61,7 +61,7 @@ class Bar:
     track: Track
     kind: Kind
     chunk: int
-    """-1 for what belongs to no chunk."""
+    """The number of its chunk; -1 where it belongs to none."""
     label: str
     """The letter of the kind and the cell, where there is a letter."""
     record: Record

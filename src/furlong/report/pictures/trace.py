@@ -72,23 +72,13 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
         slices = format_chunk(chunk, scene.plan.sp_size)
         args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
-    duration = bar.seconds * _PER_UNIT
-    return {
-        "ph": "X",
-        "name": record.text,
-        "cat": KIND_WORDS[bar.kind],
-        "dur": duration,
-        "args": args,
-    }
+    what = {"ph": "X", "name": record.text, "cat": KIND_WORDS[bar.kind]}
+    return what | {"dur": bar.seconds * _PER_UNIT, "args": args}
 
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
     """One end of the arrow from a Send to its Recv; both lie in their slices."""
-    return {
-        "ph": "s" if isinstance(bar.record.action, Send) else "f",
-        "bp": "e",
-        # a whole number: Perfetto reads a text as hexadecimal digits
-        "id": 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient"),
-        "name": bar.kind,
-        "cat": "message",
-    }
+    end = "s" if isinstance(bar.record.action, Send) else "f"
+    # a whole number: Perfetto reads a text as hexadecimal digits
+    number = 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient")
+    return {"ph": end, "bp": "e", "id": number, "name": bar.kind, "cat": "message"}
