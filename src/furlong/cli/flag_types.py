@@ -35,3 +35,10 @@ def refusal(
 ) -> ConfigError:
     """The error of a command line, or of what it names."""
     return ConfigError(given=given, required=required, source=source, change=change)
+
+
+def check_num_devices(num_devices: int, source: str) -> None:
+    """Raises ConfigError for more devices than can be planned for."""
+    if num_devices > MAX_DEVICES:
+        given, most = f"{num_devices:,} devices", f"at most {MAX_DEVICES:,}"
+        raise refusal(given, most, "use fewer devices", source)

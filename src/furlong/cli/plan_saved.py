@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from furlong.cli.flag_types import refusal
+from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_subject import check_num_devices, figures_of, run_of, spec_of
+from furlong.cli.plan_subject import figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check

@@ -10,7 +10,7 @@ from math import floor, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import MAX_DEVICES, refusal
+from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_batch import Batch, batch_of
 from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
 from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
@@ -233,13 +233,6 @@ def figures_of(
     training = replace(training_of(config.model), zero_stage=stage)
     model = CostModel(model_shape_of(config.model.name), spec, training)
     return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
-
-
-def check_num_devices(num_devices: int, source: str) -> None:
-    """Raises ConfigError for more devices than can be planned for."""
-    if num_devices > MAX_DEVICES:
-        given, most = f"{num_devices:,} devices", f"at most {MAX_DEVICES:,}"
-        raise refusal(given, most, "use fewer devices", source)
 
 
 def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -> dict[str, Any]:
