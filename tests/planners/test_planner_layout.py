@@ -11,7 +11,7 @@ from furlong.errors import ConfigError
 from furlong.plan.values import Place
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys, round_numbers
 from furlong.planners.options import ChunkOptions
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads
@@ -33,7 +33,8 @@ def test_devices_may_be_left_idle():
     used = {layout.num_devices for layout in layouts(24, SHAPE, idle=True)}
     assert used == {24, 12, 6, 3, 1, 16, 8, 4, 2}
     assert layouts(8, SHAPE, idle=True, sp=8) == [Layout(1, 8, 1)]
-    # an odd number has every layout of the number before it
+    # an odd number has every layout of the number before it, and its pools
+    assert round_numbers(13) == [13, 12, 8]
     assert set(layouts(13, SHAPE, idle=True)) > set(layouts(12, SHAPE, idle=True))
 
 
