@@ -97,6 +97,9 @@ class PlanReport:
     def panel(self, title: str, note: str = "") -> Panel:
         """The plan as one panel of a picture."""
         limits = (self.budget_bytes,) * len(self.memory)
+        if self.plan.sp_size > 1:
+            idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
+            note = "; ".join(filter(None, (note, idle)))
         return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
 
     def to_json(self) -> dict[str, Any]:
