@@ -28,11 +28,7 @@ _OF_A_PLAN = (
     "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
-_ENDINGS = {
-    "--picture": (".png", ".svg", ".html"),
-    "--trace": (".json",),
-    "--out": (".json",),
-}
+_ENDINGS = {"--picture": (".png", ".svg", ".html"), "--trace": (".json",), "--out": (".json",)}
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -30,14 +30,7 @@ from typing import Literal, Protocol
 
 from furlong.errors import PlanError
 from furlong.plan.grid import Grid
-from furlong.plan.values import (
-    Action,
-    ChunkPlan,
-    Recv,
-    Reduce,
-    Send,
-    Unshard,
-)
+from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Send, Unshard
 from furlong.simulate.collectives import Collective, Collectives
 from furlong.timeline import Lane, Record, Timeline
 
@@ -117,11 +110,7 @@ def simulate(
 
 
 def time_actions(
-    plan: ChunkPlan,
-    costs: ActionCosts,
-    *,
-    p2p: P2P = "buffered",
-    copies: CopyCosts | None = None,
+    plan: ChunkPlan, costs: ActionCosts, *, p2p: P2P = "buffered", copies: CopyCosts | None = None
 ) -> Times:
     """The times of `simulate` without records: for those who want the makespan of many plans."""
     return _Clock(plan, costs, p2p, copies).run()
