@@ -137,7 +137,9 @@ def test_the_legend_of_many_sequences_stays_short(lens):
     _, chunks, _ = legend([scene])
     assert len(chunks) <= MOST_SEQUENCES + 2
     texts = " ".join(entry.text for entry in chunks)
-    packed = [chunk for chunk in range(len(scene.chunks)) if scene.plan.kind(chunk) == "packed"]
+    packed = [
+        chunk for chunk in range(len(scene.chunks)) if scene.panel.plan.kind(chunk) == "packed"
+    ]
     assert ("whole sequences" in texts) == bool(packed)
     num_cut = sum(seq_len > 4 for seq_len in lens)
     assert (f"{num_cut - MOST_SEQUENCES} shorter ones" in texts) == (num_cut > 0)

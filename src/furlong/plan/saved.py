@@ -56,13 +56,14 @@ def load_plan(text: str) -> ChunkPlan:
     for name in _SWITCHES:
         if not isinstance(saved[name], bool):
             raise unreadable(f"{name} = {saved[name]!r}", "true or false")
-    numbers = {name: _whole_numbers([saved[name]], name)[0] for name in _NUMBERS}
+    plain: dict[str, Any] = {name: saved[name] for name in _SWITCHES}
+    plain |= {name: _whole_numbers([saved[name]], name)[0] for name in _NUMBERS}
     if not isinstance(saved["actions"], list):
         raise unreadable("actions that are no list", "one list of actions per rank")
     return ChunkPlan(
         seq_lens=_whole_numbers(saved["seq_lens"], "seq_lens"),
         chunks=tuple(
-            parse_chunk(chunk, sp_size=numbers["sp_size"], source=f"chunk {index} of a saved plan")
+            parse_chunk(chunk, sp_size=plain["sp_size"], source=f"chunk {index} of a saved plan")
             for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
         ),
         stages=_whole_numbers(saved["stages"], "stages"),
@@ -74,8 +75,7 @@ def load_plan(text: str) -> ChunkPlan:
             for rank, actions in enumerate(saved["actions"])
         ),
         tiers=_tiers(saved["tiers"]),
-        **numbers,
-        **{name: saved[name] for name in _SWITCHES},
+        **plain,
     )
 
 

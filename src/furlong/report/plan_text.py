@@ -203,7 +203,7 @@ def _memory_words(report: PlanReport) -> str:
 
 def _memory_table(report: PlanReport) -> list[str]:
     """A row per rank: the parts at its peak, their sum, the peaks of host and disk."""
-    shown = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+    shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
     parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
     lower = {
         name: values
@@ -213,13 +213,13 @@ def _memory_table(report: PlanReport) -> list[str]:
     names = [PART_WORDS.get(part, part) for part in parts]
     rows = [["rank", "stages", *names, "device", *lower]]
     stages = held_stages(report.plan)
-    for rank in shown.ranks:
+    for rank in shown:
         own, held = report.memory[rank], stages[rank]
         values = [*(own.parts[part] for part in parts), own.device_bytes]
         values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
         rows.append([str(rank), span, *map(format_bytes, values)])
-    return [*align(rows), *([f"({shown.note})"] if shown.note else [])]
+    return [*align(rows), *([f"({note})"] if note else [])]
 
 
 def _named(noun: str, numbers: list[int], plural: str = "") -> str:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.values import COMPUTING, ChunkPlan
 from furlong.timeline import Timeline
 
-CELLS = (Forward, Recompute, RebuildKV, Backward)
 Kind = Literal[
     "forward", "recompute", "rebuild", "backward", "activation", "gradient", "collective", "copy"
 ]
@@ -140,7 +139,7 @@ def _runs(timeline: Timeline) -> list[list[int]]:
     runs: dict[tuple[int, type], list[int]] = defaultdict(list)
     for record in sorted(timeline.records, key=lambda record: record.start_s):
         action = record.action
-        if record.lane == "compute" and isinstance(action, CELLS):
+        if record.lane == "compute" and isinstance(action, COMPUTING):
             runs[record.rank, type(action)].append(action.chunk)
     return list(runs.values())
 

@@ -46,7 +46,8 @@ class Entry:
 
 def legend(scenes: Sequence[Scene]) -> list[list[Entry]]:
     """The actions, the chunks and the memory of the scenes of one picture."""
-    kinds = {kind for scene in scenes for kind in scene.kinds}
+    bars = (bar for scene in scenes for rank in scene.ranks for bar in rank.bars)
+    kinds = {bar.kind for bar in bars if bar.seconds > 0}
     actions = [Entry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds]
     return [[*actions, Entry("idle", (LANE,))], _chunk_entries(scenes), _memory_entries(scenes)]
 

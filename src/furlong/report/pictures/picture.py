@@ -121,7 +121,7 @@ def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
                 most = 1.04 * sizes.most_bytes[tier]
                 yield height, partial(_draw_memory, scene, rank, tier, most, height >= 0.7)
         yield _GAP, None
-    yield _SPACE, partial(_draw_time_axis, scene.time_unit)
+    yield _SPACE, partial(_draw_time_axis, scene.panel.time_unit)
     yield _AXIS, None
 
 

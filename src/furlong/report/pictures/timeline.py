@@ -38,10 +38,12 @@ def save_timelines(panels: Sequence[Panel], path: str | Path, *, most_ranks: int
         )
     shown, notes = [], []
     for panel in panels:
-        some = choose_ranks(panel.plan, panel.timeline, most_ranks)
-        notes.append("" if panel.ranks else some.note)
-        note = "; ".join(filter(None, (panel.note, notes[-1])))
-        shown.append(replace(panel, ranks=panel.ranks or some.ranks, note=note))
+        ranks, words = panel.ranks, ""
+        if ranks is None:
+            ranks, words = choose_ranks(panel.plan, panel.timeline, most_ranks)
+        notes.append(words)
+        note = "; ".join(filter(None, (panel.note, words)))
+        shown.append(replace(panel, ranks=ranks, note=note))
     if suffix == ".html":
         from furlong.report.pictures.page import save_page
 

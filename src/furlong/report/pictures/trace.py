@@ -24,7 +24,7 @@ _PER_UNIT = 1e6
 def save_trace(scene: Scene, path: Path) -> None:
     """Write one timeline; a unit of time that is no second is shown as one."""
     events = [event for rank in scene.ranks for event in _events(scene, rank)]
-    other = {"title": scene.title, "lines": scene.lines, "time_unit": scene.time_unit}
+    other = {"title": scene.title, "lines": scene.lines, "time_unit": scene.panel.time_unit}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
@@ -40,7 +40,7 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
         at = rank | {"tid": thread, "ts": bar.record.start_s * _PER_UNIT}
         yield _slice(scene, bar) | at
         if bar.kind in ("activation", "gradient"):
-            yield _arrow(bar, len(scene.plan.chunks)) | at
+            yield _arrow(bar, len(scene.panel.plan.chunks)) | at
     for thread, name in threads.items():
         yield _about("thread_name", name=name) | rank | {"tid": thread}
         yield _about("thread_sort_index", sort_index=thread) | rank | {"tid": thread}
@@ -68,8 +68,8 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
     record = bar.record
     args: dict[str, Any] = {"stage": record.action.stage}
     if bar.chunk >= 0:
-        chunk = scene.plan.chunks[bar.chunk]
-        slices = format_chunk(chunk, scene.plan.sp_size)
+        chunk = scene.panel.plan.chunks[bar.chunk]
+        slices = format_chunk(chunk, scene.panel.plan.sp_size)
         args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
     what = {"ph": "X", "name": record.text, "cat": KIND_WORDS[bar.kind]}
