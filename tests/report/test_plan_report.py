@@ -207,10 +207,13 @@ def test_dummies_are_neither_chunks_of_the_batch_nor_kept_cells():
     )
     plan = ChunkPlan((900, 300, 300), chunks, (24,), walks, regathers=True)
     page = format_report(report_plan(plan, model(zero_stage=3)))
-    assert "3 chunks (3 packed) of 300 to 900 tokens, mean 500, and 1 without" in page
+    assert (
+        "3 chunks (3 packed) of 300 to 900 tokens, mean 500; besides 1 dummy chunk, to go in step"
+        in page
+    )
     assert "the graph of 3 cells" in page and "0 of 3 chunks run again" in page
     (scene,) = make_scenes([report_plan(plan, model(zero_stage=3)).panel("a")])
-    assert "3 chunks and 1 to fill up" in scene.lines[0]
+    assert "3 chunks and 1 dummy chunk" in scene.lines[0]
 
 
 def test_padding_is_no_throughput():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 from furlong.plan.grid import Breaks, Grid, Rule
-from furlong.plan.passes import Direction, directions
+from furlong.plan.passes import directions
 from furlong.plan.text import format_action
 from furlong.plan.values import (
     COMPUTING,
@@ -22,13 +22,15 @@ from furlong.plan.values import (
 )
 
 _Key = tuple[object, object]
+_Entries = list[tuple[int, object]]
+"""Places in a rank's list, and what another rank has to have there too."""
 
 
 def _unpaired_messages(grid: Grid) -> Breaks:
     """I10. Each message carries a result of its sender to the rank that needs it, and both ranks
     list the messages between them in the same order."""
-    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-    received: dict[tuple[int, int], list[int]] = defaultdict(list)
+    sent: dict[tuple[int, int], _Entries] = defaultdict(list)
+    received: dict[tuple[int, int], _Entries] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
     for at, action, cell in grid.each(*MESSAGES):
         if isinstance(action, Send):
@@ -36,20 +38,16 @@ def _unpaired_messages(grid: Grid) -> Breaks:
             if (action.payload, cell) in seen:
                 yield "it has been sent already", at
             seen.add((action.payload, cell))
-            sent[grid.ranks[at], action.peer].append(at)
+            sent[grid.ranks[at], action.peer].append((at, (action.payload, cell)))
         elif isinstance(action, Recv):
-            received[action.peer, grid.ranks[at]].append(at)
+            received[action.peer, grid.ranks[at]].append((at, (action.payload, cell)))
     for sender, receiver in sorted(sent.keys() | received.keys()):
         ours, theirs = sent[sender, receiver], received[sender, receiver]
-        for out, into in zip(ours, theirs, strict=False):
-            first, second = grid.actions[out], grid.actions[into]
-            assert isinstance(first, Send) and isinstance(second, Recv)
-            if (first.payload, grid.cells[out]) != (second.payload, grid.cells[into]):
-                yield f"here rank {sender} has '{format_action(first)}'", into
+        yield from _differences(grid, sender, ours, theirs)
         if len(ours) > len(theirs):
-            yield f"rank {receiver} does not receive it", ours[len(theirs)]
+            yield f"rank {receiver} does not receive it", ours[len(theirs)][0]
         if len(ours) < len(theirs):
-            yield f"rank {sender} does not send it", theirs[len(ours)]
+            yield f"rank {sender} does not send it", theirs[len(ours)][0]
 
 
 def _not_made(grid: Grid, at: int, action: Send) -> Breaks:
@@ -90,20 +88,14 @@ def _odd_reduces(grid: Grid) -> Breaks:
 
 def _unequal_collectives(grid: Grid) -> Breaks:
     """I10. The ranks of a stage issue the same collectives in the same order."""
-    members = _members(grid)
-    lists: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
     for at, action, _ in grid.each(*ON_PARAMETERS):
-        lists[action.stage][grid.ranks[at]].append(at)
-    for stage, by_rank in lists.items():
-        first, *others = sorted(members[stage])
-        for rank in others:
-            ours, theirs = by_rank[first], by_rank[rank]
-            for one, other in zip(ours, theirs, strict=False):
-                if grid.kinds[one] is not grid.kinds[other]:
-                    yield f"here rank {first} has '{format_action(grid.actions[one])}'", other
-            if len(ours) != len(theirs):
-                extra = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
-                yield "the other ranks of the stage issue fewer", extra
+        lists[action.stage][grid.ranks[at]].append((at, type(action)))
+    for first, ours, _, theirs in _pairs(grid, lists):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            extra, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+            yield "the other ranks of the stage issue fewer", extra
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
@@ -130,27 +122,37 @@ def _out_of_step(grid: Grid) -> Breaks:
     round computes with the weights of other layers, silently."""
     if not grid.plan.regathers:
         return
-    walks: dict[int, dict[int, list[tuple[int, Direction]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    walks: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
     for rank, start in enumerate(grid.starts[:-1]):
         for at, direction in enumerate(directions(grid.plan, rank), start):
             if grid.kinds[at] in (Unshard, Reshard):
                 yield "no stage of this plan is unsharded for longer", at
             if direction is not None:
                 walks[grid.actions[at].stage][rank].append((at, direction))
+    for first, ours, rank, theirs in _pairs(grid, walks):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            shorter, longer = (first, theirs) if len(ours) < len(theirs) else (rank, ours)
+            why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
+            yield why, longer[min(len(ours), len(theirs))][0]
+
+
+def _pairs(
+    grid: Grid, lists: dict[int, dict[int, _Entries]]
+) -> Iterator[tuple[int, _Entries, int, _Entries]]:
+    """The first rank of each stage with its list, and each other one with its own."""
     members = _members(grid)
-    for stage, by_rank in walks.items():
+    for stage, by_rank in lists.items():
         first, *others = sorted(members[stage])
         for rank in others:
-            ours, theirs = by_rank[first], by_rank[rank]
-            for (one, direction), (other, opposite) in zip(ours, theirs, strict=False):
-                if direction != opposite:
-                    yield f"here rank {first} has '{format_action(grid.actions[one])}'", other
-            if len(ours) != len(theirs):
-                shorter, longer = (first, rank) if len(ours) < len(theirs) else (rank, first)
-                why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
-                yield why, by_rank[longer][len(by_rank[shorter])][0]
+            yield first, by_rank[first], rank, by_rank[rank]
+
+
+def _differences(grid: Grid, rank: int, ours: _Entries, theirs: _Entries) -> Breaks:
+    """The places where a list differs from that of `rank`, as far as both go."""
+    for (one, value), (other, different) in zip(ours, theirs, strict=False):
+        if value != different:
+            yield f"here rank {rank} has '{format_action(grid.actions[one])}'", other
 
 
 def _stalls(grid: Grid) -> Breaks:

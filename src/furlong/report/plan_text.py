@@ -96,7 +96,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
     if min(sizes) < max(sizes):
         mean = sum(sizes) / len(sizes)
         span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
-    more = f", and {dummies} without, which fill up the ranks with fewer passes" if dummies else ""
+    more = f"; besides {count_words(dummies, 'dummy chunk')}, to go in step" if dummies else ""
     return f"{count_words(len(sizes), 'chunk')} ({named}) of {span}{more}"
 
 

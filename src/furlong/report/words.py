@@ -73,7 +73,7 @@ def batch_words(plan: ChunkPlan) -> str:
         count_words(len(plan.seq_lens), "sequence"),
         f"{format_count(sum(plan.seq_lens))} tokens",
         count_words(len(plan.chunks) - dummies, "chunk")
-        + (f" and {dummies} to fill up" if dummies else ""),
+        + (f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""),
         count_words(len(plan.stages), "stage"),
         count_words(len(plan.actions), "rank"),
     )
