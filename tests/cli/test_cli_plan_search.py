@@ -287,8 +287,9 @@ def test_a_combination_that_no_method_offers_is_told(lengths, capsys):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--runnable"], ["on 1 device, the one of --runnable", "leave --runnable out"]),
-        ([], ["on 1 device\n", "give several --devices"]),
+        (["--runnable", "--devices=2"], ["the one of --runnable", "leave --runnable out, or"]),
+        (["--runnable"], ["on 1 device", "leave --runnable out and give several --devices, or"]),
+        ([], ["on 1 device\n", "give several --devices, or name another --method"]),
     ],
 )
 def test_a_refusal_names_no_size_that_was_not_given(lengths, flags, parts, capsys):

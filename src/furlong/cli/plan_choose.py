@@ -13,7 +13,6 @@ from furlong.cli.plan_search import (
     found_of,
     methods_named,
     search_with,
-    with_run_budget,
 )
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
@@ -39,7 +38,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
     chosen = flags.own
     methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
-    subject = with_run_budget(subject_of(flags))
+    subject = subject_of(flags)
     problem, sampling = subject.problem, subject.dials.get("sample")
     decision = decision_of(subject, chosen.method)
     if decision is not None and decision.searched is not None:

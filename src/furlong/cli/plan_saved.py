@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_subject import figures_of, run_of, spec_of
+from furlong.cli.plan_model import figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check

@@ -8,7 +8,6 @@ from typing import Any
 
 from furlong.cli.flag_types import refusal
 from furlong.cli.plan_subject import Subject
-from furlong.cost.devices.hardware import THIS_CPU, free_ram_budget_bytes
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
@@ -92,8 +91,9 @@ def _nothing_offered(
     change = "give fewer sizes and dials, or other methods"
     if in_the_way:
         change = f"leave out {' or '.join(in_the_way)}"
-    elif problem.num_devices == 1:
-        change = "leave --runnable out" if subject.is_runnable else "give several --devices"
+    elif not _offers(replace(problem, dp=None, sp=None, pp=None, given={}), methods):
+        several = [] if subject.num_idle else ["give several --devices"]
+        change = " and ".join(["leave --runnable out"] * subject.is_runnable + several)
         change += f", or name another --method: {names} has no plans of one device"
     only = ", the one of --runnable" if subject.is_runnable else ""
     return refusal(
@@ -142,8 +142,7 @@ def decision_of(subject: Subject, method: str | None) -> Decision | None:
         return None
     model, words = problem.model, "memory.device"
     if subject.config.memory.device == "auto":
-        of_run = subject.is_run and _on_this_cpu(subject)
-        words = FREE_RAM if of_run else f"of a {model.hardware.name}"
+        words = FREE_RAM if subject.runs_here else f"of a {model.hardware.name}"
     budget = problem.budget_bytes
     return decide(
         batch.lengths or count_lengths(problem.seq_lens),
@@ -159,15 +158,6 @@ def decision_of(subject: Subject, method: str | None) -> Decision | None:
         alone=subject.is_run,
         dials=subject.dials,
     )
-
-
-def with_run_budget(subject: Subject) -> Subject:
-    """A run on this machine's CPU may use what `furlong train` would take of the free RAM."""
-    problem = subject.problem
-    of_run = subject.is_run and problem.num_devices == 1
-    if not of_run or problem.budget_bytes is not None or not _on_this_cpu(subject):
-        return subject
-    return replace(subject, problem=replace(problem, budget_bytes=free_ram_budget_bytes()))
 
 
 def found_of(searched: Searched, subject: Subject) -> Found:
@@ -197,7 +187,3 @@ def found_of(searched: Searched, subject: Subject) -> Found:
 
 def _dials(options: ChunkOptions) -> Dials:
     return Dials(method=OURS, options=options)
-
-
-def _on_this_cpu(subject: Subject) -> bool:
-    return subject.problem.model.hardware.name == THIS_CPU

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor, prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_batch import Batch, batch_of
-from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cli.plan_model import figures_of, missing, run_of, spec_of
+from furlong.cost.calibration.file import Calibrated
+from furlong.cost.devices.hardware import (
+    THIS_CPU,
+    free_ram_budget_bytes,
+)
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import MODELS, model_shape
-from furlong.cost.shapes.shape import ModelShape
-from furlong.errors import UserError
 from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.values import Tier
-from furlong.planners.auto.decide import given_dials, training_of
+from furlong.planners.auto.decide import given_dials
 from furlong.planners.auto.search import MARGIN as MARGIN_OF_ONE
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
@@ -53,6 +52,8 @@ class Subject:
     config: PlannedRun
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
+    runs_here: bool
+    """Whether it would train on this machine's CPU."""
     figures: Calibrated
     """The problem's model, and where its seconds and bytes come from."""
     host_bytes: int
@@ -130,7 +131,7 @@ def subject_of(flags: RunFlags) -> Subject:
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
     if own.hardware is None and not is_run:
-        raise _missing("--hardware")
+        raise missing("--hardware")
     batch = batch_of(flags, config)
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware)
     sizes, num_devices = _layout(flags, config)
@@ -144,6 +145,10 @@ def subject_of(flags: RunFlags) -> Subject:
     tiers: tuple[Tier, ...] = ("device", "host") if host_bytes else ("device",)
     if tier is not None:
         tiers = (ChunkOptions(tier=tier).tiers.kv,)
+    budget_bytes = None if budget == "auto" else budget
+    runs_here = is_run and num_devices == 1 and spec.name == THIS_CPU
+    if budget_bytes is None and runs_here:
+        budget_bytes = free_ram_budget_bytes()  # as furlong train takes it
     figures = figures_of(
         config, replace(spec, host_bytes=host_bytes), num_devices, own.zero,
         calibrate=not own.no_calibration,
@@ -153,7 +158,7 @@ def subject_of(flags: RunFlags) -> Subject:
     zeros: tuple[ZeroStage, ...] = (1, 3) if num_devices > 1 and own.zero is None else ()
     problem = Problem(
         seq_lens=batch.seq_lens, model=figures.model, num_devices=num_devices, zeros=zeros,
-        budget_bytes=None if budget == "auto" else budget, tiers=tiers,
+        budget_bytes=budget_bytes, tiers=tiers,
         margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE), **sizes,
     )  # fmt: skip
     given_sizes = {
@@ -163,76 +168,10 @@ def subject_of(flags: RunFlags) -> Subject:
     }
     return Subject(
         problem=problem, dials=dials, given_sizes=given_sizes, batch=batch, config=config,
-        is_run=is_run, figures=figures, host_bytes=host_bytes, disk_bytes=disk_bytes,
-        is_runnable=own.runnable, num_idle=(own.devices or 1) - 1 if own.runnable else 0,
+        is_run=is_run, runs_here=runs_here, figures=figures, host_bytes=host_bytes,
+        disk_bytes=disk_bytes, is_runnable=own.runnable,
+        num_idle=(own.devices or 1) - 1 if own.runnable else 0,
     )  # fmt: skip
-
-
-def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> PlannedRun:
-    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
-    that were saved with a plan. Raises ConfigError."""
-    from furlong.config.run_file import read_run_file
-    from furlong.config.schema import PlannedRun
-    from furlong.config.sources import merge
-
-    file = flags.own.subject
-    if made_for is None and file is not None:
-        return merge(PlannedRun, flags, read_run_file(file), file)
-    values: dict[str, Any] = dict(made_for or {})
-    if "--data.train" not in flags.names:
-        # The schema asks for data; a plan needs no more of it than its lengths.
-        if file is None and flags.own.lengths is None:
-            raise _missing("--lengths")
-        values["data"] = {"train": file or flags.own.lengths}
-    if "model" not in values and not any(name.startswith("--model") for name in flags.names):
-        raise _missing("--model.name")
-    return merge(PlannedRun, flags, values, file or "no run file")
-
-
-def model_shape_of(name: str) -> ModelShape:
-    """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
-
-    Raises ConfigError.
-    """
-    path = Path(name).expanduser()
-    if os.path.exists(path) or path.suffix == ".json":
-        return ModelShape.from_file(path)
-    last = name.rpartition("/")[2]
-    if "/" not in name or last.lower() in {known.lower() for known in MODELS}:
-        return model_shape(last)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return ModelShape.from_file(hf_hub_download(name, "config.json"))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise refusal(
-            f"{name}: {str(error).splitlines()[0]}",
-            f"a config.json, a model on the hub, or one of {', '.join(sorted(MODELS))}",
-            "check the name or the network, or give the path of a config.json",
-            "the model's name",
-        ) from error
-
-
-def spec_of(name: str) -> HardwareSpec:
-    """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
-    decide alike."""
-    return this_cpu(measured=False) if name == THIS_CPU else hardware(name)
-
-
-def figures_of(
-    config: PlannedRun,
-    spec: HardwareSpec,
-    num_devices: int,
-    zero: ZeroStage | None,
-    *,
-    calibrate: bool,
-) -> Calibrated:
-    """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
-    stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
-    training = replace(training_of(config.model), zero_stage=stage)
-    model = CostModel(model_shape_of(config.model.name), spec, training)
-    return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
 
 
 def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -> dict[str, Any]:
@@ -286,8 +225,3 @@ def _layout(flags: RunFlags, config: PlannedRun) -> tuple[dict[str, Any], int]:
         return dict.fromkeys(_SIZES, 1), 1
     check_num_devices(needed, "the product of dp, sp and pp")
     return sizes, own.devices or needed
-
-
-def _missing(flag: str) -> UserError:
-    required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"
-    return refusal(f"no {flag}", required, f"add {flag}, or see furlong plan --help")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
 from furlong.cost.model import Computing, CostModel, Hidden, PlanCosts
-from furlong.cost.seconds.chunks import chunk_table
+from furlong.cost.seconds.chunks import Array, chunk_table
 from furlong.cost.seconds.rates import Part as PassPart
 from furlong.plan.runnable import missing_to_run
 from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Forward, Place
@@ -209,19 +211,15 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
     gathers: Hidden = "gathers"
     costs = model.costs(plan, free=(gathers,))
     table = chunk_table(plan.chunks, model.shape.windows, plan.sp_size, model.hardware.tile_tokens)
-    uses: Counter[tuple[PassPart, int, int]] = Counter(
-        (part, action.stage, action.chunk)
-        for action, _ in _computing(plan)
-        for part in costs.parts(action)
-    )
-    seconds = {
-        key: costs.process_seconds(*key, table) for key in {(part, s) for part, s, _ in uses}
-    }
+    times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
+    for action, _ in _computing(plan):
+        for part in costs.parts(action):
+            times[part, action.stage][action.chunk] += 1
     busy_s = pool_s = 0.0
-    for (part, stage, chunk), times in uses.items():
-        own = seconds[part, stage][:, chunk]
-        busy_s += times * float(own.mean())
-        pool_s += times * float(own.max())
+    for (part, stage), counts in times.items():
+        seconds = costs.process_seconds(part, stage, table)
+        busy_s += float(seconds.mean(axis=0) @ counts)
+        pool_s += float(seconds.max(axis=0) @ counts)
     return 1 - busy_s / pool_s if pool_s else 0.0
 
 
