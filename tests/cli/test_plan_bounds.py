@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -17,6 +18,13 @@ from furlong.cost.shapes.known_models import MODELS
 from furlong.report.patience import patience
 
 QUICK = ["--method", "ChunkFlow"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> None:
+    """The seconds of a refusal are not those of imports."""
+    for name in ("furlong.cli.plan_choose", "furlong.cost.lengths", "furlong.config.schema"):
+        importlib.import_module(name)
 
 
 def plan(*flags: str) -> int:
