@@ -94,7 +94,10 @@ def _simulated(config: Any, plan: Any) -> Timeline:
     cost = CostModel(shape, this_cpu(), Training.in_dtype("float32"))
     memory, costs = cost.memory(), cost.costs(plan)
     lower = TierMemory(memory, "disk", 2**62)
-    timeline = simulate(plan, costs, copies=costs, memory=memory, host_memory=lower)
+    timeline = simulate(
+        plan, costs, copies=costs,
+        device_bytes=[memory.bytes_after(plan, 0)], host_bytes=[lower.bytes_after(plan, 0)],
+    )  # fmt: skip
     state = cost.training.state_bytes(shape, plan.stages, frozenset(range(len(plan.stages))), 1)
     return _above(timeline, state.total)
 

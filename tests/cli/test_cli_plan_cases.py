@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from furlong.cli.main import main
-from furlong.cli.plan_flags import parse_flags
+from furlong.cli.plan import parse_flags
 from furlong.cli.plan_subject import subject_of
 
 GIB = 2**30
@@ -109,12 +109,16 @@ def test_a_draw_has_the_longest_sequence(plan: Any) -> None:
     assert per_step["num_sequences"] == 7
 
 
-def test_a_preset_says_whether_its_longest_would_fit(plan: Any) -> None:
+@pytest.mark.parametrize(
+    ("preset", "longest", "fits"), [("github", 2**19, False), ("wikipedia", 79_872, True)]
+)
+def test_a_preset_says_whether_its_longest_would_fit(
+    plan: Any, preset: str, longest: int, fits: bool
+) -> None:
     flags = ("--sequences=4", "--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--method=SeCO")
-    found = plan("github", *flags)
-    assert found["batch"]["longest_tokens"] < found["batch"]["longest_of_data_tokens"] == 2**19
-    fits = found["longest_sequence_tokens"] >= 2**19
-    assert found["longest_of_data_fits"] == fits
+    found = plan(preset, *flags)
+    assert found["batch"]["longest_tokens"] < found["batch"]["longest_of_data_tokens"] == longest
+    assert found["longest_of_data_fits"] == fits == (found["longest_sequence_tokens"] >= longest)
 
 
 def test_runnable_restricts_the_search_to_one_device(plan: Any) -> None:

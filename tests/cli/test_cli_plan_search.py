@@ -46,8 +46,8 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     heads = [line.split("  ")[0] for line in printed.splitlines() if line[0] != " "]
     assert heads == [
         "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
-        "tier", "layout", "step", "bubble", "time", "memory", "longest", "runs here", "next best",
-        "search",
+        "tier", "layout", "step", "bubble", "pool", "time", "memory", "longest", "runs here",
+        "next best", "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
@@ -250,11 +250,18 @@ def test_a_budget_below_the_weights_of_one_device_names_one_that_would_do(length
 
 
 def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
-    assert plan(lengths, "--devices", "8", "--parallel.pp", "3", "--parallel.sp", "2") == 2
-    refused(capsys, "dp auto x sp 2 x pp 3, a multiple of 6 devices", "the 8 devices")
+    assert plan(lengths, "--devices", "4", "--parallel.pp", "3", "--parallel.sp", "2") == 2
+    refused(capsys, "dp auto x sp 2 x pp 3, a multiple of 6 devices", "the 4 devices")
     sizes = ["--parallel.dp", "2", "--parallel.pp", "2", "--parallel.sp", "1"]
     assert plan(lengths, "--devices", "8", *sizes) == 2
-    refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "the 8 devices")
+    refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "the 8 devices", "use 4 devices")
+    assert plan(lengths, "--devices", "4", "--parallel.sp", "4") == 2
+    refused(capsys, "the model's 14 query heads", "set parallel.sp to 1 or 2")
+
+
+def test_sizes_that_do_not_divide_the_devices_leave_some_idle(lengths, capsys):
+    assert plan(lengths, "--devices", "7", "--parallel.sp", "2", "--method", "Ulysses") == 0
+    assert re.search(r"^idle +[1-5] devices? of 7$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_path, capsys):
@@ -265,8 +272,30 @@ def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_pat
 
 
 def test_a_combination_that_no_method_offers_is_told(lengths, capsys):
-    assert plan(lengths, "--method", "SeCO", "--parallel.pp", "2", "--devices", "2") == 2
-    refused(capsys, "SeCO on 2 devices with pp 2", "fewer sizes and dials")
+    for flags, given, change in (
+        (["SeCO", "--parallel.pp=2"], "SeCO on 2 devices with pp 2", "leave out parallel.pp"),
+        (["FlexSP", "--parallel.dp=2"], "FlexSP on 2 devices with dp 2", "leave out parallel.dp"),
+        (["ChunkFlow", "--chunks.keep=all"], "with keep all", "leave out chunks.keep"),
+        (["FlexSP", "--parallel.dp=2", "--chunks.keep=kv"], "with dp 2, keep kv", "give fewer"),
+    ):
+        assert plan(lengths, "--devices=2", "--method", *flags) == 2
+        refused(capsys, given, change)
+    # a change that a refusal names is one that leads to a plan
+    assert plan(lengths, "--devices=2", "--method=FlexSP") == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--runnable", "--devices=2"], ["the one of --runnable", "leave --runnable out, or"]),
+        (["--runnable"], ["on 1 device", "leave --runnable out and give several --devices, or"]),
+        ([], ["on 1 device\n", "give several --devices, or name another --method"]),
+    ],
+)
+def test_a_refusal_names_no_size_that_was_not_given(lengths, flags, parts, capsys):
+    assert plan(lengths, "--method", "InfiniPipe", *flags) == 2
+    message = refused(capsys, "InfiniPipe", *parts)
+    assert "dp 1" not in message and "pp 1" not in message
 
 
 def test_flags_of_the_search_do_not_go_with_a_saved_plan(tmp_path, capsys):
@@ -382,7 +411,10 @@ def test_several_devices_keep_order_and_stage_layers(lengths, capsys):
         ),
         (["--memory.host=24XB"], ["'24XB'", "512MiB"]),
         (["--memory.disk=auto"], ["'auto'", "valid integer"]),
-        (["--devices=2", "--chunks.tier={attention: host}"], ["attention on the host", "fewer"]),
+        (
+            ["--devices=2", "--chunks.tier={attention: host}"],
+            ["attention on the host", "leave out chunks.tier"],
+        ),
     ],
 )
 def test_wrong_dials_are_told_in_four_parts(lengths, capsys, flags, parts):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
@@ -17,6 +17,7 @@ from furlong.plan.lengths import Lengths, count_lengths, read_lengths, write_len
 lists = st.lists(st.integers(1, 300_000), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(lists)
 def test_sums_are_those_of_the_list(seq_lens: list[int]) -> None:
     lengths = count_lengths(seq_lens)
@@ -26,6 +27,7 @@ def test_sums_are_those_of_the_list(seq_lens: list[int]) -> None:
     assert lengths.longest == max(seq_lens)
 
 
+@settings(deadline=None)
 @given(lists, st.floats(0.1, 100))
 def test_a_percentile_is_the_shortest_length_that_is_enough(
     seq_lens: list[int], percent: float
@@ -34,6 +36,7 @@ def test_a_percentile_is_the_shortest_length_that_is_enough(
     assert found == np.percentile(seq_lens, percent, method="inverted_cdf")
 
 
+@settings(deadline=None)
 @given(lists)
 def test_buckets_hold_everything_once(seq_lens: list[int]) -> None:
     lengths = count_lengths(seq_lens)
@@ -55,6 +58,7 @@ def test_buckets_end_with_a_power_of_two() -> None:
     assert shown == [(0, 64, 2), (64, 128, 2), (128, 256, 1), (256, 512, 0), (512, 1024, 1)]
 
 
+@settings(deadline=None)
 @given(lists)
 def test_a_file_gives_back_what_was_written(seq_lens: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.plan.segments import StoredTokens, segment_tokens
@@ -36,6 +36,7 @@ def test_two_mebibytes_on_a_cpu_and_eight_elsewhere(token_bytes, on_cpu, on_cuda
     assert segment_tokens(token_bytes, "cuda") == on_cuda
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=2, max_size=12),
     st.one_of(st.none(), st.integers(1, 9)),

@@ -11,7 +11,7 @@ from furlong.errors import ConfigError
 from furlong.plan.values import Place
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys, round_numbers
 from furlong.planners.options import ChunkOptions
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads
@@ -33,6 +33,18 @@ def test_devices_may_be_left_idle():
     used = {layout.num_devices for layout in layouts(24, SHAPE, idle=True)}
     assert used == {24, 12, 6, 3, 1, 16, 8, 4, 2}
     assert layouts(8, SHAPE, idle=True, sp=8) == [Layout(1, 8, 1)]
+    # an odd number has every layout of the number before it, and its pools
+    assert round_numbers(13) == [13, 12, 8]
+    assert set(layouts(13, SHAPE, idle=True)) > set(layouts(12, SHAPE, idle=True))
+
+
+def test_given_sizes_may_leave_a_device_idle():
+    assert Layout(3, 2, 1) in layouts(7, SHAPE, idle=True, sp=2)
+    assert Layout(1, 2, 3) in layouts(8, SHAPE, idle=True, sp=2, pp=3)
+    used = {layout.num_devices for layout in layouts(64, SHAPE, idle=True, pp=5)}
+    assert used == {60, 30, 15, 5}
+    with pytest.raises(ConfigError, match="use 4 devices"):
+        layouts(8, SHAPE, idle=True, dp=2, sp=1, pp=2)
 
 
 def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
@@ -46,6 +58,21 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic():
     with pytest.raises(ConfigError, match=r"dp 2 x sp 2 x pp 3, = 12 devices") as error:
         layouts(8, SHAPE, dp=2, sp=2, pp=3)
     assert "multiply to the 8 devices" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "required", "change"),
+    [
+        ({"sp": 4}, "divides the model's 14 query heads", "set parallel.sp to 1, 2 or 7, or auto"),
+        ({"pp": 30}, "at most the model's 24 layers", "set parallel.pp to 24 or less, or auto"),
+        ({"sp": 2, "pp": 5}, "multiply to the 8 devices", "use 10 devices, or change the sizes"),
+    ],
+)
+def test_a_refusal_names_the_size_that_is_wrong(sizes, required, change):
+    with pytest.raises(ConfigError) as error:
+        layouts(8, model_shape("Qwen2.5-0.5B"), idle=True, **sizes)
+    assert required in error.value.required
+    assert error.value.change == change
 
 
 def test_equal_layers_make_equal_stages_but_for_the_head():

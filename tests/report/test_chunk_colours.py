@@ -8,8 +8,7 @@ import pytest
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
-from furlong.report.pictures.legend import MOST_SEQUENCES, legend
-from furlong.report.pictures.looks import (
+from furlong.report.pictures.colours import (
     PACKED_COLOURS,
     PART_COLOURS,
     SEQUENCE_COLOURS,
@@ -17,6 +16,7 @@ from furlong.report.pictures.looks import (
     ink_on,
     tint,
 )
+from furlong.report.pictures.legend import MOST_SEQUENCES, legend
 from furlong.report.pictures.scene import Panel, make_scenes
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
@@ -137,7 +137,9 @@ def test_the_legend_of_many_sequences_stays_short(lens):
     _, chunks, _ = legend([scene])
     assert len(chunks) <= MOST_SEQUENCES + 2
     texts = " ".join(entry.text for entry in chunks)
-    packed = [chunk for chunk in range(len(scene.chunks)) if scene.plan.kind(chunk) == "packed"]
+    packed = [
+        chunk for chunk in range(len(scene.chunks)) if scene.panel.plan.kind(chunk) == "packed"
+    ]
     assert ("whole sequences" in texts) == bool(packed)
     num_cut = sum(seq_len > 4 for seq_len in lens)
     assert (f"{num_cut - MOST_SEQUENCES} shorter ones" in texts) == (num_cut > 0)

@@ -10,7 +10,8 @@ from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import Forward, Tiers
+from furlong.plan.text import format_action, parse_chunk
+from furlong.plan.values import Backward, ChunkPlan, Forward, Tiers
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
 from furlong.planners.layout import Layout
@@ -120,6 +121,101 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     assert "all memory on the device" in on_device and "moved" not in on_device
 
 
+def pool_of(chunks, num_processes):
+    """A plan of one pool whose chunks keep their graphs."""
+    pieces = tuple(parse_chunk(text, sp_size=num_processes) for text in chunks)
+    lens = {piece.seq_id: piece.stop for chunk in pieces for piece in chunk.slices}
+    walk = tuple(a for i in range(len(pieces)) for a in (Forward(i, 0, "all"), Backward(i, 0)))
+    return ChunkPlan(
+        tuple(lens[i] for i in sorted(lens)), pieces, (24,), (walk,), sp_size=num_processes
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_processes", "ratio"),
+    [
+        (["0:0-4096"], 1, 0),
+        (["0:0-4096@*"], 4, 0),
+        (["0:0-4096@0 1:0-4096@1 2:0-4096@2 3:0-4096@3"], 4, 0),
+        # one of four computes, and three of four
+        (["0:0-4096@2"], 4, 3 / 4),
+        (["0:0-4096@0 1:0-4096@1 2:0-4096@3"], 4, 1 / 4),
+        # as much in each of two chunks, whoever does it
+        (["0:0-4096@0", "1:0-4096@1"], 2, 1 / 2),
+        (["0:0-4096@0-1", "1:0-4096@0"], 2, None),
+    ],
+)
+def test_processes_that_wait_for_the_slowest_of_their_pool_are_idle(chunks, num_processes, ratio):
+    report = report_plan(pool_of(chunks, num_processes), model())
+    assert report.figures.bubble_ratio == pytest.approx(0)
+    if ratio is None:  # the second chunk is local and takes longer than half of a sharded one
+        assert 1 / 4 < report.pool_idle_ratio < 1 / 2
+    else:
+        assert report.pool_idle_ratio == pytest.approx(ratio)
+    assert report.to_json()["pool_idle_ratio"] == report.pool_idle_ratio
+    page = format_report(report)
+    share = f"pool       {report.pool_idle_ratio:.1%} of the processes' time in passes is idle"
+    assert (share in page) == (num_processes > 1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "without", "words"),
+    [
+        (["0:0-9@0 1:0-9@2", "2:0-9@4-5"], [1, 3, 6, 7], "processes 1, 3, 6-7 never get a token"),
+        (["0:0-7@*"], [7], "process 7 never get"),
+        (["0:0-7@* 1:0-1@*"], [], ""),
+    ],
+)
+def test_processes_without_a_token_are_named(chunks, without, words):
+    report = report_plan(pool_of(chunks, 8), model())
+    assert report.to_json()["processes_without_tokens"] == [(0, process) for process in without]
+    page = format_report(report)
+    assert f"rank 0: {words}" in page if words else "never get" not in page
+
+
+def test_a_pool_that_shards_no_sequence_is_no_sequence_parallelism():
+    local = report_plan(pool_of(["0:0-90@0 1:0-90@1"], 2), model())
+    assert "dp 2 x sp 1 x pp 1 = 2 devices, in pools of 2 that shard" in format_report(local)
+    assert local.missing == "data parallelism over 2 replicas"
+    mixed = report_plan(pool_of(["0:0-90@0-1 1:0-90@2"], 4), model())
+    assert "sp 4 x pp 1 = 4 devices, sequences on 1 or 2 of a pool's 4" in format_report(mixed)
+    assert mixed.missing == "sequence parallelism over 2 devices of a pool of 4"
+
+
+def test_the_first_computation_of_a_cell_is_no_second_one():
+    """SeCO on one device: the last chunk's Forward computes nothing, and its Recompute all."""
+    plan = build((600, 300), pp=1, size=256, retained=0)
+    report = report_plan(plan, model())
+    texts = {format_action(action): seconds for action, seconds in (
+        (record.action, record.stop_s - record.start_s) for record in report.timeline.records
+    )}  # fmt: skip
+    nothing = [text for text, seconds in texts.items() if text[0] == "F" and seconds == 0]
+    assert len(nothing) == 2  # the last chunk of each sequence
+    again = sum(seconds for text, seconds in texts.items() if text[0] == "R")
+    first = sum(texts[f"R{text[1:].split()[0]}"] for text in nothing)
+    shares = report.figures.shares()
+    assert shares["recompute"] == pytest.approx((again - first) / report.step_s)
+    whole = sum(1 for text in texts if text[0] == "R")
+    assert f"stage 0: {whole - 2} of {len(plan.chunks)} chunks run again" in format_report(report)
+
+
+def test_dummies_are_neither_chunks_of_the_batch_nor_kept_cells():
+    chunks = tuple(map(parse_chunk, ("0:0-900", "1:0-300", "2:0-300", "dummy")))
+    walks = tuple(
+        tuple(a for i in own for a in (Forward(i, 0, "all"), Backward(i, 0)))
+        for own in ((1, 2), (0, 3))
+    )
+    plan = ChunkPlan((900, 300, 300), chunks, (24,), walks, regathers=True)
+    page = format_report(report_plan(plan, model(zero_stage=3)))
+    assert (
+        "3 chunks (3 packed) of 300 to 900 tokens, mean 500; besides 1 dummy chunk, to go in step"
+        in page
+    )
+    assert "the graph of 3 cells" in page and "0 of 3 chunks run again" in page
+    (scene,) = make_scenes([report_plan(plan, model(zero_stage=3)).panel("a")])
+    assert "3 chunks and 1 dummy chunk" in scene.lines[0]
+
+
 def test_padding_is_no_throughput():
     report = report_plan(build(), model(), num_tokens=1000)
     assert report.tokens_per_s == pytest.approx(1000 / report.step_s)
@@ -153,28 +249,28 @@ def test_few_ranks_are_all_shown_and_many_are_those_of_the_slowest_replica():
     plan = replicas(4)
     report = report_plan(plan, model())
     assert ranks_per_replica(plan) == 2
-    assert choose_ranks(plan, report.timeline, 8).note == ""
-    shown = choose_ranks(plan, report.timeline, 5)
-    assert shown.ranks == (4, 5, 6, 7)
-    assert shown.note == "shown: 4 of 8 ranks, of the 2 replicas of 4 that end last"
-    shown = choose_ranks(plan, report.timeline, 3)
-    assert shown.ranks == (6, 7)
-    assert shown.note == "shown: 2 of 8 ranks, of replica 3, which of 4 ends last"
+    assert choose_ranks(plan, report.timeline, 8)[1] == ""
+    shown, note = choose_ranks(plan, report.timeline, 5)
+    assert shown == (4, 5, 6, 7)
+    assert note == "shown: 4 of 8 ranks, of the 2 replicas of 4 that end last"
+    shown, note = choose_ranks(plan, report.timeline, 3)
+    assert shown == (6, 7)
+    assert note == "shown: 2 of 8 ranks, of replica 3, which of 4 ends last"
     panel = report.panel("a title")
-    (scene,) = make_scenes([replace(panel, ranks=shown.ranks, note="some")])
+    (scene,) = make_scenes([replace(panel, ranks=shown, note="some")])
     assert [rank.name for rank in scene.ranks] == ["rank 6\nstage 0", "rank 7\nstage 1"]
     assert scene.lines[0] == "some"
     named = [chunk for entry in legend([scene])[1] for chunk in entry.chunks]
-    run = {a.chunk for rank in shown.ranks for a in plan.actions[rank] if isinstance(a, Forward)}
+    run = {a.chunk for rank in shown for a in plan.actions[rank] if isinstance(a, Forward)}
     assert set(named) == run < set(range(len(plan.chunks))), "only those of the shown ranks"
     assert scene.duration == report.step_s
 
 
 def test_of_a_long_pipeline_the_first_and_the_last_stage_are_shown():
     plan = build(pp=12)
-    shown = choose_ranks(plan, report_plan(plan, model()).timeline, 4)
-    assert shown.ranks == (0, 4, 7, 11)
-    assert shown.note == "shown: 4 of 12 ranks"
+    shown, note = choose_ranks(plan, report_plan(plan, model()).timeline, 4)
+    assert shown == (0, 4, 7, 11)
+    assert note == "shown: 4 of 12 ranks"
 
 
 def test_a_comparison_is_sorted_and_keeps_refusals():

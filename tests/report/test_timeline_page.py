@@ -30,18 +30,14 @@ class Linked(UnitCosts):
         return 0.5
 
 
-class Counted:
-    def budget_bytes(self, rank):
-        return 1 << 40
-
-    def bytes_after(self, plan, rank):
-        return [(1 << 30) * (1 + index % 5) for index in range(len(plan.actions[rank]))]
+def bytes_in_use(plan):
+    return [[(1 << 30) * (1 + i % 5) for i in range(len(own))] for own in plan.actions]
 
 
 def panel(title="a </script> title", num_stages=3):
     options = ChunkOptions(size=4, keep="kv", hybrid=False)
     plan = plan_chunkflow((9, 1, 2, 3, 1), options, stages=(1,) * num_stages)
-    timeline = simulate(plan, Linked(plan), memory=Counted())
+    timeline = simulate(plan, Linked(plan), device_bytes=bytes_in_use(plan))
     return Panel(timeline, plan, title, (6 << 30,) * num_stages, "units")
 
 

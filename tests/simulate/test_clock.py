@@ -160,18 +160,9 @@ def test_copies_run_beside_their_cell_and_hold_the_next_one_up():
     assert timeline.duration_s == time_actions(plan, costs, copies=costs).duration_s == 9
 
 
-class Counted:
-    """A memory whose every action needs as many bytes as its index."""
-
-    def budget_bytes(self, rank):
-        return 100
-
-    def bytes_after(self, plan, rank):
-        return [1000 * rank + index for index in range(len(plan.actions[rank]))]
-
-
 def test_every_record_has_its_memory():
-    timeline = simulate(two_stages(), Costs(F=1.0), memory=Counted(), host_memory=Counted())
+    in_use = [[1000 * rank + i for i in range(9)] for rank in (0, 1)]
+    timeline = simulate(two_stages(), Costs(F=1.0), device_bytes=in_use, host_bytes=in_use)
     by_action = {(r.rank, r.text): (r.device_bytes, r.host_bytes) for r in timeline.records}
     assert by_action[0, "F1.0 all"] == (2, 2)
     assert by_action[1, "B1.1"] == (1006, 1006)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.plan.text import parse_action
+from furlong.plan.text import parse_action, parse_chunk
+from furlong.plan.values import ChunkPlan
 from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import simulate
@@ -65,6 +66,20 @@ def test_overlapping_reasons_count_once():
     assert figures.ranks[0] == RankSeconds(
         forward_s=1, backward_s=1, copies_s=2, messages_s=1, waiting_s=1
     )
+
+
+def test_a_recompute_is_a_first_forward_where_the_forward_computed_nothing():
+    chunks, actions = ("0:0-4", "0:4-8"), ("F0.0 kv", "F1.0 kv", "R1.0", "B1.0", "R0.0", "B0.0")
+    plan = ChunkPlan(
+        (8,), tuple(map(parse_chunk, chunks)), (2,), (tuple(map(parse_action, actions)),)
+    )
+    times = [0.0, 2.0, 2.5, 4.5, 8.5, 10.5, 14.5]
+    ran = timeline(
+        *((0, "compute", text, times[i], times[i + 1]) for i, text in enumerate(actions))
+    )
+    # F1.0 takes half a second to do nothing
+    assert measure(ran, plan).ranks[0] == RankSeconds(forward_s=4, backward_s=8, recompute_s=2.5)
+    assert measure(ran).ranks[0] == RankSeconds(forward_s=2.5, backward_s=8, recompute_s=4)
 
 
 def test_a_measured_reduce_on_the_compute_lane_is_a_collective():

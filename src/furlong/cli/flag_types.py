@@ -1,4 +1,4 @@
-"""Readers of flags' values for argparse, and what is wrong with a command line."""
+"""Readers of flags' values for argparse, and the error of a command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import argparse
 from collections.abc import Callable
 
 from furlong.errors import ConfigError
+
+MAX_DEVICES = 65_536
+MAX_BATCH = 16_384
+"""Most sequences of one step's batch."""
 
 
 def number(lowest: int, most: int) -> Callable[[str], int]:
@@ -26,6 +30,15 @@ def number(lowest: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def refusal(given: str, required: str, change: str) -> ConfigError:
-    """The error of a command line."""
-    return ConfigError(given=given, required=required, source="the command line", change=change)
+def refusal(
+    given: str, required: str, change: str, source: str = "the command line"
+) -> ConfigError:
+    """The error of a command line, or of what it names."""
+    return ConfigError(given=given, required=required, source=source, change=change)
+
+
+def check_num_devices(num_devices: int, source: str) -> None:
+    """Raises ConfigError for more devices than can be planned for."""
+    if num_devices > MAX_DEVICES:
+        given, most = f"{num_devices:,} devices", f"at most {MAX_DEVICES:,}"
+        raise refusal(given, most, "use fewer devices", source)

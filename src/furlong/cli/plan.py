@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from furlong.cli.flag_types import refusal
-from furlong.cli.plan_flags import parse_flags
+from furlong.cli.flag_types import MAX_BATCH, MAX_DEVICES, number, refusal
 
+if TYPE_CHECKING:
+    from furlong.config.sources import RunFlags
+
+_USAGE = """\
+furlong plan RUN.yaml [FLAGS]
+       furlong plan --lengths FILE|PRESET --model.name CONFIG.json|NAME --hardware NAME [FLAGS]
+       furlong plan PLAN.json [--model.name M --hardware H]
+       furlong plan RUN_FOLDER"""
+_ABOUT = """\
+Chooses the fastest plan of a batch that fits: no data, weights or devices are needed. Prints what
+it does, predicted seconds and memory. A saved plan, or the measured one of a run, is shown again.
+Beside the flags that come first all keys of furlong train are flags: sizes of parallel, chunks and
+memory that are given hold, what is left out or auto is searched.
+"""
 _OF_A_PLAN = (
     "--model", "--memory.device", "--hardware", "--zero", "--no-calibration", "--json", "--out",
     "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
+_ENDINGS = {"--picture": (".png", ".svg", ".html"), "--trace": (".json",), "--out": (".json",)}
 
 
 def run(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
+    from furlong.config.run_file import is_run_file
+    from furlong.report.patience import patience
+
     subject = flags.own.subject
-    if subject is None or _is_run_file(subject):
+    if subject is None or is_run_file(subject):
         if flags.own.compare:
             from furlong.cli import plan_compare
 
-            plan_compare.run(flags)
+            with patience("comparing methods") as tell:
+                plan_compare.run(flags, tell)
         else:
             from furlong.cli import plan_choose
 
-            plan_choose.run(flags)
+            with patience("searching for a plan") as tell:
+                plan_choose.run(flags, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -44,7 +65,66 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _is_run_file(name: str) -> bool:
-    from furlong.config.run_file import is_run_file
+def parse_flags(arguments: Sequence[str]) -> RunFlags:
+    """The command line. Raises ConfigError; `--help` ends the process with SystemExit(0)."""
+    from furlong.config.schema import PlannedRun
+    from furlong.config.sources import RunParser, read_flags
 
-    return is_run_file(name)
+    parser = RunParser(prog="furlong plan", usage=_USAGE, allow_abbrev=False, description=_ABOUT)
+    parser.add_argument("subject", nargs="?", metavar="RUN.yaml|PLAN.json|RUN_FOLDER")
+    _add_flags(parser)
+    flags = read_flags(PlannedRun, parser, arguments)
+    _check_outputs(flags.own)
+    return flags
+
+
+# fmt: off
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument_group("the batch, the devices and the search").add_argument
+    flag("--lengths", metavar="FILE|PRESET",
+         help="lengths that furlong lengths wrote, or a preset (docs/presets.md)")
+    flag("--sequences", type=number(1, MAX_BATCH), metavar="N",
+         help="sequences of a step: the longest, and others drawn by train.seed"
+         " (default: train.sequences_per_step of a run; all of a file; 64 of a preset)")
+    flag("--hardware", metavar="NAME",
+         help="a known device (docs/presets.md); cpu, and a run's default: this machine")
+    flag("--devices", type=number(1, MAX_DEVICES), metavar="N",
+         help="how many (default: the product of the sizes of parallel)")
+    flag("--zero", type=int, choices=range(4), metavar="0..3",
+         help="what replicas and sp ranks shard: 1 optimizer, 2 gradients too, 3 weights too"
+         " (default: 1; on one device 0)")
+    flag("--no-calibration", action="store_true",
+         help="predict with assumed figures, not with those that furlong calibrate has measured")
+    flag("--runnable", action="store_true",
+         help="only plans that this release runs: those of one device")
+    flag("--method", metavar="NAME",
+         help="search the plans of one method only; --compare lists them all")
+    flag = parser.add_argument_group("what comes out").add_argument
+    flag("--compare", action="store_true",
+         help="the same batch under every method, each with its best layout")
+    flag("--json", action="store_true", help="print one JSON object")
+    flag("--out", metavar="FILE", type=Path, help="save the plan: .json")
+    flag("--picture", metavar="FILE", type=Path,
+         help=f"draw the timeline: {', '.join(_ENDINGS['--picture'])}")
+    flag("--trace", metavar="FILE", type=Path, help="write a trace that Perfetto opens: .json")
+# fmt: on
+
+
+def _check_outputs(chosen: argparse.Namespace) -> None:
+    for flag, endings in _ENDINGS.items():
+        path: Path | None = getattr(chosen, flag.removeprefix("--"))
+        if path is not None and path.suffix.lower() not in endings:
+            required = f"a name that ends in {', '.join(endings)}"
+            raise refusal(f"{flag} {path}", required, "give the file another ending")
+        if path is not None and not path.parent.is_dir():
+            change = f"make the folder {path.parent}, or choose another one"
+            raise refusal(f"{flag} {path}", "a file in a folder that exists", change)
+    if chosen.out is not None and chosen.out == chosen.trace:
+        given = f"--out and --trace {chosen.out}"
+        raise refusal(given, "two files: a plan and a trace", "give one of them another name")
+    if chosen.compare and (chosen.out or chosen.trace):
+        raise refusal(
+            f"--compare with {'--out' if chosen.out else '--trace'}",
+            "one plan to write; --compare makes one per method",
+            "add --method NAME in the place of --compare",
+        )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.cli.plan_flags import MAX_BATCH
-from furlong.errors import ConfigError
+from furlong.cli.flag_types import MAX_BATCH, refusal
 from furlong.plan.lengths import Lengths, draw_lengths, read_lengths, write_lengths
 from furlong.report.words import count_words
 from furlong.units import format_count
@@ -31,11 +30,11 @@ class Batch:
 
     seq_lens: tuple[int, ...]
     source: str
-    """Where they come from, in words."""
+    """The origin of the sequences, in words."""
     longest_tokens: int
     """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
     lengths: Lengths | None = None
-    """The data's; None for a preset."""
+    """Lengths of all of the data; None for a preset."""
     seed: int = 0
     """Seed of the draw."""
 
@@ -47,7 +46,7 @@ class Batch:
 
 def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
     """The batch of a run file, of --data.train, or of --lengths. Raises ConfigError."""
-    own, seed = flags.own, config.train.seed
+    own, seed, too_long = flags.own, config.train.seed, config.data.too_long
     is_run = own.subject is not None or "--data.train" in flags.names
     limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else None
     count = own.sequences
@@ -60,27 +59,34 @@ def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
         name, lengths = _counted(own.subject, config)
     else:
         lengths = read_lengths(Path(name))
-    too_long = config.data.too_long
-    if is_run and too_long == "error" and _LIMIT not in flags.names:
-        _refuse_longer(lengths, name, config.data.max_seq_len, own.subject)
+    if (
+        is_run and limit and too_long == "error" and _LIMIT not in flags.names
+        and lengths.longest > limit
+    ):  # fmt: skip
+        raise refusal(
+            f"a sequence of {lengths.longest:,} tokens in {name}",
+            f"at most data.max_seq_len = {limit:,} tokens, with data.too_long: error",
+            "raise data.max_seq_len, or set data.too_long to truncate or drop",
+            f"{own.subject or 'no run file'}, key data.max_seq_len",
+        )
     if limit is not None and too_long == "truncate":
-        lengths = _truncated(lengths, limit)
-    return draw(lengths, name, count, seed, limit)
+        counts: Counter[int] = Counter()
+        for seq_len, times in lengths.counts:
+            counts[min(seq_len, limit)] += times
+        lengths = Lengths(tuple(sorted(counts.items())))
+    return _draw(lengths, name, count, seed, limit)
 
 
-def draw(
-    lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None = None
+def _draw(
+    lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
 ) -> Batch:
     """The longest sequence and others in a random order, `count` in all, each once unless there are
     fewer; all of them for None. Raises ConfigError."""
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
-        raise ConfigError(
-            given=f"max_seq_len {max_seq_len:,}",
-            required=f"at least {lengths.counts[0][0]:,} tokens, the shortest sequence of {source}",
-            source="the batch to plan",
-            change="raise max_seq_len",
-        )
+        least = f"at least {lengths.counts[0][0]:,} tokens, the shortest sequence of {source}"
+        given = f"max_seq_len {max_seq_len:,}"
+        raise refusal(given, least, "raise max_seq_len", "the batch to plan")
     some = Lengths(tuple(kept))
     number, longest = some.num_sequences, some.longest
     left_out = lengths.num_sequences - number
@@ -134,29 +140,10 @@ def _count(config: PlannedRun) -> Lengths:
         return count_run(config)
 
 
-def _truncated(lengths: Lengths, limit: int) -> Lengths:
-    counts: Counter[int] = Counter()
-    for seq_len, times in lengths.counts:
-        counts[min(seq_len, limit)] += times
-    return Lengths(tuple(sorted(counts.items())))
-
-
-def _refuse_longer(lengths: Lengths, name: str, limit: int, file: str | None) -> None:
-    if lengths.longest > limit:
-        raise ConfigError(
-            given=f"a sequence of {lengths.longest:,} tokens in {name}",
-            required=f"at most data.max_seq_len = {limit:,} tokens, with data.too_long: error",
-            source=f"{file or 'no run file'}, key data.max_seq_len",
-            change="raise data.max_seq_len, or set data.too_long to truncate or drop",
-        )
-
-
 def _check_count(count: int, source: str) -> None:
     if count > MAX_BATCH:
-        raise ConfigError(
-            given=f"{count:,} sequences of {source} in one step",
-            required=f"at most {MAX_BATCH:,}",
-            source="the batch to plan: all sequences of a file of lengths, else"
-            " train.sequences_per_step",
-            change="say how many a step takes with --sequences N",
-        )
+        raise refusal(
+            f"{count:,} sequences of {source} in one step", f"at most {MAX_BATCH:,}",
+            "say how many a step takes with --sequences N",
+            "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
+        )  # fmt: skip

@@ -1,49 +1,51 @@
-"""`furlong plan` on lengths: the fastest plan that fits, and what is told of it."""
+"""`furlong plan` on lengths: the fastest plan that fits, and the words for it."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_files import draw, write
-from furlong.cli.plan_run import decision_of, found_of, with_run_budget
-from furlong.cli.plan_sample import sample_json, sample_words
-from furlong.cli.plan_search import methods_named, search_with
+from furlong.cli.plan_files import draw, writing
+from furlong.cli.plan_search import (
+    decision_of,
+    found_of,
+    methods_named,
+    search_with,
+)
 from furlong.cli.plan_subject import Subject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.saved import save_plan
+from furlong.plan.values import ChunkPlan
+from furlong.planners.sampling.rules import Sampling
+from furlong.planners.sampling.use import num_drawn, sampling_in_words
 from furlong.planners.search.catalogue import SEARCHED
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import Longest, longest_sequence
 from furlong.planners.search.problem import Found
-from furlong.report.patience import Tell, patience
+from furlong.report.patience import Tell
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line, runs_words
 from furlong.report.words import count_words
 from furlong.units import format_count, format_seconds
 
 _SAME = 1 + 1e-6
-"""Times that are no further apart are equal."""
+"""Ratio of two times up to which they are equal."""
 
 
-def run(flags: RunFlags) -> None:
+def run(flags: RunFlags, tell: Tell) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
-    with patience("searching for a plan") as tell:
-        _run(flags, tell)
-
-
-def _run(flags: RunFlags, tell: Tell) -> None:
     chosen = flags.own
     methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
-    subject = with_run_budget(subject_of(flags))
-    problem = subject.problem
-    decision = decision_of(subject, chosen)
+    subject = subject_of(flags)
+    problem, sampling = subject.problem, subject.dials.get("sample")
+    decision = decision_of(subject, chosen.method)
     if decision is not None and decision.searched is not None:
         found = found_of(decision.searched, subject)
     else:
         found = search_with(subject, methods, strict=True, tell=tell)
-    best, sampling = found.best, subject.dials.get("sample")
+    best = found.best
     tell("a plan is found, it is measured")
     report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
     if report.missing and chosen.runnable:
@@ -55,32 +57,44 @@ def _run(flags: RunFlags, tell: Tell) -> None:
         best.dials, best.plan, best.model, budget_bytes=problem.limit_bytes, start=own,
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
+    auto = None if decision is None else decision.words
     if chosen.json:
-        more: dict[str, Any] = {} if decision is None else {"auto": decision.words}
-        more |= {} if sampling is None else {"sample": sample_json(best.plan, sampling)}
+        more: dict[str, Any] = {} if auto is None else {"auto": auto}
+        if sampling is not None:
+            drawn = {"num_drawn": num_drawn(best.plan), "num_chunks": len(best.plan.chunks)}
+            more["sample"] = asdict(sampling) | drawn
         print(json.dumps(_to_json(subject, found, report, longest) | more, indent=1))
     else:
         print(subject.words())
         print(line("plan", str(best.dials)))
         if sampling is not None:
-            print(line("sample", sample_words(best.plan, sampling)))
+            print(line("sample", _sample_words(best.plan, sampling)))
         print(format_report(report))
         if idle := problem.num_idle(best.dials.layout):
             print(line("idle", f"{count_words(idle, 'device')} of {problem.num_devices}"))
         print(line("longest", _longest_words(longest, subject)))
-        device = "" if decision is None else problem.model.hardware.name
+        device = "" if auto is None else problem.model.hardware.name
         print(line("runs here", runs_words(report, device)))
-        if decision is None:
-            print(line("next best", _next_words(found)))
-        else:
-            print(line("auto", decision.words))
+        print(line("next best", _next_words(found)) if auto is None else line("auto", auto))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
-        write(save_plan(best.plan, subject.made_for(best.model)), chosen.out)
+        with writing(chosen.out):
+            text = save_plan(best.plan, subject.made_for(best.model))
+            chosen.out.write_text(text, encoding="utf-8")
         if not chosen.json:
             print(f"wrote {chosen.out}")
-    note = ", ".join([str(best.dials.layout), *best.dials.words()])
-    draw(report.panel(best.dials.method, note), chosen)
+    note = ", ".join([best.dials.layout_words(), *best.dials.words()])
+    draw([report.panel(best.dials.method, note)], chosen)
+
+
+def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
+    """The words for the draw of the plan that is shown."""
+    return (
+        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of {len(plan.chunks):,} chunks drawn"
+        " in this step, another draw every step\n"
+        "labels are not known here: all chunks are drawn as those without labels are\n"
+        "step and memory are those of this draw; the dials fit with every chunk drawn"
+    )
 
 
 def _longest_words(longest: Longest, subject: Subject) -> str:
@@ -106,28 +120,28 @@ def _longest_fits(longest: Longest, subject: Subject) -> bool:
     return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
 
 
-def _rivals(found: Found) -> list[tuple[float, bool, Dials]]:
-    """(seconds, whether they are of the whole batch, dials), fastest first, the best left out;
-    other seconds are of the busiest of several replicas: the step takes at least so long."""
+def _rivals(found: Found) -> tuple[int, list[tuple[float, bool, Dials]]]:
+    """How many are as fast as the best, and the slower ones, fastest first: seconds, whether they
+    are of the whole batch, dials. Other seconds are of the busiest of several replicas: the step
+    takes at least so long."""
     planned = [(o.step_s, True, o.dials) for o in found.others]
     seen = {dials for _, _, dials in planned} | {found.best.dials}
     tried = [
         (t.bound_s, t.dials.layout.dp == 1, t.dials) for t in found.trials if t.dials not in seen
     ]
-    return sorted([*planned, *tried], key=lambda rival: rival[0])
+    every = sorted([*planned, *tried], key=lambda rival: rival[0])
+    slower = [rival for rival in every if rival[0] > found.best.step_s * _SAME]
+    return len(every) - len(slower), slower
 
 
 def _next_words(found: Found) -> str:
-    best_s = found.best.step_s
-    rivals = _rivals(found)
-    slower = [rival for rival in rivals if rival[0] > best_s * _SAME]
-    ties = len(rivals) - len(slower)
+    ties, slower = _rivals(found)
     words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
     if not slower:
         return f"{words}none of the others fits, or their bounds are above its time"
     seconds, is_whole, dials = slower[0]
     least = "" if is_whole else "at least "
-    slower_by = seconds / best_s - 1
+    slower_by = seconds / found.best.step_s - 1
     share = f"{slower_by:.1%}" if slower_by >= 1e-3 else "less than 0.1%"
     return f"{words}{dials}: {least}{format_seconds(seconds)}, {share} slower"
 
@@ -144,7 +158,11 @@ def _search_words(found: Found) -> str:
 def _to_json(
     subject: Subject, found: Found, report: PlanReport, longest: Longest
 ) -> dict[str, Any]:
-    rivals = [rival for rival in _rivals(found) if rival[0] > found.best.step_s * _SAME]
+    _, slower = _rivals(found)
+    next_best = [
+        _dials_json(dials) | {"step_s": seconds, "is_bound": not is_whole}
+        for seconds, is_whole, dials in slower[:1]
+    ]
     return {
         **subject.to_json(),
         **_dials_json(found.best.dials),
@@ -154,9 +172,7 @@ def _to_json(
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_is_bound": longest.limit != "trials",
         "longest_sequence_limit": longest.limit,
-        "next_best": None
-        if not rivals
-        else _dials_json(rivals[0][2]) | {"step_s": rivals[0][0], "is_bound": not rivals[0][1]},
+        "next_best": next_best[0] if next_best else None,
         "search": {
             "num_tried": len(found.trials),
             "num_planned": len(found.others) + 1,
@@ -168,6 +184,4 @@ def _to_json(
 
 
 def _dials_json(dials: Dials) -> dict[str, Any]:
-    layout = dials.layout
-    sizes = {"dp": layout.dp, "sp": layout.sp, "pp": layout.pp}
-    return {"method": dials.method, "layout": sizes, "dials": dials.values()}
+    return {"method": dials.method, "layout": asdict(dials.layout), "dials": dials.values()}

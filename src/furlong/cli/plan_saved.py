@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from furlong.cli.flag_types import refusal
+from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_subject import check_num_devices, figures_of, run_of, spec_of
+from furlong.cli.plan_model import figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
-from furlong.errors import ConfigError, PlanError, UserError
+from furlong.errors import PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.saved import load_plan, read_made_for
@@ -22,7 +22,7 @@ from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
 from furlong.report.plan_report import report_plan
 from furlong.report.plan_text import format_report, line, runs_words
-from furlong.report.tables import format_figures
+from furlong.report.words import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -49,29 +49,33 @@ def show_plan(file: str, flags: RunFlags) -> None:
     if named or chosen.hardware is not None:
         both = "both, to predict seconds and bytes; or none"
         raise refusal("one of --model.name and --hardware", both, "add the other one")
-    timeline = simulate(plan, UnitCosts(plan))
-    figures = measure(timeline)
-    if chosen.json:
-        print(json.dumps({"time_unit": _UNITS, **figures.to_json()}, indent=1))
-    else:
-        print(format_plan(plan))
-        print(format_figures(figures, _UNITS))
+    panel = Panel(simulate(plan, UnitCosts(plan)), plan, Path(file).stem, time_unit=_UNITS)
+    _show_timeline(panel, {}, "", chosen)
+    if not chosen.json:
         print(_ABOUT_UNITS)
-    draw(Panel(timeline, plan, Path(file).stem, time_unit=_UNITS), chosen)
+    draw([panel], chosen)
 
 
 def show_run(folder: Path, chosen: argparse.Namespace) -> None:
     """The last measured step of a run."""
     measured = read_measured(folder / MEASURED)
-    figures = measure(measured.timeline)
-    if chosen.json:
-        print(json.dumps({"step": measured.step, "time_unit": "s", **figures.to_json()}, indent=1))
-    else:
-        print(f"step {measured.step} of {folder}, measured")
-        print(format_plan(measured.plan))
-        print(format_figures(figures))
     title = f"{folder.resolve().name}, step {measured.step}, measured"
-    draw(Panel(measured.timeline, measured.plan, title), chosen)
+    panel = Panel(measured.timeline, measured.plan, title)
+    head = f"step {measured.step} of {folder}, measured\n"
+    _show_timeline(panel, {"step": measured.step}, head, chosen)
+    draw([panel], chosen)
+
+
+def _show_timeline(
+    panel: Panel, values: dict[str, Any], head: str, chosen: argparse.Namespace
+) -> None:
+    """Print a plan and the figures of its timeline, under `head`; or these and `values` as JSON."""
+    figures = measure(panel.timeline, panel.plan)
+    if chosen.json:
+        print(json.dumps({**values, "time_unit": panel.time_unit, **figures.to_json()}, indent=1))
+    else:
+        print(head + format_plan(panel.plan))
+        print(format_figures(figures, panel.time_unit))
 
 
 def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
@@ -83,12 +87,10 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
-        raise ConfigError(
-            given=f"a model of {shape.num_layers} layers, {config.model.name}",
-            required=f"one of {sum(plan.stages)} layers, as the plan's stages have them",
-            source=f"--model.name and {file}",
-            change="give the model that the plan was made for",
-        )
+        given = f"a model of {shape.num_layers} layers, {config.model.name}"
+        required = f"one of {sum(plan.stages)} layers, as the plan's stages have them"
+        change = "give the model that the plan was made for"
+        raise refusal(given, required, change, f"--model.name and {file}")
     budget_bytes = None if budget == "auto" else budget
     report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
     if chosen.json:
@@ -97,7 +99,7 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
         print(line("devices", f"{num_devices} x {spec.name}, {config.model.name}"))
         print(format_report(report))
         print(line("runs here", runs_words(report)))
-    draw(report.panel(Path(file).stem), chosen)
+    draw([report.panel(Path(file).stem)], chosen)
 
 
 def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
@@ -108,12 +110,9 @@ def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
     is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
     if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
-        raise ConfigError(
-            given=f"made_for = {saved!r:.80}",
-            required=f"{', '.join(kinds)} as furlong plan --out writes them",
-            source=file,
-            change="make the plan again, or remove made_for",
-        )
+        required = f"{', '.join(kinds)} as furlong plan --out writes them"
+        change = "make the plan again, or remove made_for"
+        raise refusal(f"made_for = {saved!r:.80}", required, change, file)
     return saved
 
 
@@ -124,25 +123,16 @@ def _load(file: str) -> tuple[str, ChunkPlan]:
         check(plan)
         check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            given=f"{file}: {getattr(error, 'strerror', None) or error}",
-            required="a run file (.yaml), a saved plan or a run folder that can be read",
-            source="the command line",
-            change="check the path",
-        ) from error
+        raise refusal(
+            f"{file}: {getattr(error, 'strerror', None) or error}",
+            "a run file (.yaml), a saved plan or a run folder that can be read", "check the path",
+        ) from error  # fmt: skip
     except UserError as error:
         change = f"write --lengths {file}" if _has_lengths(file) else error.change
-        raise ConfigError(
-            given=error.given, required=error.required, source=f"{file}, {error.source}",
-            change=change,
-        ) from error  # fmt: skip
+        raise refusal(error.given, error.required, change, f"{file}, {error.source}") from error
     except PlanError as error:
-        raise ConfigError(
-            given=f"a plan with a {error}",
-            required="a plan that keeps every rule",
-            source=file,
-            change="undo what was edited by hand, or make the plan again",
-        ) from error
+        required, change = "a plan that keeps every rule", "undo edits, or make the plan again"
+        raise refusal(f"a plan with a {error}", required, change, file) from error
     return text, plan
 
 

@@ -1,4 +1,4 @@
-"""The search behind `furlong plan`: which methods, and candidates that keep the given dials."""
+"""The searches behind `furlong plan`: those of `furlong train` on one device, those of methods."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from furlong.cli.flag_types import refusal
 from furlong.cli.plan_subject import Subject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
+from furlong.plan.lengths import count_lengths
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
+from furlong.planners.auto.decide import FREE_RAM, Decision, decide
+from furlong.planners.auto.search import MARGIN, Searched
+from furlong.planners.layout import layouts
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import one_draw, predict
+from furlong.planners.search.build import build
 from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search.dials import Dials
-from furlong.planners.search.problem import Found, NothingOfferedError
+from furlong.planners.search.pools import pool_dials
+from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, Trial
+from furlong.planners.search.replicas import Outcome
+from furlong.planners.search.room import Room, chunk_sizes, stage_heights, within
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
 from furlong.report.words import count_words
@@ -39,7 +50,7 @@ def search_with(
     try:
         return search(problem, methods, tell=tell)
     except NothingOfferedError:
-        raise _nothing_offered(subject, methods) from None
+        raise _nothing_offered(subject, problem, methods) from None
 
 
 def has_given(subject: Subject, dials: Dials) -> bool:
@@ -48,34 +59,131 @@ def has_given(subject: Subject, dials: Dials) -> bool:
 
 
 def _given(subject: Subject) -> dict[str, Any]:
+    """The given dials by the values of candidates: a tier is the one of K,V, or a word of no
+    candidate where other kinds of memory are named as well."""
     given = dict(subject.dials)
-    if "tier" in given:
-        given["tier"] = _tier_of_kv(given["tier"])
+    tier = given.get("tier")
+    if isinstance(tier, Tiers):
+        only_kv = replace(tier, kv="device") == ON_DEVICE
+        given["tier"] = str(tier.kv) if only_kv else tiers_in_words(tier)
     return given
 
 
-def _tier_of_kv(given: Any) -> str:
-    """The tier of K,V, which is what the plans of several devices choose; a word of no candidate
-    where other kinds are named as well."""
-    if isinstance(given, str):
-        return given
-    others = replace(given, kv="device")
-    return str(given.kv) if others == ON_DEVICE else tiers_in_words(given)
-
-
-def _nothing_offered(subject: Subject, methods: Mapping[str, Method]) -> ConfigError:
-    problem = subject.problem
-    sizes = {"dp": problem.dp, "sp": problem.sp, "pp": problem.pp}
-    given = [f"{name} {size}" for name, size in sizes.items() if size]
-    given += [
+def _nothing_offered(
+    subject: Subject, problem: Problem, methods: Mapping[str, Method]
+) -> ConfigError:
+    """The error where no method has the given sizes and dials, with those to leave out."""
+    names = ", ".join(methods) if len(methods) < 4 else f"{len(methods)} methods"
+    words = [f"{name} {size}" for name, size in subject.given_sizes.items()]
+    words += [
         tiers_in_words(value) if isinstance(value, Tiers) else f"{name} {value}"
         for name, value in subject.dials.items()
     ]
-    names = ", ".join(methods) if len(methods) < 4 else f"{len(methods)} methods"
-    return ConfigError(
-        given=f"{names} on {count_words(problem.num_devices, 'device')}"
-        + (f" with {', '.join(given)}" if given else ""),
-        required="a layout and dials that the method has",
-        source="the search for a plan",
-        change="give fewer sizes and dials, or other methods",
+    in_the_way = []
+    for name in subject.given_sizes:
+        free: dict[str, Any] = {name: None}
+        if _offers(replace(problem, **free), methods):
+            in_the_way.append(f"parallel.{name}")
+    for name in problem.given:
+        others = {key: value for key, value in problem.given.items() if key != name}
+        if _offers(replace(problem, given=others), methods):
+            in_the_way.append(f"chunks.{name}")
+    change = "give fewer sizes and dials, or other methods"
+    if in_the_way:
+        change = f"leave out {' or '.join(in_the_way)}"
+    elif not _offers(replace(problem, dp=None, sp=None, pp=None, given={}), methods):
+        several = [] if subject.num_idle else ["give several --devices"]
+        change = " and ".join(["leave --runnable out"] * subject.is_runnable + several)
+        change += f", or name another --method: {names} has no plans of one device"
+    only = ", the one of --runnable" if subject.is_runnable else ""
+    return refusal(
+        f"{names} on {count_words(problem.num_devices, 'device')}{only}"
+        + (f" with {', '.join(words)}" if words else ""),
+        "a layout and dials that the method has", change, "the search for a plan",
+    )  # fmt: skip
+
+
+def _offers(problem: Problem, methods: Mapping[str, Method]) -> bool:
+    """Whether a method has dials for a problem in any layout, whether they fit or not."""
+    given, longest = problem.given, max(problem.seq_lens)
+    number = given.get("num_retained")
+    shape = problem.model.shape
+    try:
+        found = layouts(
+            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp, idle=True
+        )
+    except ConfigError:
+        return False
+    rooms = (
+        Room(
+            layout=layout, stages=(1,) * layout.pp, zero=0, balance="none", longest_tokens=longest,
+            sizes=within(chunk_sizes(layout, longest, least=1024), given.get("size")),
+            heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
+            tiers=problem.tiers, num_retained=None if number is None else int(str(number)),
+        )
+        for layout in found
+    )  # fmt: skip
+    dials = (
+        one for room in rooms for method in methods.values() for rungs in method(room)
+        for one in rungs
+    )  # fmt: skip
+    return any(one.agree(given, strict=problem.strict) for one in dials) or any(
+        True for _ in pool_dials(problem, methods.values())
     )
+
+
+def decision_of(subject: Subject, method: str | None) -> Decision | None:
+    """The decision of `furlong train` on one device; None for several, or for one method's plans.
+
+    Raises ConfigError where no plan is predicted to fit.
+    """
+    problem, batch = subject.problem, subject.batch
+    if method is not None or problem.num_devices != 1:
+        return None
+    model, words = problem.model, "memory.device"
+    if subject.config.memory.device == "auto":
+        words = FREE_RAM if subject.runs_here else f"of a {model.hardware.name}"
+    budget = problem.budget_bytes
+    return decide(
+        batch.lengths or count_lengths(problem.seq_lens),
+        sequences_per_step=len(batch.seq_lens),
+        seed=batch.seed,
+        model=model,
+        budget_bytes=model.hardware.budget_bytes if budget is None else budget,
+        budget_words=words,
+        host_bytes=subject.host_bytes,
+        disk_bytes=subject.disk_bytes,
+        margin=subject.figures.margin(MARGIN),
+        must_fit=True,
+        alone=subject.is_run,
+        dials=subject.dials,
+    )
+
+
+def found_of(searched: Searched, subject: Subject) -> Found:
+    """The outcome of the search on one device, with the plan of the subject's batch as its best,
+    and all times in the seconds of its model."""
+    problem = subject.problem
+    best = _dials(searched.best.options)
+    plan = one_draw(build(best, problem.seq_lens, problem.model), searched.best.options)
+    predicted = predict(problem.model, plan)
+    ratio = predicted.step_s / searched.best.step_s
+    outcome = Outcome(best, plan, problem.model, predicted.step_s, predicted.device_bytes)
+    trials = [Trial(best, outcome.step_s)]
+    trials += [Trial(_dials(t.options), t.step_s * ratio) for t in searched.tried[1:]]
+    refused = [
+        Refusal(_dials(t.options), refusal(f"{t.needs.device_bytes} bytes", "less", ""))
+        for t in searched.refused
+    ]
+    return Found(
+        best=outcome,
+        others=(),
+        trials=tuple(sorted(trials, key=lambda trial: trial.bound_s)),
+        refused=tuple(refused),
+        num_pruned=searched.num_pruned,
+        seconds=searched.seconds,
+    )
+
+
+def _dials(options: ChunkOptions) -> Dials:
+    return Dials(method=OURS, options=options)

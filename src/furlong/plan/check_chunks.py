@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from furlong.plan.grid import refuse_chunk
 from furlong.plan.values import ChunkPlan, Place, Slice, place_sizes
 
+_RULE_1 = "every token is in exactly one slice"
+_RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
 
-def tokens_are_covered(plan: ChunkPlan) -> None:
+
+def check_chunks(plan: ChunkPlan) -> None:
+    """Raise PlanError if the chunks of a plan break I1 or I2."""
+    for rule, breaks in ((_RULE_1, _uncovered), (_RULE_2, _misplaced)):
+        for why, chunk in breaks(plan):
+            raise refuse_chunk(plan, rule, why, chunk)
+
+
+def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
     """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
     has no other use than to meet the passes of other ranks."""
-    rule = "every token is in exactly one slice"
     has_others = plan.regathers and len(plan.actions) > 1
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
         if chunk.is_dummy and not has_others:
-            why = f"chunk {index} is empty, and no rank has to go in step with another one"
-            raise refuse_chunk(plan, rule, why, index)
+            yield f"chunk {index} is empty, and no rank has to go in step with another one", index
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
-                why = f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}"
-                raise refuse_chunk(plan, rule, why, index)
+                yield f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}", index
             if piece.stop <= piece.start:
-                raise refuse_chunk(
-                    plan, rule, f"a slice of sequence {piece.seq_id} is empty", index
-                )
+                yield f"a slice of sequence {piece.seq_id} is empty", index
             pieces[piece.seq_id].append((piece.start, piece.stop, index))
     for seq_id, (seq_len, found) in enumerate(zip(plan.seq_lens, pieces, strict=True)):
-        covered = 0
+        covered, index = 0, 0
         for start, stop, index in sorted(found):
             if start != covered:
-                why = f"sequence {seq_id} is covered up to token {covered}, then from {start}"
-                raise refuse_chunk(plan, rule, why, index)
+                yield (
+                    f"sequence {seq_id} is covered up to token {covered}, then from {start}",
+                    index,
+                )
             covered = stop
         if covered != seq_len or not found:
-            why = f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}"
-            raise refuse_chunk(plan, rule, why, found[-1][2] if found else 0)
+            yield f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}", index
 
 
-def chunks_are_well_formed(plan: ChunkPlan) -> None:
+def _misplaced(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
     """I2. Places are nested, few pieces have a prefix, a sequence is once in a chunk and keeps its
     place."""
-    rule = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
     places: dict[int, Place] = {}
     for index, chunk in enumerate(plan.chunks):
-        why = _oddity(chunk.slices, plan.sp_size)
+        if why := _oddity(chunk.slices, plan.sp_size):
+            yield why, index
         for piece in chunk.slices:
             if places.setdefault(piece.seq_id, piece.place) != piece.place:
-                why = f"sequence {piece.seq_id} has another place in an earlier chunk"
-        if why:
-            raise refuse_chunk(plan, rule, why, index)
+                yield f"sequence {piece.seq_id} has another place in an earlier chunk", index
 
 
 def _oddity(slices: tuple[Slice, ...], sp_size: int) -> str:

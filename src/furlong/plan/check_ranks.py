@@ -6,14 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import repeat
 
-from furlong.plan.grid import Grid
+from furlong.plan.grid import Breaks, Grid, Rule
 from furlong.plan.passes import directions
 from furlong.plan.text import format_action
 from furlong.plan.values import (
+    COMPUTING,
+    MESSAGES,
+    ON_PARAMETERS,
     Backward,
-    Forward,
-    RebuildKV,
-    Recompute,
     Recv,
     Reduce,
     Reshard,
@@ -22,175 +22,147 @@ from furlong.plan.values import (
 )
 
 _Key = tuple[object, object]
-_COMPUTES = (Forward, Recompute, Backward, RebuildKV)
+_Entries = list[tuple[int, object]]
+"""Places in a rank's list, and what another rank has to have there too."""
 
 
-def messages_pair_up(grid: Grid) -> None:
-    """I10, messages. Each carries what its sender has made to the rank that needs it, and both ends
-    of a pair of ranks list the same messages in the same order."""
-    rule = "every message that is sent is received, in the same order"
-    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-    received: dict[tuple[int, int], list[int]] = defaultdict(list)
+def _unpaired_messages(grid: Grid) -> Breaks:
+    """I10. Each message carries a result of its sender to the rank that needs it, and both ranks
+    list the messages between them in the same order."""
+    sent: dict[tuple[int, int], _Entries] = defaultdict(list)
+    received: dict[tuple[int, int], _Entries] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
-    for at, action in enumerate(grid.actions):
+    for at, action, cell in grid.each(*MESSAGES):
         if isinstance(action, Send):
-            _sends_what_it_made(grid, rule, at, action)
-            message = action.payload, grid.cells[at]
-            if message in seen:
-                raise grid.refuse(rule, "it has been sent already", at)
-            seen.add(message)
-            sent[grid.ranks[at], action.peer].append(at)
+            yield from _not_made(grid, at, action)
+            if (action.payload, cell) in seen:
+                yield "it has been sent already", at
+            seen.add((action.payload, cell))
+            sent[grid.ranks[at], action.peer].append((at, (action.payload, cell)))
         elif isinstance(action, Recv):
-            received[action.peer, grid.ranks[at]].append(at)
+            received[action.peer, grid.ranks[at]].append((at, (action.payload, cell)))
     for sender, receiver in sorted(sent.keys() | received.keys()):
-        pair = sender, receiver
-        for out, into in zip(sent[pair], received[pair], strict=False):
-            first, second = grid.actions[out], grid.actions[into]
-            assert isinstance(first, Send) and isinstance(second, Recv)
-            if (first.payload, grid.cells[out]) != (second.payload, grid.cells[into]):
-                why = f"here rank {sender} has '{format_action(first)}'"
-                raise grid.refuse(rule, why, into)
-        extra = len(sent[pair]) - len(received[pair])
-        if extra > 0:
-            why = f"rank {receiver} does not receive it"
-            raise grid.refuse(rule, why, sent[pair][len(received[pair])])
-        if extra < 0:
-            raise grid.refuse(rule, f"rank {sender} does not send it", received[pair][extra])
+        ours, theirs = sent[sender, receiver], received[sender, receiver]
+        yield from _differences(grid, sender, ours, theirs)
+        if len(ours) > len(theirs):
+            yield f"rank {receiver} does not receive it", ours[len(theirs)][0]
+        if len(ours) < len(theirs):
+            yield f"rank {sender} does not send it", theirs[len(ours)][0]
 
 
-def _sends_what_it_made(grid: Grid, rule: str, at: int, action: Send) -> None:
-    cell = grid.cells[at]
+def _not_made(grid: Grid, at: int, action: Send) -> Breaks:
     forward = action.payload == "activation"
-    made = (grid.forward if forward else grid.backward)[cell]
+    made = (grid.forward if forward else grid.backward)[grid.cells[at]]
     if made < 0 or grid.ranks[made] != grid.ranks[at] or made > at:
-        raise grid.refuse(rule, f"rank {grid.ranks[at]} has not computed it yet", at)
-    reader = cell + (grid.num_chunks if forward else -grid.num_chunks)
+        yield f"rank {grid.ranks[at]} has not computed it yet", at
+    reader = grid.cells[at] + (grid.num_chunks if forward else -grid.num_chunks)
     if not 0 <= reader < len(grid.forward):
-        raise grid.refuse(rule, "there is no stage to send it to", at)
-    if grid.ranks[grid.forward[reader]] != action.peer:
-        why = f"cell {grid.name(reader)} is on rank {grid.ranks[grid.forward[reader]]}"
-        raise grid.refuse(rule, why, at)
+        yield "there is no stage to send it to", at
+    if grid.rank_of_forward(reader) != action.peer:
+        yield f"cell {grid.name(reader)} is on rank {grid.rank_of_forward(reader)}", at
 
 
-def parameters_are_managed(grid: Grid) -> None:
-    """I10, collectives. The ranks of a stage issue the same ones in the same order; a stage that is
-    unsharded somewhere computes only while it is; a Reduce follows the last Backward."""
-    _reduces_are_last(grid)
-    rule = "the ranks of a stage issue its collectives in the same order"
-    lists: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    members = _members(grid)
-    for at, action in enumerate(grid.actions):
-        if isinstance(action, (Unshard, Reshard, Reduce)):
-            lists[action.stage][grid.ranks[at]].append(at)
-    for stage, by_rank in lists.items():
-        ranks = sorted(members[stage])
-        for rank in ranks[1:]:
-            ours, theirs = by_rank[ranks[0]], by_rank[rank]
-            for one, other in zip(ours, theirs, strict=False):
-                if grid.kinds[one] is not grid.kinds[other]:
-                    why = f"here rank {ranks[0]} has '{format_action(grid.actions[one])}'"
-                    raise grid.refuse(rule, why, other)
-            if len(ours) != len(theirs):
-                extra = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
-                raise grid.refuse(rule, "the other ranks of the stage issue fewer", extra)
-    _computes_while_unsharded(grid, lists)
-
-
-def passes_are_in_step(grid: Grid) -> None:
-    """I10, where each pass gathers the weights of its stage. The ranks of a stage go through it in
-    the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
-    round computes with the weights of other layers, silently."""
-    if not grid.plan.regathers:
-        return
-    rule = "ranks that gather weights with every pass run the same passes of a stage"
-    walks: dict[int, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, start in enumerate(grid.starts[:-1]):
-        for at, direction in enumerate(directions(grid.plan, rank), start):
-            if grid.kinds[at] in (Unshard, Reshard):
-                raise grid.refuse(rule, "no stage of this plan is unsharded for longer", at)
-            if direction is not None:
-                walks[grid.actions[at].stage][rank].append((at, direction))
-    members = _members(grid)
-    for stage, by_rank in walks.items():
-        first, *others = sorted(members[stage])
-        for rank in others:
-            _refuse_first_difference(grid, rule, by_rank, first, rank)
-
-
-def _refuse_first_difference(
-    grid: Grid, rule: str, walks: dict[int, list[tuple[int, str]]], first: int, rank: int
-) -> None:
-    ours, theirs = walks[first], walks[rank]
-    for (one, direction), (other, opposite) in zip(ours, theirs, strict=False):
-        if direction != opposite:
-            why = f"here rank {first} has '{format_action(grid.actions[one])}'"
-            raise grid.refuse(rule, why, other)
-    if len(ours) != len(theirs):
-        shorter, longer = (first, rank) if len(ours) < len(theirs) else (rank, first)
-        why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
-        raise grid.refuse(rule, why, walks[longer][len(walks[shorter])][0])
-
-
-def _computes_while_unsharded(grid: Grid, lists: dict[int, dict[int, list[int]]]) -> None:
-    rule = "parameters are unsharded while they are used"
-    state = {
-        (stage, rank): False
-        for stage, by_rank in lists.items()
-        for rank, places in by_rank.items()
-        if any(grid.kinds[at] is not Reduce for at in places)
-    }
-    if not state:
-        return
-    for at, action in enumerate(grid.actions):
-        key = action.stage, grid.ranks[at]
-        if key not in state:
-            continue
-        if isinstance(action, Unshard) == state[key] and isinstance(action, (Unshard, Reshard)):
-            already = "" if state[key] else "not "
-            raise grid.refuse(rule, f"stage {action.stage} is {already}unsharded here", at)
-        if isinstance(action, _COMPUTES) and not state[key]:
-            raise grid.refuse(rule, f"stage {action.stage} is not unsharded here", at)
-        if isinstance(action, (Unshard, Reshard)):
-            state[key] = isinstance(action, Unshard)
-
-
-def _reduces_are_last(grid: Grid) -> None:
-    rule = "a Reduce follows the last Backward of its stage on its rank, once"
+def _odd_reduces(grid: Grid) -> Breaks:
     last: dict[tuple[int, int], int] = {}
     reduces: dict[tuple[int, int], int] = {}
-    for at, action in enumerate(grid.actions):
+    for at, action, _ in grid.each(Backward, Reduce):
         key = action.stage, grid.ranks[at]
         if isinstance(action, Backward):
             last[key] = at
             if key in reduces:
-                raise grid.refuse(rule, "a Backward comes after it", reduces[key])
-        elif isinstance(action, Reduce):
+                yield "a Backward comes after it", reduces[key]
+        else:
             if key in reduces:
-                raise grid.refuse(rule, f"stage {action.stage} is reduced already", at)
+                yield f"stage {action.stage} is reduced already", at
             if key not in last:
-                raise grid.refuse(rule, f"no Backward of stage {action.stage} came before", at)
+                yield f"no Backward of stage {action.stage} came before", at
             reduces[key] = at
     if not reduces:
         return
     for key in sorted(last.keys() - reduces.keys()):
-        raise grid.refuse(rule, f"no Reduce of stage {key[0]} follows", last[key])
-    reducing = {rank for _, rank in reduces}
-    for rank in range(len(grid.plan.actions)):
-        if rank not in reducing:
-            why = f"rank {rank} has none; without work it takes a token without a label"
-            raise grid.refuse(rule, why, min(reduces.values()))
+        yield f"no Reduce of stage {key[0]} follows", last[key]
+    for rank in sorted(set(range(len(grid.plan.actions))) - {rank for _, rank in reduces}):
+        why = f"rank {rank} has none; without work it takes a token without a label"
+        yield why, min(reduces.values())
 
 
-def ranks_never_stall(grid: Grid) -> None:
+def _unequal_collectives(grid: Grid) -> Breaks:
+    """I10. The ranks of a stage issue the same collectives in the same order."""
+    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    for at, action, _ in grid.each(*ON_PARAMETERS):
+        lists[action.stage][grid.ranks[at]].append((at, type(action)))
+    for first, ours, _, theirs in _pairs(grid, lists):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            extra, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+            yield "the other ranks of the stage issue fewer", extra
+
+
+def _used_while_sharded(grid: Grid) -> Breaks:
+    """I10. A stage that is unsharded somewhere computes only while it is."""
+    unsharded = {
+        (action.stage, grid.ranks[at]): False for at, action, _ in grid.each(Unshard, Reshard)
+    }
+    for at, action, _ in grid.each(Unshard, Reshard, *COMPUTING):
+        key = action.stage, grid.ranks[at]
+        if key not in unsharded:
+            continue
+        if isinstance(action, (Unshard, Reshard)):
+            if isinstance(action, Unshard) == unsharded[key]:
+                already = "" if unsharded[key] else "not "
+                yield f"stage {action.stage} is {already}unsharded here", at
+            unsharded[key] = isinstance(action, Unshard)
+        elif not unsharded[key]:
+            yield f"stage {action.stage} is not unsharded here", at
+
+
+def _out_of_step(grid: Grid) -> Breaks:
+    """I10. Where each pass gathers the weights of its stage, the ranks of a stage go through it in
+    the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
+    round computes with the weights of other layers, silently."""
+    if not grid.plan.regathers:
+        return
+    walks: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    for rank, start in enumerate(grid.starts[:-1]):
+        for at, direction in enumerate(directions(grid.plan, rank), start):
+            if grid.kinds[at] in (Unshard, Reshard):
+                yield "no stage of this plan is unsharded for longer", at
+            if direction is not None:
+                walks[grid.actions[at].stage][rank].append((at, direction))
+    for first, ours, rank, theirs in _pairs(grid, walks):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            shorter, longer = (first, theirs) if len(ours) < len(theirs) else (rank, ours)
+            why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
+            yield why, longer[min(len(ours), len(theirs))][0]
+
+
+def _pairs(
+    grid: Grid, lists: dict[int, dict[int, _Entries]]
+) -> Iterator[tuple[int, _Entries, int, _Entries]]:
+    """The first rank of each stage with its list, and each other one with its own."""
+    members = _members(grid)
+    for stage, by_rank in lists.items():
+        first, *others = sorted(members[stage])
+        for rank in others:
+            yield first, by_rank[first], rank, by_rank[rank]
+
+
+def _differences(grid: Grid, rank: int, ours: _Entries, theirs: _Entries) -> Breaks:
+    """The places where a list differs from that of `rank`, as far as both go."""
+    for (one, value), (other, different) in zip(ours, theirs, strict=False):
+        if value != different:
+            yield f"here rank {rank} has '{format_action(grid.actions[one])}'", other
+
+
+def _stalls(grid: Grid) -> Breaks:
     """I11. Run all ranks at once: a send never waits, a receive waits for its message, a collective
     for all ranks of its stage, and so does a pass that gathers weights. Relies on equal orders at
     both ends."""
     num_ranks = len(grid.plan.actions)
-    if num_ranks == 1:
-        return
     posted: dict[_Key, int] = defaultdict(int)
     sleeping: dict[_Key, list[int]] = defaultdict(list)
-    awake = deque(range(num_ranks))
+    awake = deque(range(num_ranks) if num_ranks > 1 else ())
     members = _members(grid)
 
     def post(key: _Key) -> None:
@@ -227,15 +199,23 @@ def ranks_never_stall(grid: Grid) -> None:
                 break
     if waits:
         stuck = sorted((rank, at) for rank, (at, _, _) in waits.items())
-        texts = [f"rank {rank} at '{format_action(grid.actions[at])}'" for rank, at in stuck]
-        why = "these wait for ever: " + ", ".join(texts)
-        raise grid.refuse("no rank waits for ever", why, stuck[0][1])
+        yield grid.waiting_words(stuck), stuck[0][1]
 
 
 def _members(grid: Grid) -> dict[int, set[int]]:
     """For each stage, the ranks that hold it; a message names the stage of another rank too."""
     members: dict[int, set[int]] = defaultdict(set)
     for action, rank in zip(grid.actions, grid.ranks, strict=True):
-        if not isinstance(action, (Send, Recv)):
+        if not isinstance(action, MESSAGES):
             members[action.stage].add(rank)
     return members
+
+
+RANK_RULES: tuple[Rule, ...] = (
+    ("every message that is sent is received, in the same order", _unpaired_messages),
+    ("a Reduce follows the last Backward of its stage on its rank, once", _odd_reduces),
+    ("the ranks of a stage issue its collectives in the same order", _unequal_collectives),
+    ("parameters are unsharded while they are used", _used_while_sharded),
+    ("ranks that gather weights with every pass run the same passes of a stage", _out_of_step),
+    ("no rank waits for ever", _stalls),
+)

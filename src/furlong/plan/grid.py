@@ -1,4 +1,4 @@
-"""A plan's actions found by cell, and how a broken plan is shown.
+"""A plan's actions found by cell, and the errors that show a broken plan.
 
 The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
 cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
@@ -6,31 +6,18 @@ cell is a number, stage * num_chunks + chunk, so that its neighbours are one add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from furlong.errors import PlanError
 from furlong.plan.text import format_action, format_chunk
-from furlong.plan.values import (
-    Action,
-    Backward,
-    ChunkPlan,
-    Forward,
-    Keep,
-    Recv,
-    Reduce,
-    Reshard,
-    Send,
-    Unshard,
-)
+from furlong.plan.values import MESSAGES, ON_PARAMETERS, Action, Backward, ChunkPlan, Forward, Keep
 
-_OF_PARAMETERS = (Unshard, Reshard, Reduce)
-_OF_MESSAGES = (Send, Recv)
 _NUM_AROUND = 4
 _ARROW = "    <-- here"
 
 
 class Grid:
-    """Where each cell's Forward and Backward are, for the checks of one plan."""
+    """The places of each cell's Forward and Backward, for the checks of one plan."""
 
     def __init__(self, plan: ChunkPlan) -> None:
         self.plan = plan
@@ -46,13 +33,13 @@ class Grid:
         """The cell of each action; of an action on parameters, the stage's first."""
         num_cells = self.num_chunks * self.num_stages
         self.forward = self._first(Forward, num_cells)
-        """Where each cell's first Forward is, or -1."""
+        """The place of each cell's first Forward, or -1."""
         self.backward = self._first(Backward, num_cells)
         self.keep: list[Keep | None] = [
             action.keep if at >= 0 and isinstance(action := self.actions[at], Forward) else None
             for at in self.forward
         ]
-        """What each cell's Forward keeps (None only for a cell without one)."""
+        """Each cell's `keep`, None for a cell without a Forward."""
         groups = plan.groups
         self.before = [
             [groups[seq_id][position - 1] for seq_id, position in links if position]
@@ -64,11 +51,11 @@ class Grid:
         rule = "every action names a cell of the grid"
         if not 0 <= action.stage < self.num_stages:
             raise self.refuse(rule, f"the plan has {self.num_stages} stages", at)
-        if isinstance(action, _OF_PARAMETERS):
+        if isinstance(action, ON_PARAMETERS):
             return action.stage * self.num_chunks
         if not 0 <= action.chunk < self.num_chunks:
             raise self.refuse(rule, f"the plan has {self.num_chunks} chunks", at)
-        if isinstance(action, _OF_MESSAGES):
+        if isinstance(action, MESSAGES):
             peers = range(len(self.plan.actions))
             if action.peer not in peers or action.peer == self.ranks[at]:
                 raise self.refuse(rule, f"{action.peer} is no other rank of the plan", at)
@@ -81,10 +68,27 @@ class Grid:
                 places[cell] = at
         return places
 
+    def each(self, *kinds: type[Action]) -> Iterator[tuple[int, Action, int]]:
+        """The place, the action and the cell of every action of some kinds."""
+        for at, (kind, action, cell) in enumerate(
+            zip(self.kinds, self.actions, self.cells, strict=True)
+        ):
+            if kind in kinds:
+                yield at, action, cell
+
+    def rank_of_forward(self, cell: int) -> int:
+        """The rank that has the cell's first Forward."""
+        return self.ranks[self.forward[cell]]
+
     def name(self, cell: int) -> str:
-        """chunk.stage, as in an action's text."""
+        """`chunk.stage`, as in an action's text."""
         stage, chunk = divmod(cell, self.num_chunks)
         return f"{chunk}.{stage}"
+
+    def waiting_words(self, stuck: Sequence[tuple[int, int]]) -> str:
+        """The (rank, place of its action) that wait for each other, in words."""
+        texts = [f"rank {rank} at '{format_action(self.actions[at])}'" for rank, at in stuck]
+        return "these wait for ever: " + ", ".join(texts)
 
     def refuse(self, rule: str, why: str, at: int) -> PlanError:
         """The error for a broken rule, showing the actions around the guilty one."""
@@ -107,3 +111,8 @@ def refuse_chunk(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
 
 def _around(middle: int, values: Sequence[object]) -> tuple[int, int]:
     return max(0, middle - _NUM_AROUND), min(len(values), middle + _NUM_AROUND + 1)
+
+
+Breaks = Iterator[tuple[str, int]]
+"""The ways in which a plan breaks a rule: why, and the place of the guilty action."""
+Rule = tuple[str, Callable[[Grid], Breaks]]

@@ -1,4 +1,4 @@
-"""How long the sequences of a data set are: what `furlong lengths` writes and `furlong plan` reads.
+"""The lengths of a data set's sequences: `furlong lengths` writes them, `furlong plan` reads them.
 
 {"version": 1, "lengths": [[812, 3], [4096, 1]]}     three sequences of 812 tokens, one of 4,096
 {"version": 1, "lengths": [812, 4096, 812, 812]}     the same, as it is easiest to write by hand
@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from furlong.errors import ConfigError
 
 VERSION = 1
 MAX_TOKENS = 2**31
-"""Tokens of the longest sequence that is planned for."""
+"""Most tokens of a sequence that is planned for."""
 MAX_SEQUENCES = 10**8
-"""Sequences of a file: a draw shuffles them all in memory."""
+"""Most sequences of a file: a draw shuffles them all in memory."""
 
 FIRST_BUCKET_TOKENS = 64
 
@@ -56,7 +55,7 @@ class Lengths:
 
     @property
     def num_pairs(self) -> int:
-        return sum(_pairs(seq_len) * count for seq_len, count in self.counts)
+        return sum(n * (n + 1) // 2 * count for n, count in self.counts)
 
     @property
     def longest(self) -> int:
@@ -74,18 +73,13 @@ class Lengths:
     def buckets(self) -> tuple[LengthBucket, ...]:
         """Powers of two, from the bucket of the shortest to that of the longest sequence; lengths
         up to `FIRST_BUCKET_TOKENS` are one bucket."""
-        first, last = _exponent(self.counts[0][0]), _exponent(self.longest)
         buckets = []
-        for exponent in range(first, last + 1):
-            inside = [(n, count) for n, count in self.counts if _exponent(n) == exponent]
+        for exponent in range(_exponent(self.counts[0][0]), _exponent(self.longest) + 1):
+            upto = 2**exponent
+            own = Lengths(tuple(pair for pair in self.counts if _exponent(pair[0]) == exponent))
+            above = upto // 2 if upto > FIRST_BUCKET_TOKENS else 0
             buckets.append(
-                LengthBucket(
-                    above=2**exponent // 2 if 2**exponent > FIRST_BUCKET_TOKENS else 0,
-                    upto=2**exponent,
-                    num_sequences=sum(count for _, count in inside),
-                    num_tokens=sum(n * count for n, count in inside),
-                    num_pairs=sum(_pairs(n) * count for n, count in inside),
-                )
+                LengthBucket(above, upto, own.num_sequences, own.num_tokens, own.num_pairs)
             )
         return tuple(buckets)
 
@@ -140,7 +134,7 @@ def read_lengths(file: Path) -> Lengths:
     listed = values.get("lengths")
     for entry in listed if isinstance(listed, list) else ():
         seq_len, count = entry if isinstance(entry, list) and len(entry) == 2 else (entry, 1)
-        if not _is_positive(seq_len) or not _is_positive(count):
+        if any(type(value) is not int or value < 1 for value in (seq_len, count)):
             raise _unreadable(file, f"{json.dumps(entry)[:60]} among its lengths")
         if seq_len > MAX_TOKENS:
             raise _too_much(file, f"a sequence of {seq_len:.4g} tokens", f"{MAX_TOKENS:,} tokens")
@@ -156,14 +150,6 @@ def read_lengths(file: Path) -> Lengths:
 def _exponent(seq_len: int) -> int:
     """The exponent of the power of two at the upper end of the bucket that holds `seq_len`."""
     return (max(seq_len, FIRST_BUCKET_TOKENS) - 1).bit_length()
-
-
-def _pairs(seq_len: int) -> int:
-    return seq_len * (seq_len + 1) // 2
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
 
 
 def _too_much(file: Path, given: str, most: str) -> ConfigError:

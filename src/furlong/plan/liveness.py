@@ -1,4 +1,4 @@
-"""When memory dies: for each action of a rank, the cells whose K,V or inputs nobody needs.
+"""The end of memory: for each action of a rank, the cells whose K,V or inputs nobody needs.
 
 The K,V of a cell come into being with its Forward (if a later chunk reads them) and again with each
 RebuildKV. They are read by every action of later chunks of the same sequence at the same stage, and
@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from furlong.plan.passes import NOTHING, passes
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.values import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 
 def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -35,7 +35,7 @@ def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], .
         frees.setdefault(last, []).append((chunk, stage))
 
     for index, action in enumerate(actions):
-        if not isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
+        if not isinstance(action, COMPUTING):
             continue
         cell = action.chunk, action.stage
         if isinstance(action, (Recompute, Backward)):

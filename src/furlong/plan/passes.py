@@ -1,4 +1,4 @@
-"""The passes of a plan: what each action computes of its cell, and what it writes and remembers.
+"""The passes of a plan: the part of its cell that each action computes, writes and remembers.
 
 Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
 early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
@@ -11,23 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from furlong.plan.values import (
-    Action,
-    Backward,
-    ChunkPlan,
-    Forward,
-    RebuildKV,
-    Recompute,
-)
+from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 Computed = Literal["nothing", "to last kv", "values", "graph", "backward"]
-"""nothing; the stage up to its last layer's K,V projection; the stage without a graph; with its
-graph; the gradients of a graph that is there."""
+"""How far a pass goes: not at all; the stage up to its last layer's K,V projection; the stage
+without a graph; with its graph; the gradients of a graph that is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one action computes of its cell."""
+    """The part of its cell that one action computes."""
 
     computes: Computed = "nothing"
     writes_kv: bool = False
@@ -85,10 +78,20 @@ def passes(plan: ChunkPlan, rank: int) -> tuple[Pass, ...]:
                 known = min(graph.remembered, layers)
                 is_last = stage == len(plan.stages) - 1
                 what = Pass("backward", remembered=known, recompute_layers=layers, loss=is_last)
-        if what.computes == "graph":
-            graphs[_cell(action)] = what
+        if isinstance(action, (Forward, Recompute)) and what.computes == "graph":
+            graphs[action.chunk, action.stage] = what
         found.append(what)
     return tuple(found)
+
+
+def computed_late(plan: ChunkPlan) -> frozenset[tuple[int, int]]:
+    """The (chunk, stage) cells whose Forward computes nothing, so that a Recompute is the first."""
+    return frozenset(
+        (action.chunk, action.stage)
+        for rank, actions in enumerate(plan.actions)
+        for action, what in zip(actions, passes(plan, rank), strict=True)
+        if isinstance(action, Forward) and what is NOTHING
+    )
 
 
 def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
@@ -106,8 +109,3 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     if continues:
         return Pass("to last kv", writes_kv=True, remembers=min(remembers, height - 1))
     return NOTHING
-
-
-def _cell(action: Action) -> tuple[int, int]:
-    assert isinstance(action, (Forward, Recompute))
-    return action.chunk, action.stage

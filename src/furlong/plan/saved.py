@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
@@ -11,33 +11,31 @@ from furlong.plan.text import format_action, format_chunk, parse_action, parse_c
 from furlong.plan.values import ChunkPlan, Tier, Tiers
 
 VERSION = 4
-"""Of the JSON form. Other versions are refused: a plan is cheap to make again."""
+"""The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 _MADE_FOR = "made_for"
+_NUMBERS = ("sp_size", "frozen_stages")
+_SWITCHES = ("sampled", "report_loss", "regathers")
 
 
 def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:
     """JSON that a person can read: one chunk and one action per line. `made_for`: plain values that
     `load_plan` passes over, such as the model and the devices."""
-    values = {
+    plain = {
+        name: json.dumps(getattr(plan, name))
+        for name in (*_NUMBERS, *_SWITCHES, "seq_lens", "stages")
+    }
+    values = ({} if made_for is None else {_MADE_FOR: json.dumps(made_for)}) | {
         "version": str(VERSION),
         "tiers": json.dumps(asdict(plan.tiers)),
-        "sp_size": json.dumps(plan.sp_size),
-        "sampled": json.dumps(plan.sampled),
-        "report_loss": json.dumps(plan.report_loss),
-        "frozen_stages": json.dumps(plan.frozen_stages),
-        "regathers": json.dumps(plan.regathers),
-        "seq_lens": json.dumps(plan.seq_lens),
-        "stages": json.dumps(plan.stages),
+        **plain,
         "chunks": _lines([format_chunk(chunk, plan.sp_size) for chunk in plan.chunks]),
         "actions": "[" + ", ".join(_lines(map(format_action, a)) for a in plan.actions) + "]",
     }
-    if made_for is not None:
-        values = {_MADE_FOR: json.dumps(made_for), **values}
     return "{\n" + ",\n".join(f'"{name}": {value}' for name, value in values.items()) + "\n}\n"
 
 
-def _lines(texts: Any) -> str:
+def _lines(texts: Iterable[str]) -> str:
     return json.dumps(list(texts), indent=1)
 
 
@@ -55,19 +53,20 @@ def load_plan(text: str) -> ChunkPlan:
     if saved.keys() != expected:
         odd = ", ".join(sorted(saved.keys() ^ expected))
         raise unreadable(f"fields missing or unknown: {odd}", ", ".join(sorted(expected)))
-    for name in ("sampled", "report_loss", "regathers"):
+    for name in _SWITCHES:
         if not isinstance(saved[name], bool):
             raise unreadable(f"{name} = {saved[name]!r}", "true or false")
+    plain: dict[str, Any] = {name: saved[name] for name in _SWITCHES}
+    plain |= {name: _whole_numbers([saved[name]], name)[0] for name in _NUMBERS}
     if not isinstance(saved["actions"], list):
         raise unreadable("actions that are no list", "one list of actions per rank")
-    sp_size = _whole_number(saved, "sp_size")
     return ChunkPlan(
-        seq_lens=_whole_numbers(saved, "seq_lens"),
+        seq_lens=_whole_numbers(saved["seq_lens"], "seq_lens"),
         chunks=tuple(
-            parse_chunk(chunk, sp_size=sp_size, source=f"chunk {index} of a saved plan")
+            parse_chunk(chunk, sp_size=plain["sp_size"], source=f"chunk {index} of a saved plan")
             for index, chunk in enumerate(_texts(saved["chunks"], "chunks"))
         ),
-        stages=_whole_numbers(saved, "stages"),
+        stages=_whole_numbers(saved["stages"], "stages"),
         actions=tuple(
             tuple(
                 parse_action(action, source=f"rank {rank}, action {index} of a saved plan")
@@ -76,16 +75,12 @@ def load_plan(text: str) -> ChunkPlan:
             for rank, actions in enumerate(saved["actions"])
         ),
         tiers=_tiers(saved["tiers"]),
-        sp_size=sp_size,
-        sampled=saved["sampled"],
-        report_loss=saved["report_loss"],
-        frozen_stages=_whole_number(saved, "frozen_stages"),
-        regathers=saved["regathers"],
+        **plain,
     )
 
 
 def read_made_for(text: str) -> dict[str, Any]:
-    """What `save_plan` was told that a plan was made for; empty where it was told nothing."""
+    """The `made_for` that `save_plan` was given; empty where it was given none."""
     values = json.loads(text).get(_MADE_FOR)
     return values if isinstance(values, dict) else {}
 
@@ -104,12 +99,7 @@ def _tiers(values: Any) -> Tiers:
     return Tiers(**values)
 
 
-def _whole_number(saved: dict[str, Any], name: str) -> int:
-    return _whole_numbers({name: [saved[name]]}, name)[0]
-
-
-def _whole_numbers(saved: dict[str, Any], name: str) -> tuple[int, ...]:
-    values = saved[name]
+def _whole_numbers(values: Any, name: str) -> tuple[int, ...]:
     # bool is an int to Python, and true no length to us
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise unreadable(f"{name} = {values!r:.80}", "whole numbers")

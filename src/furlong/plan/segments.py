@@ -1,4 +1,4 @@
-"""Which tokens of a cut sequence a layer stores, and where they are cut into segments.
+"""The tokens of a cut sequence that a layer stores, and the segments that they are cut into.
 
 Pure integers: what the store does and what the cost model counts follow from them.
 """
@@ -42,13 +42,13 @@ class StoredTokens:
 
     @classmethod
     def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
-        """A window of w tokens leaves the last w - 1 of each piece to be seen by later ones."""
+        """The stored tokens of pieces: through a window of w, later ones see w - 1 of each."""
         kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
         offsets = tuple(accumulate(kept, initial=0))
         return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
 
     def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
-        """The same, with gradients of these pieces alone, which ascend."""
+        """These tokens with gradients of some pieces alone, which ascend."""
         parts: list[range] = []
         for piece in pieces:
             if piece + 1 >= len(self.offsets) or not (own := self.of_piece(piece)):
@@ -59,7 +59,7 @@ class StoredTokens:
         return replace(self, with_gradients=tuple(parts))
 
     def gradients_in(self, tokens: range) -> list[range]:
-        """Those of `tokens` whose gradients are kept, as ranges."""
+        """The part of `tokens` whose gradients are kept, as ranges."""
         if self.with_gradients is None:
             return [tokens] if tokens else []
         first = bisect_right(self.with_gradients, tokens.start, key=lambda part: part.stop)

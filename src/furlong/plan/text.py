@@ -76,32 +76,24 @@ def _number(value: float) -> str:
 
 
 _CELL = r"(\d+)\.(\d+)"
-_FORMS: tuple[tuple[re.Pattern[str], Callable[..., Action]], ...] = (
-    (
-        re.compile(rf"F{_CELL} ({'|'.join(get_args(Keep))})(?: l(\d+))?"),
-        lambda c, s, keep, n: Forward(int(c), int(s), keep, int(n or 0)),
-    ),
-    (
-        re.compile(rf"R{_CELL}(?: l(\d+))?"),
-        lambda c, s, n: Recompute(int(c), int(s), int(n or 0)),
-    ),
-    (
-        re.compile(rf"B{_CELL}(?: a(\S+))?(?: c(\S+))?"),
-        lambda c, s, loss, relay: Backward(int(c), int(s), float(loss or 1), float(relay or 1)),
-    ),
-    (re.compile(rf"K{_CELL}"), lambda c, s: RebuildKV(int(c), int(s))),
-    (
-        re.compile(rf"send ({'|'.join(get_args(Payload))}) {_CELL} to (\d+)"),
-        lambda payload, c, s, peer: Send(payload, int(c), int(s), int(peer)),
-    ),
-    (
-        re.compile(rf"recv ({'|'.join(get_args(Payload))}) {_CELL} from (\d+)"),
-        lambda payload, c, s, peer: Recv(payload, int(c), int(s), int(peer)),
-    ),
-    (re.compile(r"unshard (\d+)"), lambda s: Unshard(int(s))),
-    (re.compile(r"reshard (\d+)"), lambda s: Reshard(int(s))),
-    (re.compile(r"reduce (\d+)"), lambda s: Reduce(int(s))),
+_KEEPS, _PAYLOADS = "|".join(get_args(Keep)), "|".join(get_args(Payload))
+# fmt: off
+_FORMS: tuple[tuple[str, Callable[..., Action]], ...] = (
+    (rf"F{_CELL} ({_KEEPS})(?: l(\d+))?",
+     lambda c, s, keep, n: Forward(int(c), int(s), keep, int(n or 0))),
+    (rf"R{_CELL}(?: l(\d+))?", lambda c, s, n: Recompute(int(c), int(s), int(n or 0))),
+    (rf"B{_CELL}(?: a(\S+))?(?: c(\S+))?",
+     lambda c, s, loss, relay: Backward(int(c), int(s), float(loss or 1), float(relay or 1))),
+    (rf"K{_CELL}", lambda c, s: RebuildKV(int(c), int(s))),
+    (rf"send ({_PAYLOADS}) {_CELL} to (\d+)",
+     lambda payload, c, s, peer: Send(payload, int(c), int(s), int(peer))),
+    (rf"recv ({_PAYLOADS}) {_CELL} from (\d+)",
+     lambda payload, c, s, peer: Recv(payload, int(c), int(s), int(peer))),
+    (r"unshard (\d+)", lambda s: Unshard(int(s))),
+    (r"reshard (\d+)", lambda s: Reshard(int(s))),
+    (r"reduce (\d+)", lambda s: Reduce(int(s))),
 )
+# fmt: on
 _DUMMY = "dummy"
 _SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(?:(\d+)(?:-(\d+))?|(\*)))?")
 
@@ -110,8 +102,7 @@ def parse_action(text: str, *, source: str = "an action's text") -> Action:
     """The action whose short form is `text`; `source` tells a message where the text came from."""
     try:
         for pattern, build in _FORMS:
-            found = pattern.fullmatch(text)
-            if found:
+            if found := re.fullmatch(pattern, text):
                 return build(*found.groups())
     except ValueError:
         pass  # a factor that is no number
@@ -165,7 +156,7 @@ def unreadable(given: str, required: str, source: str = "a saved plan") -> UserE
 
 
 def tiers_in_words(tiers: Tiers) -> str:
-    """Which memory lives on which tier, in a few words."""
+    """The tier of each kind of memory, in a few words."""
     words = {"kv": "K,V", "inputs": "stage inputs", "attention": "attention", "graphs": "graphs"}
     held: dict[Tier, list[str]] = {}
     for kind, tier in asdict(tiers).items():

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Literal
 
 Keep = Literal["input", "kv", "attention", "all"]
-"""What of a cell survives its forward: the stage input; and its K,V; and every layer's attention
-output with its log-sum-exp; or its whole graph."""
+"""The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
+attention output with its log-sum-exp; or its whole graph."""
 
 Tier = Literal["device", "host", "disk"]
 Order = Literal["chunk-first", "layer-first"]
@@ -23,7 +23,7 @@ Payload = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where each kind of memory lives between the actions that use it."""
+    """The tier of each kind of memory between the actions that use it."""
 
     kv: Tier = "device"
     """K,V of cut sequences, and their gradients."""
@@ -101,7 +101,7 @@ class Forward:
     stage: int
     keep: Keep
     recompute_layers: int = 0
-    """That many first layers of the stage are checkpointed, each by its own input (the l of
+    """First layers of the stage that are checkpointed, each by its own input (the l of
     InfiniPipe)."""
 
 
@@ -117,9 +117,9 @@ class Backward:
     chunk: int
     stage: int
     loss_factor: float = 1.0
-    """Multiplies the chunk's own loss (SpaCO's a)."""
+    """Factor of the chunk's own loss (SpaCO's a)."""
     relay_factor: float = 1.0
-    """Multiplies the dK,dV that later chunks have sent (SpaCO's c)."""
+    """Factor of the dK,dV that later chunks have sent (SpaCO's c)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Recv:
     payload: Payload
     chunk: int
     stage: int
-    """The same stage as in the matching Send."""
+    """The stage of the matching Send."""
     peer: int
 
 
@@ -163,12 +163,15 @@ class Reduce:
     stage: int
 
 
+COMPUTING = (Forward, Recompute, Backward, RebuildKV)
+MESSAGES = (Send, Recv)
+ON_PARAMETERS = (Unshard, Reshard, Reduce)
 Action = Forward | Recompute | Backward | RebuildKV | Send | Recv | Unshard | Reshard | Reduce
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """What every rank does with one global batch."""
+    """The actions of every rank on one global batch."""
 
     seq_lens: tuple[int, ...]
     """Tokens of each sequence; a slice's `seq_id` is an index into it."""
@@ -191,6 +194,11 @@ class ChunkPlan:
     """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
     collectives of all ranks that hold the stage: these go in step, through equally many passes in
     one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+
+    @cached_property
+    def sizes_of_places(self) -> tuple[int, ...]:
+        """Sizes of the places that hold slices, rising: only (1,) where no sequence is sharded."""
+        return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
 
     @cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
@@ -239,8 +247,8 @@ class ChunkPlan:
         return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
 
     def kind(self, chunk: int) -> ChunkKind:
-        """packed: whole sequences; split: a piece; hybrid: a tail piece and whole sequences; dummy:
-        none."""
+        """The kind of a chunk. packed: whole sequences; split: a piece; hybrid: a tail piece and
+        whole sequences; dummy: none."""
         slices = self.chunks[chunk].slices
         if not slices:
             return "dummy"

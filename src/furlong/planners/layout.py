@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -45,30 +45,59 @@ def layouts(
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
     An sp group divides the query heads (Ulysses), a pipeline has no more stages than layers.
-    `idle`: also those of half the devices, a fourth and so on, and of powers of two, so that more
-    devices are never slower.
+    `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
+    sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
     """
-    groups = num_devices // tp_size
-    found = _layouts(groups, shape, dp, sp, pp)
+    groups, product = num_devices // tp_size, (dp or 1) * (sp or 1) * (pp or 1)
+    numbers = {groups}
+    if idle and None in (dp, sp, pp):
+        fewer = {groups >> bits for bits in range(groups.bit_length())}
+        fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
+        fewer.update(round_numbers(groups))
+        numbers |= fewer | {n // product * product for n in fewer}
+    found = [
+        layout for n in sorted(numbers, reverse=True) for layout in _layouts(n, shape, dp, sp, pp)
+    ]
     if found and num_devices % tp_size == 0:
-        fewer = {groups >> bits for bits in range(1, groups.bit_length())} if idle else set()
-        fewer |= {1 << bits for bits in range((groups - 1).bit_length())} if idle else set()
-        return found + [
-            one for n in sorted(fewer, reverse=True) for one in _layouts(n, shape, dp, sp, pp)
-        ]
-    given = {"dp": dp, "sp": sp, "pp": pp} | ({"tp": tp_size} if tp_size > 1 else {})
-    sizes = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
-    product = 1
-    for size in given.values():
-        product *= size or 1
-    raise ConfigError(
-        given=f"parallel: {sizes}, {'=' if None not in given.values() else 'a multiple of'} "
-        f"{product} devices",
-        required=f"sizes that multiply to the {num_devices} devices, an sp that divides the "
-        f"model's {shape.num_heads} heads, a pp of at most its {shape.num_layers} layers",
+        return found
+    raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp}, tp_size)
+
+
+def round_numbers(number: int) -> list[int]:
+    """A number, and the largest multiples of 2, 4, 8 ... below it, falling: 13, 12 and 8. An odd
+    one has those of the number before it, which has more divisors."""
+    return sorted({number >> b << b for b in range(number.bit_length())}, reverse=True)
+
+
+def _no_layout(
+    num_devices: int, shape: ModelShape, sizes: dict[str, int | None], tp_size: int
+) -> ConfigError:
+    """The error for sizes that no layout of the devices has: the first reason why."""
+    given = sizes | ({"tp": tp_size} if tp_size > 1 else {})
+    product = prod(size or 1 for size in given.values())
+    words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
+    shown = f"{words}, {'a multiple of' if None in given.values() else '='} {product} devices"
+    sp, pp = sizes["sp"] or 1, sizes["pp"] or 1
+    heads, layers = shape.num_heads, shape.num_layers
+    if heads % sp:
+        fitting = [n for n in _divisors(heads) if n <= num_devices]
+        required = f"a parallel.sp that divides the model's {heads} query heads"
+        first, last = ", ".join(map(str, fitting[:-1])), fitting[-1]
+        change = f"set parallel.sp to {f'{first} or ' if first else ''}{last}, or auto"
+    elif pp > layers:
+        required = f"a parallel.pp of at most the model's {layers} layers"
+        change = f"set parallel.pp to {layers} or less, or auto"
+    else:
+        required = f"sizes that multiply to the {num_devices} devices"
+        change = f"use {product} devices, or change the sizes"
+        if product < num_devices:
+            change += "; auto lets a size follow the others"
+    return ConfigError(
+        given=f"parallel: {shown}",
+        required=required,
         source="the sizes of parallel and the number of devices",
-        change="change the sizes or the number of devices; auto lets a size follow the others",
+        change=change,
     )
 
 

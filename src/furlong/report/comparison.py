@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.report.plan_report import PlanReport
-from furlong.report.tables import align
-from furlong.report.words import BREAKDOWN_WORDS
+from furlong.report.words import BREAKDOWN_WORDS, align
 from furlong.units import format_bytes, format_count, format_seconds
 
 _FAR = 10
-"""Times the fastest: what is slower is no row of the table."""
+"""Most seconds of a row of the table, in those of the fastest."""
 _WIDTH = 160
-"""Characters of a reason for having no plan; `--json` has all of it."""
+"""Most characters of a reason for having no plan; `--json` has all of it."""
 _SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
-"""Columns of what is no computation, by the fields of Breakdown."""
+"""Columns of the time in which nothing is computed, by the fields of Breakdown."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,24 @@ def format_comparison(rows: Sequence[Row]) -> str:
     and those that have none, with the reason."""
     every = _by_time(rows)
     planned = [pair for pair in every if pair[1].step_s <= _FAR * every[0][1].step_s]
-    head = [
+    table = [[
         "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
-        *_SHARES.values(), "peak", "dials",
-    ]  # fmt: skip
-    table = [head]
+        "idle in pools", *_SHARES.values(), "peak", "dials",
+    ]]  # fmt: skip
     for row, report in planned:
         shares = [getattr(report.breakdown, name) for name in _SHARES]
         table.append([
             row.method, row.layout, "no" if report.missing else "yes",
-            format_seconds(report.step_s),
-            f"{report.step_s / planned[0][1].step_s:.2f}x", format_count(report.tokens_per_s),
-            f"{report.figures.bubble_ratio:.1%}", *(f"{share:.1%}" for share in shares),
+            format_seconds(report.step_s), f"{report.step_s / planned[0][1].step_s:.2f}x",
+            format_count(report.tokens_per_s), f"{report.figures.bubble_ratio:.1%}",
+            *(f"{share:.1%}" for share in (report.pool_idle_ratio, *shares)),
             format_bytes(report.peak_bytes), row.dials,
         ])  # fmt: skip
-    lines = align(_without_empty(table), left=("method", "dials")) if planned else []
+    # columns in which every row says nothing, or no share, are left out
+    columns = [
+        own for own in zip(*table, strict=True) if not {"", "0.0%", "-0.0%"}.issuperset(own[1:])
+    ]
+    lines = align(list(zip(*columns, strict=True)), left=("method", "dials"))
     lines += [
         f"{row.method}: {report.step_s / every[0][1].step_s:.0f}x the time of the fastest"
         for row, report in every[len(planned) :]
@@ -65,12 +67,11 @@ def format_comparison(rows: Sequence[Row]) -> str:
 
 
 def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The same as plain values, in the same order."""
+    """The methods as plain values, in the same order."""
     planned = _by_time(rows)
-    best_s = planned[0][1].step_s if planned else 1.0
     values: list[dict[str, Any]] = [
         {"method": row.method, "layout": row.layout, "dials": row.dials}
-        | {"relative": report.step_s / best_s, **report.to_json()}
+        | {"relative": report.step_s / planned[0][1].step_s, **report.to_json()}
         for row, report in planned
     ]
     refused = [row for row in rows if row.report is None]
@@ -80,13 +81,3 @@ def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:
     planned = [(row, row.report) for row in rows if row.report is not None]
     return sorted(planned, key=lambda pair: pair[1].step_s)
-
-
-def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Without the columns in which every row says nothing or no share."""
-    kept = [
-        column
-        for column in range(len(table[0]))
-        if any(row[column] not in ("", "0.0%", "-0.0%") for row in table[1:])
-    ]
-    return [[row[column] for column in kept] for row in table]

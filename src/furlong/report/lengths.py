@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
-from furlong.report.pictures.looks import FAINT, INK, LIMIT, tint
+from furlong.report.pictures.colours import FAINT, INK, LIMIT, tint
 from furlong.units import format_count
 
 PICTURES = (".png", ".svg")
@@ -20,8 +20,8 @@ PICTURES = (".png", ".svg")
 _PERCENTILES = (("median", 50.0), ("p90", 90.0), ("p99", 99.0))
 _SHARES = (("sequences", "#7b8798"), ("tokens", "#3d7ac6"), ("attention FLOPs", "#e38b29"))
 _DPI = 150
-_LEFT, _RIGHT, _BOTTOM, _TOP, _HEIGHT = 0.85, 0.35, 0.75, 1.3, 4.6
-"""Margins of the bars and height of the picture in inches."""
+_HEIGHT = 4.6
+"""The picture's height in inches."""
 _TITLE_CHAR, _ABOUT_CHAR = 0.125, 0.07
 """Inches of an average character of the title, and of the line below it."""
 _BAR = 0.27
@@ -65,23 +65,24 @@ def save_lengths_picture(
         f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
         f" {summary_line(lengths)}"
     )
-    width = max(7.5, 1.9 + 0.76 * len(buckets), _LEFT + _RIGHT + _ABOUT_CHAR * len(about))
-    most_chars = int((width - _LEFT - _RIGHT) / _TITLE_CHAR)
+    width = max(7.5, 1.9 + 0.76 * len(buckets), 1.2 + _ABOUT_CHAR * len(about))
+    most_chars = int((width - 1.2) / _TITLE_CHAR)
     shown = title if len(title) <= most_chars else f"…{title[1 - most_chars :]}"
     figure = Figure(figsize=(width, _HEIGHT), facecolor="white")
-    left, bottom = _LEFT / width, _BOTTOM / _HEIGHT
-    axes = figure.add_axes((left, bottom, 1 - left - _RIGHT / width, 1 - bottom - _TOP / _HEIGHT))
-    figure.text(left, 1 - 0.28 / _HEIGHT, shown, fontsize=13, color=INK, weight="bold",
-                va="center", parse_math=False)  # fmt: skip
-    figure.text(left, 1 - 0.58 / _HEIGHT, about, fontsize=9, color=FAINT, va="center")
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
+    axes = figure.add_subplot()
+    axes.set_title(shown, loc="left", fontsize=13, color=INK, weight="bold", pad=54,
+                   parse_math=False)  # fmt: skip
+    axes.annotate(about, (0, 1), (0, 36), xycoords="axes fraction", textcoords="offset points",
+                  fontsize=9, color=FAINT)  # fmt: skip
     _draw_bars(axes, buckets, lengths)
     _style(axes, buckets)
     if max_seq_len is not None and max_seq_len < lengths.longest:
         _draw_limit(axes, buckets, max_seq_len)
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="lower left", ncols=len(_SHARES), frameon=False,
-        bbox_to_anchor=(left, 1 - 0.98 / _HEIGHT), borderaxespad=0, fontsize=9, handlelength=1.0,
-        handleheight=0.9, columnspacing=1.6, borderpad=0, labelcolor=INK,
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.04), ncols=len(_SHARES), frameon=False,
+        borderaxespad=0, fontsize=9, handlelength=1.0, handleheight=0.9, columnspacing=1.6,
+        borderpad=0, labelcolor=INK,
     )  # fmt: skip
     figure.savefig(path, dpi=_DPI)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from furlong.errors import ConfigError, UserError
+from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.check import check
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import ChunkPlan
 from furlong.timeline import Timeline
@@ -19,7 +20,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """An optimizer step: its plan, and when it did what."""
+    """An optimizer step: its plan, and when each action ran."""
 
     step: int
     plan: ChunkPlan
@@ -41,11 +42,12 @@ def read_measured(file: Path) -> MeasuredStep:
         if type(values.get("step")) is not int:
             raise ValueError("no step")
         plan = load_plan(json.dumps(values.get("plan")))
+        check(plan)
         timeline = Timeline.from_json(values.get("records"))
         if any(record.rank >= len(plan.actions) for record in timeline.records):
             raise ValueError("a record of a rank that the plan does not have")
         return MeasuredStep(values["step"], plan, timeline)
-    except (OSError, UserError, ValueError, RecursionError) as error:
+    except (OSError, UserError, PlanError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "given", None) or str(error)
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise ConfigError(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from furlong.cost.memory.curve import MemoryCurve
-from furlong.cost.memory.levels import PARTS, Part
+from furlong.cost.memory.levels import Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
-from furlong.cost.model import CostModel, Hidden, PlanCosts
+from furlong.cost.model import Computing, CostModel, Hidden, PlanCosts
+from furlong.cost.seconds.chunks import Array, chunk_table
+from furlong.cost.seconds.rates import Part as PassPart
 from furlong.plan.runnable import missing_to_run
-from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Forward, Place
 from furlong.report.pictures.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
@@ -25,15 +30,16 @@ class Breakdown:
     """Shares of all ranks' time; they add up to 1."""
 
     compute: float
-    """Forwards, backwards and recomputation, without what they wait for inside."""
+    """Forwards, backwards and recomputation of the slowest process of each pool, without what they
+    wait for inside."""
     all_to_all: float
     """Exchanges of sharded slices, as far as no attention hides them."""
     collectives: float
-    """FSDP: weights gathered, gradients reduced, as far as no computation hides it."""
+    """Weights gathered and gradients reduced, as far as no computation hides it (FSDP)."""
     copies: float
     """Copies between tiers, as far as no computation hides them."""
     idle_and_p2p: float
-    """Idle, or waiting for a message."""
+    """Idle time, and waiting for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +47,9 @@ class RankMemory:
     """The peak of one rank."""
 
     parts: dict[Part, int]
-    """On its device, at the action that needs most."""
+    """Bytes on its device at the action that needs most."""
     host_bytes: int
-    """In the host's memory, at its own peak."""
+    """Bytes in the host's memory at their own peak."""
     disk_bytes: int = 0
 
     @property
@@ -60,9 +66,12 @@ class PlanReport:
     figures: StepFigures
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
-    """One per rank; of a rank's processes the one that needs most."""
+    """One per rank: of its process that needs most."""
     traffic: tuple[PlanTraffic, ...]
-    """One per rank; of a rank's processes the one that moves most."""
+    """One per rank: of its process that moves most."""
+    pool_idle_ratio: float
+    """Share of the processes' time inside passes in which they wait for the slowest process of
+    their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
     budget_bytes: int
     """Budget of one device."""
     num_tokens: int
@@ -90,16 +99,20 @@ class PlanReport:
     def panel(self, title: str, note: str = "") -> Panel:
         """The plan as one panel of a picture."""
         limits = (self.budget_bytes,) * len(self.memory)
+        if self.plan.sp_size > 1:
+            idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
+            note = "; ".join(filter(None, (note, idle)))
         return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
-        breakdown = {name: getattr(self.breakdown, name) for name in Breakdown.__slots__}
         return {
             "step_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "bubble_ratio": self.figures.bubble_ratio,
-            "breakdown": breakdown,
+            "pool_idle_ratio": self.pool_idle_ratio,
+            "processes_without_tokens": processes_without_tokens(self.plan),
+            "breakdown": asdict(self.breakdown),
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "memory": [
@@ -131,10 +144,10 @@ def report_plan(
     timeline = simulate(
         plan, costs,
         copies=None if plan.tiers == ON_DEVICE else costs,
-        memory=_Known([curve.device_bytes for curve in curves], memory.device_budget_bytes),
-        host_memory=_Known([curve.lower_bytes for curve in curves], 0),
+        device_bytes=[curve.device_bytes for curve in curves],
+        host_bytes=[curve.lower_bytes for curve in curves],
     )  # fmt: skip
-    figures = measure(timeline)
+    figures = measure(timeline, plan)
     return PlanReport(
         plan=plan,
         timeline=timeline,
@@ -142,6 +155,7 @@ def report_plan(
         breakdown=break_down(plan, model, figures),
         memory=tuple(_rank_memory(curve) for curve in curves),
         traffic=tuple(traffic for _, traffic in walks),
+        pool_idle_ratio=_pool_idle_ratio(plan, model),
         budget_bytes=memory.device_budget_bytes,
         num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
         curves=tuple(curves),
@@ -162,14 +176,51 @@ def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Break
         after_s = _computing_s(plan, model.costs(plan, free=_WAITS[number:]))
         inside[wait] = (after_s - before_s) / total_s
         before_s = after_s
-    computing = shares["forward"] + shares["backward"] + shares["recompute"]
     return Breakdown(
-        compute=computing - sum(inside.values()),
+        compute=1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
         all_to_all=inside["all-to-all"],
         collectives=shares["collectives"] + inside["gathers"],
         copies=shares["copies"] + inside["streams"],
         idle_and_p2p=shares["messages"] + shares["waiting"],
     )
+
+
+def processes_without_tokens(plan: ChunkPlan) -> list[tuple[int, int]]:
+    """(rank, process of its pool) of all processes that hold no token of any chunk."""
+    found = []
+    for rank, actions in enumerate(plan.actions):
+        used: set[int] = set()
+        for chunk in {action.chunk for action in actions if isinstance(action, Forward)}:
+            tokens: Counter[Place] = Counter()
+            for piece in plan.chunks[chunk].slices:
+                tokens[piece.place] += piece.num_tokens
+            for place, count in tokens.items():  # in equal parts, the first ones get the rest
+                used.update(range(place.first, place.first + min(place.size, count)))
+        found += [(rank, process) for process in range(plan.sp_size) if process not in used]
+    return found
+
+
+def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
+    """1 - mean / max of the seconds of a pool's processes, over all parts of all passes.
+
+    Gathering weights is left out: all processes of a pool do it alike, however few tokens they
+    have.
+    """
+    if plan.sp_size == 1:
+        return 0.0
+    gathers: Hidden = "gathers"
+    costs = model.costs(plan, free=(gathers,))
+    table = chunk_table(plan.chunks, model.shape.windows, plan.sp_size, model.hardware.tile_tokens)
+    times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
+    for action, _ in _computing(plan):
+        for part in costs.parts(action):
+            times[part, action.stage][action.chunk] += 1
+    busy_s = pool_s = 0.0
+    for (part, stage), counts in times.items():
+        seconds = costs.process_seconds(part, stage, table)
+        busy_s += float(seconds.mean(axis=0) @ counts)
+        pool_s += float(seconds.max(axis=0) @ counts)
+    return 1 - busy_s / pool_s if pool_s else 0.0
 
 
 def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:
@@ -180,30 +231,18 @@ def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:
 
 
 def _rank_memory(curve: MemoryCurve) -> RankMemory:
-    peak = curve.peak
     lower = (int(tier.max(initial=0)) for tier in (curve.host, curve.disk))
-    return RankMemory({part: peak[part] for part in PARTS}, *lower)
+    return RankMemory(curve.peak, *lower)
 
 
 def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:
     """Seconds of all cells of all ranks."""
-    cells = (Forward, Recompute, Backward, RebuildKV)
-    return sum(
-        costs.compute_s(action, rank)
-        for rank, actions in enumerate(plan.actions)
-        for action in actions
-        if isinstance(action, cells)
-    )
+    return sum(costs.compute_s(action, rank) for action, rank in _computing(plan))
 
 
-class _Known:
-    """Bytes that have been counted, as the clock asks for them."""
-
-    def __init__(self, in_use: Sequence[Sequence[int]], budget_bytes: int) -> None:
-        self._in_use, self._budget_bytes = in_use, budget_bytes
-
-    def budget_bytes(self, rank: int) -> int:
-        return self._budget_bytes
-
-    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        return self._in_use[rank]
+def _computing(plan: ChunkPlan) -> Iterator[tuple[Computing, int]]:
+    """(action, rank) of everything that computes a cell."""
+    for rank, actions in enumerate(plan.actions):
+        for action in actions:
+            if isinstance(action, COMPUTING):
+                yield action, rank

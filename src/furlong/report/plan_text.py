@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import groupby
 
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.traffic import tier_of
+from furlong.plan.passes import computed_late, passes
 from furlong.plan.text import tiers_in_words
-from furlong.plan.values import ChunkPlan, Forward, Recompute
+from furlong.plan.values import ChunkPlan, Forward, Keep, Recompute
 from furlong.report.pictures.ranks import choose_ranks, held_stages, ranks_per_replica
-from furlong.report.plan_report import PlanReport
-from furlong.report.tables import align
-from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, count_words, share_words
+from furlong.report.plan_report import PlanReport, processes_without_tokens
+from furlong.report.words import (
+    BREAKDOWN_WORDS,
+    MOVED_WORDS,
+    PART_WORDS,
+    align,
+    count_words,
+    share_words,
+)
 from furlong.units import format_bytes, format_count, format_seconds
 
 _MAX_RANKS = 16
 _INDENT = 11
+_KEPT_WORDS: dict[Keep, str] = {
+    "all": "the graph",
+    "attention": "input, K,V and attention",
+    "kv": "input and K,V",
+    "input": "the input",
+}
 
 
 def line(name: str, text: str) -> str:
@@ -31,29 +45,25 @@ def format_report(report: PlanReport) -> str:
         for name, word in BREAKDOWN_WORDS.items()
         if getattr(report.breakdown, name) >= 5e-4
     )
-    lines = [
-        line("chunks", _chunk_words(plan)),
-        line("kept", _kept_words(plan)),
-        line("recompute", "\n".join(recompute_words(plan))),
-        line("order", order_words(plan)),
-        line("tier", tiers_in_words(plan.tiers)),
-        *([line("moved", "\n".join(moved))] if (moved := traffic_words(report)) else []),
-        line("layout", layout_words(plan)),
-        line(
-            "step",
-            f"{format_seconds(report.step_s)} predicted, {format_count(report.tokens_per_s)}"
-            f" tokens/s ({format_count(report.tokens_per_s / _num_devices(plan))} per device)",
-        ),
-        line(
-            "bubble",
-            f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no backward\n"
-            + share_words(figures),
-        ),
-        line("time", breakdown),
-        line("memory", memory_words(report)),
-        *("  " + row for row in memory_table(report)),
-    ]
-    return "\n".join(lines)
+    per_device = format_count(report.tokens_per_s / _num_devices(plan))
+    texts = {
+        "chunks": _chunk_words(plan),
+        "kept": _kept_words(plan),
+        "recompute": "\n".join(_recompute_words(plan)),
+        "order": _order_words(plan),
+        "tier": tiers_in_words(plan.tiers),
+        "moved": "\n".join(_traffic_words(report)),
+        "layout": _layout_words(plan),
+        "step": f"{format_seconds(report.step_s)} predicted,"
+        f" {format_count(report.tokens_per_s)} tokens/s ({per_device} per device)",
+        "bubble": f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no"
+        f" backward\n{share_words(figures)}",
+        "pool": _pool_words(report),
+        "time": breakdown,
+        "memory": _memory_words(report),
+    }
+    lines = [line(name, text) for name, text in texts.items() if text]
+    return "\n".join([*lines, *("  " + row for row in _memory_table(report))])
 
 
 def runs_words(report: PlanReport, train_on: str = "") -> str:
@@ -66,20 +76,74 @@ def runs_words(report: PlanReport, train_on: str = "") -> str:
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
 
 
-def memory_words(report: PlanReport) -> str:
-    """The rank that needs most, and what is left of its budget."""
-    peaks = [rank.device_bytes for rank in report.memory]
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    left = report.budget_bytes - peaks[worst]
-    over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
-    return (
-        f"peak {format_bytes(peaks[worst])} on rank {worst},"
-        f" budget {format_bytes(report.budget_bytes)} per device: {over}"
-        + (f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else "")
+def num_retained(plan: ChunkPlan) -> int:
+    """The most chunks of one sequence that keep their graphs at a stage."""
+    retained = {(a.chunk, a.stage) for a in _forwards(plan) if a.keep == "all"}
+    counts = (
+        sum((chunk, stage) in retained for chunk in group)
+        for group in plan.groups.values()
+        for stage in range(len(plan.stages))
     )
+    return max(counts, default=0)
 
 
-def traffic_words(report: PlanReport) -> list[str]:
+def _chunk_words(plan: ChunkPlan) -> str:
+    kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
+    dummies = kinds.pop("dummy", 0)
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    sizes = [chunk.num_tokens for chunk in plan.chunks if not chunk.is_dummy]
+    span = f"{sizes[0]:,} tokens"
+    if min(sizes) < max(sizes):
+        mean = sum(sizes) / len(sizes)
+        span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
+    more = f"; besides {count_words(dummies, 'dummy chunk')}, to go in step" if dummies else ""
+    return f"{count_words(len(sizes), 'chunk')} ({named}) of {span}{more}"
+
+
+def _kept_words(plan: ChunkPlan) -> str:
+    """The number of cells that keep each thing between forward and backward."""
+    keeps = Counter(action.keep for action in _forwards(plan))
+    cells = ", ".join(
+        f"{words} of {count_words(keeps[keep], 'cell')}"
+        for keep, words in _KEPT_WORDS.items()
+        if keeps[keep]
+    )
+    return cells + (f"; num_retained {num_retained(plan)}" if plan.groups else "")
+
+
+def _recompute_words(plan: ChunkPlan) -> list[str]:
+    """A text per stage: cells that are computed twice, layers that are checkpointed; equal stages
+    share one."""
+    cells = Counter(action.stage for action in _forwards(plan))
+    again: Counter[int] = Counter()
+    layers: dict[int, list[int]] = defaultdict(list)
+    late = computed_late(plan)
+    for rank, actions in enumerate(plan.actions):
+        for action, what in zip(actions, passes(plan, rank), strict=True):
+            if isinstance(action, Recompute) and (action.chunk, action.stage) not in late:
+                again[action.stage] += 1
+            if what.computes == "graph":
+                layers[action.stage].append(what.recompute_layers)
+    texts: dict[str, list[int]] = {}
+    for stage, height in enumerate(plan.stages):
+        text = f"{again[stage]} of {count_words(cells[stage], 'chunk')} run again"
+        if any(own := layers[stage]):
+            span = f"{min(own)} to {max(own)} (mean {sum(own) / len(own):.1f})"
+            span = span if min(own) < max(own) else f"{own[0]}"
+            text += f", {span} of {height} layers checkpointed"
+        texts.setdefault(text, []).append(stage)
+    return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
+
+
+def _order_words(plan: ChunkPlan) -> str:
+    """The way in which the grid of chunks and stages is walked."""
+    if max(len(stages) for stages in held_stages(plan)) > 1:
+        return "layer-first: each rank finishes a stage for all chunks before the next"
+    walk = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
+    return f"{walk}: forwards ascending, backwards descending within a sequence"
+
+
+def _traffic_words(report: PlanReport) -> list[str]:
     """A text per kind of memory that travels, over all ranks."""
     sums: dict[str, list[int]] = {}
     for traffic in report.traffic:
@@ -92,133 +156,92 @@ def traffic_words(report: PlanReport) -> list[str]:
     ]
 
 
-def memory_table(report: PlanReport) -> list[str]:
-    """A row per rank: the parts at its peak, their sum, the peaks of host and disk."""
-    shown = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
-    parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
-    lower = {
-        name: [getattr(rank, f"{name}_bytes") for rank in report.memory]
-        for name in ("host", "disk")
-    }
-    lower = {name: values for name, values in lower.items() if any(values)}
-    names = [PART_WORDS.get(part, part) for part in parts]
-    rows = [["rank", "stages", *names, "device", *lower]]
-    stages = held_stages(report.plan)
-    for rank in shown.ranks:
-        own = report.memory[rank]
-        values = [*(own.parts[part] for part in parts), own.device_bytes]
-        values += [of_ranks[rank] for of_ranks in lower.values()]
-        held = stages[rank]
-        span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
-        rows.append([str(rank), span, *map(format_bytes, values)])
-    return [*align(rows), *([f"({shown.note})"] if shown.note else [])]
-
-
-def layout_words(plan: ChunkPlan) -> str:
-    """Replicas, groups, stages, and the layers of each stage."""
-    per_replica = ranks_per_replica(plan)
-    dp = len(plan.actions) // per_replica
-    heights = Counter(plan.stages)
-    layers = (
-        ", ".join(map(str, plan.stages))
-        if len(plan.stages) <= 16
-        else ", ".join(f"{count} of {height}" for height, count in sorted(heights.items()))
-    )
+def _layout_words(plan: ChunkPlan) -> str:
+    """Replicas, pools, stages, and the layers of each stage. A pool that shards no sequence is
+    data parallelism, and counts as dp."""
+    pp = ranks_per_replica(plan)
+    dp, sp = len(plan.actions) // pp, plan.sp_size
+    sizes, of_pool = plan.sizes_of_places, ""
+    if sizes == (1,) and sp > 1:
+        dp, sp, of_pool = dp * sp, 1, f", in pools of {sp} that shard no sequence"
+    elif sizes != (sp,):
+        of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {sp} devices"
+    heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
+    layers = ", ".join(map(str, plan.stages) if len(plan.stages) <= 16 else heights)
     return (
-        f"dp {dp} x sp {plan.sp_size} x pp {per_replica}"
-        f" = {count_words(_num_devices(plan), 'device')};"
+        f"dp {dp} x sp {sp} x pp {pp} = {count_words(_num_devices(plan), 'device')}{of_pool};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
     )
 
 
-def order_words(plan: ChunkPlan) -> str:
-    """How the grid of chunks and stages is walked."""
-    if max(len(stages) for stages in held_stages(plan)) > 1:
-        return "layer-first: each rank finishes a stage for all chunks before the next"
-    if len(plan.stages) > 1:
-        return "1F1B over chunks: forwards ascending, backwards descending within a sequence"
-    return "chunk-first: forwards ascending, backwards descending within a sequence"
+def _pool_words(report: PlanReport) -> str:
+    """The idleness of the processes of pools, which the bubble does not show."""
+    if report.plan.sp_size == 1:
+        return ""
+    idle = report.pool_idle_ratio
+    why = ": the slowest of a pool holds the others up" if idle >= 5e-4 else ""
+    words = [f"{idle:.1%} of the processes' time in passes is idle{why}"]
+    without = processes_without_tokens(report.plan)
+    for rank, pairs in groupby(without, key=lambda pair: pair[0]):
+        names = _named("process", [process for _, process in pairs], "processes")
+        words.append(f"rank {rank}: {names} never get a token")
+    return "\n".join(words)
 
 
-def recompute_words(plan: ChunkPlan) -> list[str]:
-    """A text per stage: cells that run again whole, layers that are checkpointed; equal stages
-    share one."""
-    whole: Counter[int] = Counter()
-    layers: dict[int, list[int]] = defaultdict(list)
-    cells: Counter[int] = Counter()
-    for actions in plan.actions:
-        for action in actions:
-            if isinstance(action, Recompute):
-                whole[action.stage] += 1
-            elif isinstance(action, Forward):
-                cells[action.stage] += 1
-                layers[action.stage].append(action.recompute_layers)
-    texts: dict[str, list[int]] = {}
-    for stage in range(len(plan.stages)):
-        text = f"{whole[stage]} of {count_words(cells[stage], 'chunk')} run again"
-        if any(layers[stage]):
-            low, high = min(layers[stage]), max(layers[stage])
-            mean = sum(layers[stage]) / len(layers[stage])
-            span = f"{low}" if low == high else f"{low} to {high} (mean {mean:.1f})"
-            text += f", {span} of {plan.stages[stage]} layers checkpointed"
-        texts.setdefault(text, []).append(stage)
-    return [f"{_stages_words(stages)}: {text}" for text, stages in texts.items()]
-
-
-def _stages_words(stages: list[int]) -> str:
-    if len(stages) == 1:
-        return f"stage {stages[0]}"
-    if stages == list(range(stages[0], stages[-1] + 1)):
-        return f"stages {stages[0]}-{stages[-1]}"
-    return "stages " + ", ".join(map(str, stages))
-
-
-def _chunk_words(plan: ChunkPlan) -> str:
-    sizes = [chunk.num_tokens for chunk in plan.chunks]
-    kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
-    named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    span = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{sizes[0]:,}"
-    mean = f", mean {sum(sizes) / len(sizes):,.0f}" if min(sizes) < max(sizes) else ""
-    return f"{count_words(len(sizes), 'chunk')} ({named}) of {span} tokens{mean}"
-
-
-def _kept_words(plan: ChunkPlan) -> str:
-    words = {
-        "all": "the graph",
-        "attention": "input, K,V and attention",
-        "kv": "input and K,V",
-        "input": "the input",
-    }
-    cells = ", ".join(
-        f"{words[keep]} of {count_words(n, 'cell')}" for keep, n in _kept_cells(plan).items()
+def _memory_words(report: PlanReport) -> str:
+    """The rank that needs most, and what is left of its budget."""
+    peaks = [rank.device_bytes for rank in report.memory]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    left = report.budget_bytes - peaks[worst]
+    over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    return (
+        f"peak {format_bytes(peaks[worst])} on rank {worst},"
+        f" budget {format_bytes(report.budget_bytes)} per device: {over}"
+        + (f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else "")
     )
-    if plan.groups:
-        cells += f"; num_retained {num_retained(plan)}"
-    return cells
 
 
-def _kept_cells(plan: ChunkPlan) -> dict[str, int]:
-    """How many cells keep what between forward and backward, by the values of Keep."""
-    keeps = Counter(a.keep for acts in plan.actions for a in acts if isinstance(a, Forward))
-    return {keep: keeps[keep] for keep in ("all", "attention", "kv", "input") if keeps[keep]}
+def _memory_table(report: PlanReport) -> list[str]:
+    """A row per rank: the parts at its peak, their sum, the peaks of host and disk."""
+    shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+    parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
+    lower = {
+        name: values
+        for name in ("host", "disk")
+        if any(values := [getattr(rank, f"{name}_bytes") for rank in report.memory])
+    }
+    names = [PART_WORDS.get(part, part) for part in parts]
+    rows = [["rank", "stages", *names, "device", *lower]]
+    stages = held_stages(report.plan)
+    for rank in shown:
+        own, held = report.memory[rank], stages[rank]
+        values = [*(own.parts[part] for part in parts), own.device_bytes]
+        values += [of_ranks[rank] for of_ranks in lower.values()]
+        span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
+        rows.append([str(rank), span, *map(format_bytes, values)])
+    return [*align(rows), *([f"({note})"] if note else [])]
 
 
-def num_retained(plan: ChunkPlan) -> int:
-    """The most chunks of one sequence that keep their graphs at a stage."""
-    retained = {
-        (action.chunk, action.stage)
+def _named(noun: str, numbers: list[int], plural: str = "") -> str:
+    """`stage 4`, `stages 0, 3-5`; the numbers ascend."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{noun if len(numbers) == 1 else plural or noun + 's'} {shown}"
+
+
+def _forwards(plan: ChunkPlan) -> list[Forward]:
+    """The Forwards of all ranks, without those of dummies."""
+    return [
+        action
         for actions in plan.actions
         for action in actions
-        if isinstance(action, Forward) and action.keep == "all"
-    }
-    return max(
-        (
-            sum((chunk, stage) in retained for chunk in group)
-            for group in plan.groups.values()
-            for stage in range(len(plan.stages))
-        ),
-        default=0,
-    )
+        if isinstance(action, Forward) and not plan.chunks[action.chunk].is_dummy
+    ]
 
 
 def _num_devices(plan: ChunkPlan) -> int:

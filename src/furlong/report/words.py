@@ -1,6 +1,8 @@
-"""The words over a picture and beside a table."""
+"""The words over a picture and beside a table, and tables of them."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 from furlong.plan.values import ChunkPlan, Tiers
 from furlong.simulate.figures import StepFigures
@@ -15,7 +17,7 @@ SHARE_WORDS = {
     "collectives": "waiting for collectives",
     "waiting": "idle",
 }
-"""By the names of StepFigures.shares()."""
+"""Words for the names of StepFigures.shares()."""
 
 BREAKDOWN_WORDS = {
     "compute": "compute",
@@ -24,8 +26,7 @@ BREAKDOWN_WORDS = {
     "copies": "copies",
     "idle_and_p2p": "idle and P2P",
 }
-"""By the fields of a plan report's Breakdown."""
-
+"""Words for the fields of a plan report's Breakdown."""
 
 MOVED_WORDS = {
     "kv": "K,V",
@@ -34,8 +35,7 @@ MOVED_WORDS = {
     "attention": "attention outputs",
     "graphs": "graphs",
 }
-"""By the kinds of memory that may live in another tier."""
-
+"""Words for the kinds of memory that may live in another tier."""
 
 PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
 """The parts of memory that are not called what they are in code."""
@@ -67,11 +67,13 @@ def lower_words(tiers: Tiers) -> str:
 
 
 def batch_words(plan: ChunkPlan) -> str:
-    """How much the plan is of."""
+    """The size of a plan's batch and of its grid."""
+    dummies = sum(chunk.is_dummy for chunk in plan.chunks)
     counts = (
         count_words(len(plan.seq_lens), "sequence"),
         f"{format_count(sum(plan.seq_lens))} tokens",
-        count_words(len(plan.chunks), "chunk"),
+        count_words(len(plan.chunks) - dummies, "chunk")
+        + (f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""),
         count_words(len(plan.stages), "stage"),
         count_words(len(plan.actions), "rank"),
     )
@@ -90,3 +92,43 @@ def share_words(figures: StepFigures) -> str:
 def count_words(number: int, noun: str) -> str:
     """`1 rank`, `2,048 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def format_figures(figures: StepFigures, time_unit: str = "s") -> str:
+    """The step's time, its bubble ratio, and what each rank's time goes into.
+
+    `time_unit`: "s", or another word where the costs had no hardware.
+    """
+    columns = [
+        (word, f"{name}_s")
+        for name, word in SHARE_WORDS.items()
+        if any(getattr(rank, f"{name}_s") > 0 for rank in figures.ranks)
+    ]
+    peaks = (
+        ("device peak", figures.peak_device_bytes),
+        ("host and disk peak", figures.peak_host_bytes),
+    )
+    shown_peaks = [(word, values) for word, values in peaks if any(values)]
+    rows = [["rank", *(word for word, _ in columns), *(word for word, _ in shown_peaks)]]
+    for index, rank in enumerate(figures.ranks):
+        times = [format_time(getattr(rank, name), time_unit) for _, name in columns]
+        rows.append([str(index), *times, *(format_bytes(v[index]) for _, v in shown_peaks)])
+    lines = [
+        f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
+        "(time without a first forward or a backward)",
+        share_words(figures),
+    ]
+    return "\n".join([*lines, *align(rows)])
+
+
+def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
+    """Lines of equal columns, two spaces apart; those whose heads are in `left` begin at the
+    left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for head, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

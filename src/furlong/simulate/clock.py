@@ -1,4 +1,4 @@
-"""The clock: when every action of a plan would run, and the Timeline that this leaves.
+"""The clock: the times at which all actions of a plan would run, as a Timeline.
 
 Every rank goes through its list in order. Cells take the compute lane, one after the other. A
 message takes the link from its sender to its receiver, a channel of its own that keeps their order;
@@ -24,22 +24,13 @@ times follow from the plan. Left out: the links of different pairs of ranks shar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.check import Memory
 from furlong.plan.grid import Grid
-from furlong.plan.text import format_action
-from furlong.plan.values import (
-    Action,
-    ChunkPlan,
-    Recv,
-    Reduce,
-    Send,
-    Unshard,
-)
+from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Send, Unshard
 from furlong.simulate.collectives import Collective, Collectives
 from furlong.timeline import Lane, Record, Timeline
 
@@ -51,7 +42,7 @@ _LINKED = (Send, Recv, Unshard, Reduce)
 
 
 class ActionCosts(Protocol):
-    """What the clock asks of a cost model."""
+    """The seconds that the clock asks of a cost model."""
 
     def compute_s(self, action: Action, rank: int) -> float:
         """Seconds of any action but Send and Recv. Unshard and Reduce take the link for so long,
@@ -62,7 +53,7 @@ class ActionCosts(Protocol):
 
 
 class CopyCosts(Protocol):
-    """What the clock asks of a cost model whose K,V leave the device."""
+    """The seconds of copies that the clock asks of a cost model."""
 
     def copy_s(self, action: Action, rank: int) -> float:
         """Seconds of copies between the tiers that run beside the action."""
@@ -90,21 +81,22 @@ def simulate(
     *,
     p2p: P2P = "buffered",
     copies: CopyCosts | None = None,
-    memory: Memory | None = None,
-    host_memory: Memory | None = None,
+    device_bytes: Sequence[Sequence[int]] | None = None,
+    host_bytes: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """The plan's timeline on a cost model; the plan has passed `plan.check`.
 
     A Recv is recorded from where its rank waits for a message that is on its way: waiting for one
-    that has not been sent yet is no communication, and stays empty. Without `memory` all bytes are
-    0. Raises PlanError, with an arrow at the guilty action, where ranks wait for each other.
+    that has not been sent yet is no communication, and stays empty. `device_bytes`, `host_bytes`:
+    [rank][action], the peak while the action runs; None: all are 0. Raises PlanError, with an arrow
+    at the guilty action, where ranks wait for each other.
     """
     times = time_actions(plan, costs, p2p=p2p, copies=copies)
     records: list[Record] = []
     for rank, actions in enumerate(plan.actions):
-        nothing = [0] * len(actions)
-        device = memory.bytes_after(plan, rank) if memory else nothing
-        host = host_memory.bytes_after(plan, rank) if host_memory else nothing
+        device, host = (
+            own[rank] if own else [0] * len(actions) for own in (device_bytes, host_bytes)
+        )
         starts, stops = times.start_s[rank], times.stop_s[rank]
         for index, action in enumerate(actions):
             lane: Lane = "link" if isinstance(action, _LINKED) else "compute"
@@ -118,13 +110,9 @@ def simulate(
 
 
 def time_actions(
-    plan: ChunkPlan,
-    costs: ActionCosts,
-    *,
-    p2p: P2P = "buffered",
-    copies: CopyCosts | None = None,
+    plan: ChunkPlan, costs: ActionCosts, *, p2p: P2P = "buffered", copies: CopyCosts | None = None
 ) -> Times:
-    """What `simulate` does, without records: for those who want the makespan of many plans."""
+    """The times of `simulate` without records: for those who want the makespan of many plans."""
     return _Clock(plan, costs, p2p, copies).run()
 
 
@@ -263,12 +251,7 @@ class _Clock:
         return settled_s[occurrence]
 
     def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
-        actions = self._plan.actions
-        texts = [f"rank {rank} at '{format_action(actions[rank][at])}'" for rank, at in stuck]
         grid = Grid(self._plan)
-        rank, at = stuck[0]
-        return grid.refuse(
-            f"no rank waits for ever, with {self._p2p} messages",
-            "these wait for ever: " + ", ".join(texts),
-            grid.starts[rank] + at,
-        )
+        places = [(rank, grid.starts[rank] + index) for rank, index in stuck]
+        rule = f"no rank waits for ever, with {self._p2p} messages"
+        return grid.refuse(rule, grid.waiting_words(places), places[0][1])

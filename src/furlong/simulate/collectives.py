@@ -1,4 +1,4 @@
-"""What the ranks of a stage do together: unshard weights, reduce gradients, and passes in step.
+"""Collectives of the ranks of a stage: unshard weights, reduce gradients, and passes in step.
 
     collective      starts when                     its ranks go on
     Unshard         all have come, links are free   at once; their next cell waits for it
@@ -20,11 +20,11 @@ from furlong.plan.passes import directions
 from furlong.plan.values import Action, ChunkPlan, Reduce, Unshard
 
 Collective = tuple[type[Action] | Literal["pass"], int]
-"""What is joined, and the stage. Its occurrences are numbered from 0, by every rank for itself."""
+"""The kind of a collective, and its stage. Every rank numbers its occurrences from 0."""
 
 
 class Collectives:
-    """Who has come to which collective, and when it stops; writes the times of its actions."""
+    """The ranks that have come to each collective, and its end; writes the times of its actions."""
 
     def __init__(
         self,

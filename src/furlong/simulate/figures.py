@@ -1,18 +1,16 @@
-"""What a timeline amounts to: how long each rank did what, and the bubble ratio.
-
-Works on any Timeline, simulated or measured.
-"""
+"""The figures of a timeline, simulated or measured: seconds of each rank, and the bubble ratio."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from furlong.plan.passes import computed_late
 from furlong.plan.values import (
     Action,
     Backward,
+    ChunkPlan,
     Forward,
     RebuildKV,
     Recompute,
@@ -22,35 +20,30 @@ from furlong.plan.values import (
 )
 from furlong.timeline import Record, Timeline
 
-_Span = tuple[float, float]
-
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """The seconds of one rank; they add up to the step's."""
+    """The seconds of one rank; they add up to the step's. Where several fields claim a moment, it
+    belongs to the first of them."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """With the recomputation inside it of layers that were checkpointed one by one."""
+    """Backwards, with the recomputation inside them of layers that were checkpointed one by one."""
     recompute_s: float = 0.0
-    """Recompute and RebuildKV."""
+    """The second forward of cells, and what makes their K,V again."""
     copies_s: float = 0.0
-    """Idle while K,V are copied between tiers."""
+    """Idle time while K,V are copied between tiers."""
     messages_s: float = 0.0
-    """Idle while a message for this rank is on its way."""
+    """Idle time while a message for this rank is on its way."""
     collectives_s: float = 0.0
-    """Idle while parameters are gathered or gradients are reduced."""
+    """Idle time while parameters are gathered or gradients are reduced."""
     waiting_s: float = 0.0
-    """Idle for all other reasons: the bubble proper."""
+    """Idle time for all other reasons: the bubble proper."""
 
 
-_KINDS: dict[type[Action], str] = {
-    Forward: "forward_s",
+_FIELDS: dict[type[Action], str] = {
     Backward: "backward_s",
-    Recompute: "recompute_s",
     RebuildKV: "recompute_s",
-}
-_LINKS: dict[type[Action], str] = {
     Recv: "messages_s",
     Unshard: "collectives_s",
     Reduce: "collectives_s",
@@ -64,8 +57,9 @@ class StepFigures:
     duration_s: float
     ranks: tuple[RankSeconds, ...]
     peak_device_bytes: tuple[int, ...]
-    """Per rank, as are the next."""
+    """Bytes on the device of each rank at its peak."""
     peak_host_bytes: tuple[int, ...]
+    """Bytes of each rank in the tiers below at their peak."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -101,73 +95,49 @@ class StepFigures:
         return asdict(self) | ratios | {"shares": self.shares()}
 
 
-def measure(timeline: Timeline) -> StepFigures:
-    """The figures of a timeline; its ranks are those that left a record and all below them."""
+def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
+    """The figures of a timeline; its ranks are those that left a record and all below them.
+
+    `plan`: the plan that ran. Where one of its Forwards computes nothing, the Recompute is the
+    cell's first forward, and counts as such; None: every Recompute counts as a second one.
+    """
     num_ranks = max((record.rank for record in timeline.records), default=-1) + 1
     by_rank: list[list[Record]] = [[] for _ in range(num_ranks)]
     for record in timeline.records:
         by_rank[record.rank].append(record)
-    duration_s = timeline.duration_s
+    late = computed_late(plan) if plan is not None else frozenset()
     return StepFigures(
-        duration_s=duration_s,
-        ranks=tuple(_measure_rank(records, duration_s) for records in by_rank),
+        duration_s=timeline.duration_s,
+        ranks=tuple(_measure_rank(records, timeline.duration_s, late) for records in by_rank),
         peak_device_bytes=tuple(max((r.device_bytes for r in rs), default=0) for rs in by_rank),
         peak_host_bytes=tuple(max((r.host_bytes for r in rs), default=0) for rs in by_rank),
     )
 
 
-def _measure_rank(records: Sequence[Record], duration_s: float) -> RankSeconds:
-    seconds: dict[str, float] = defaultdict(float)
-    busy: list[_Span] = []
-    reasons: dict[str, list[_Span]] = {"copies_s": [], "messages_s": [], "collectives_s": []}
+def _measure_rank(
+    records: Sequence[Record], duration_s: float, late: frozenset[tuple[int, int]]
+) -> RankSeconds:
+    """Every moment belongs to the first field of RankSeconds for which a record stands then."""
+    changes: list[tuple[float, int, str]] = []
     for record in records:
-        span = record.start_s, record.stop_s
-        kind = type(record.action)
-        if record.lane == "copy":
-            reasons["copies_s"].append(span)
-        elif (name := _KINDS.get(kind)) is not None:
-            seconds[name] += span[1] - span[0]
-            busy.append(span)
-        elif name := _LINKS.get(kind):
-            reasons[name].append(span)
-    idle = _subtract([(0.0, duration_s)], busy)
-    for name, spans in reasons.items():
-        left = _subtract(idle, spans)
-        seconds[name] = _total_s(idle) - _total_s(left)
-        idle = left
-    return RankSeconds(**seconds, waiting_s=_total_s(idle))
+        if name := _field(record, late):
+            changes += [(record.start_s, 1, name), (record.stop_s, -1, name)]
+    seconds = dict.fromkeys(RankSeconds.__dataclass_fields__, 0.0)
+    running = dict.fromkeys(seconds, 0) | {"waiting_s": 1}
+    now = 0.0
+    for time, change, name in [*sorted(changes), (duration_s, 0, "waiting_s")]:
+        seconds[next(field for field in running if running[field])] += time - now
+        running[name] += change
+        now = time
+    return RankSeconds(**seconds)
 
 
-def _total_s(spans: Sequence[_Span]) -> float:
-    return sum(stop - start for start, stop in spans)
-
-
-def _subtract(spans: Sequence[_Span], holes: Sequence[_Span]) -> list[_Span]:
-    """What of `spans`, which are disjoint and in order, none of `holes` covers."""
-    left: list[_Span] = []
-    merged = _merge(holes)
-    first = 0
-    for start, stop in spans:
-        while first < len(merged) and merged[first][1] <= start:
-            first += 1
-        place = first
-        while place < len(merged) and merged[place][0] < stop:
-            hole_start, hole_stop = merged[place]
-            if hole_start > start:
-                left.append((start, hole_start))
-            start = max(start, hole_stop)
-            place += 1
-        if start < stop:
-            left.append((start, stop))
-    return left
-
-
-def _merge(spans: Sequence[_Span]) -> list[_Span]:
-    """The same time as disjoint spans in order."""
-    merged: list[_Span] = []
-    for start, stop in sorted(span for span in spans if span[0] < span[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
-        else:
-            merged.append((start, stop))
-    return merged
+def _field(record: Record, late: frozenset[tuple[int, int]]) -> str | None:
+    """The field of RankSeconds that a record's time belongs to."""
+    action = record.action
+    if record.lane == "copy":
+        return "copies_s"
+    if isinstance(action, (Forward, Recompute)):
+        is_first = isinstance(action, Forward) != ((action.chunk, action.stage) in late)
+        return "forward_s" if is_first else "recompute_s"
+    return _FIELDS.get(type(action))

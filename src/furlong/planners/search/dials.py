@@ -67,7 +67,16 @@ class Dials:
     """On one device: the dials of a run, in the place of all these."""
 
     def __str__(self) -> str:
-        return f"{self.method}: " + ", ".join([str(self.layout), *self.words()])
+        return f"{self.method}: " + ", ".join([self.layout_words(), *self.words()])
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether dp and sp have no sizes: each sequence has a place of one pool."""
+        return self.cut in ("places", "disjoint places")
+
+    def layout_words(self) -> str:
+        """The layout, or the size of the pool."""
+        return f"a pool of {self.layout.num_devices}" if self.is_pool else str(self.layout)
 
     def words(self) -> list[str]:
         """The dials, each as its name and value."""

@@ -1,10 +1,10 @@
-"""Dials of plans whose only rank is one pool of all devices: whole sequences on places of it."""
+"""Dials of plans whose only rank is one pool of devices: whole sequences on places of it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from furlong.planners.layout import Layout
+from furlong.planners.layout import Layout, round_numbers
 from furlong.planners.search.catalogue import Method, combined, flexsp
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.problem import Problem
@@ -16,18 +16,20 @@ _METHODS = (combined, flexsp)
 
 def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]:
     """Those that the methods allow, with the dials and sizes that are given: the axes of data and
-    sequence parallelism are one, so that neither may have a size of its own."""
-    layout = Layout(sp=problem.num_devices // problem.model.training.tp_size)
+    sequence parallelism are one, so that neither may have a size of its own. Pools of fewer devices
+    have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
-    sizes = (layout.dp, layout.sp, layout.pp)
-    if layout.sp == 1 or any(n not in (None, own) for n, own in zip(given, sizes, strict=True)):
-        return
-    for zero in problem.zeros_of(layout):
-        room = Room(
-            layout=layout, stages=(problem.model.shape.num_layers,), zero=zero, balance="none",
-            longest_tokens=max(problem.seq_lens), sizes=(), heights=(), is_pool=True,
-        )  # fmt: skip
-        for method in methods:
-            for (dials,) in method(room) if method in _METHODS else ():
-                if dials.agree(problem.given, strict=problem.strict):
-                    yield dials
+    groups = problem.num_devices // problem.model.training.tp_size
+    for layout in (Layout(sp=number) for number in round_numbers(groups)):
+        sizes = (layout.dp, layout.sp, layout.pp)
+        if layout.sp == 1 or any(n not in (None, own) for n, own in zip(given, sizes, strict=True)):
+            continue
+        for zero in problem.zeros_of(layout):
+            room = Room(
+                layout=layout, stages=(problem.model.shape.num_layers,), zero=zero, balance="none",
+                longest_tokens=max(problem.seq_lens), sizes=(), heights=(), is_pool=True,
+            )  # fmt: skip
+            for method in methods:
+                for (dials,) in method(room) if method in _METHODS else ():
+                    if dials.agree(problem.given, strict=problem.strict):
+                        yield dials

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from furlong.report.pictures.colours import hue
-from furlong.report.pictures.looks import (
+from furlong.report.pictures.colours import (
     DARKEST,
     GREY,
     KIND_WORDS,
@@ -15,6 +14,7 @@ from furlong.report.pictures.looks import (
     PACKED_COLOURS,
     PART_COLOURS,
     Kind,
+    hue,
     tint,
 )
 from furlong.report.pictures.scene import Scene
@@ -46,7 +46,8 @@ class Entry:
 
 def legend(scenes: Sequence[Scene]) -> list[list[Entry]]:
     """The actions, the chunks and the memory of the scenes of one picture."""
-    kinds = {kind for scene in scenes for kind in scene.kinds}
+    bars = (bar for scene in scenes for rank in scene.ranks for bar in rank.bars)
+    kinds = {bar.kind for bar in bars if bar.seconds > 0}
     actions = [Entry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds]
     return [[*actions, Entry("idle", (LANE,))], _chunk_entries(scenes), _memory_entries(scenes)]
 

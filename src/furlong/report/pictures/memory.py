@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import PARTS
 from furlong.plan.values import Action, Recv, Reduce, Reshard
-from furlong.report.pictures.looks import PART_COLOURS
+from furlong.report.pictures.colours import PART_COLOURS
 from furlong.timeline import Record
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from furlong.plan.text import format_chunk
 from furlong.plan.values import ChunkPlan
+from furlong.report.pictures.colours import PART_COLOURS
 from furlong.report.pictures.legend import MEMORY_WORDS, legend
-from furlong.report.pictures.looks import PART_COLOURS
 from furlong.report.pictures.memory import Steps
 from furlong.report.pictures.scene import Bar, RankScene, Scene
 
@@ -36,13 +36,14 @@ def save_page(scenes: Sequence[Scene], path: Path) -> None:
 
 
 def _panel(scene: Scene) -> dict[str, Any]:
+    plan = scene.panel.plan
     return {
-        "name": scene.name,
+        "name": scene.panel.title or "timeline",
         "title": scene.title,
         "lines": scene.lines,
-        "unit": scene.time_unit,
+        "unit": scene.panel.time_unit,
         "duration": scene.duration,
-        "numStages": len(scene.plan.stages),
+        "numStages": len(plan.stages),
         "highest": scene.highest_bytes,
         "tracks": ["compute", *scene.thin_tracks],
         "legend": [[asdict(entry) for entry in entries] for entries in legend([scene])],
@@ -50,7 +51,11 @@ def _panel(scene: Scene) -> dict[str, Any]:
             part: (MEMORY_WORDS.get(part, part), PART_COLOURS[part]) for part in PART_COLOURS
         },
         "chunks": [
-            {"words": _chunk_words(scene.plan, chunk), "colour": look.colour, "of": look.sequence}
+            {
+                "words": _chunk_words(scene.panel.plan, chunk),
+                "colour": look.colour,
+                "of": look.sequence,
+            }
             for chunk, look in enumerate(scene.chunks)
         ],
         "ranks": [_rank(rank, ["compute", *scene.thin_tracks]) for rank in scene.ranks],

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from furlong.plan.values import ChunkPlan, Forward
 from furlong.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class ShownRanks:
-    """A choice of ranks, and the words that tell it."""
-
-    ranks: tuple[int, ...]
-    note: str = ""
-    """The words; empty where all ranks are shown."""
-
-
-def choose_ranks(plan: ChunkPlan, timeline: Timeline, most: int = 16) -> ShownRanks:
+def choose_ranks(
+    plan: ChunkPlan, timeline: Timeline, most: int = 16
+) -> tuple[tuple[int, ...], str]:
     """All ranks, or at most `most`: whole replicas, those whose cells end last; of one replica
-    that is too long itself, ranks spread over its stages."""
+    that is too long itself, ranks spread over its stages. And the words for the choice, empty where
+    all ranks are shown."""
     num_ranks = len(plan.actions)
     if num_ranks <= most:
-        return ShownRanks(tuple(range(num_ranks)))
+        return tuple(range(num_ranks)), ""
     per_replica = ranks_per_replica(plan)
     num_replicas = num_ranks // per_replica
     ends = [0.0] * num_replicas
@@ -42,7 +34,7 @@ def choose_ranks(plan: ChunkPlan, timeline: Timeline, most: int = 16) -> ShownRa
         alone = f"replica {chosen[0]}, which of {num_replicas} ends last"
         several = f"the {len(chosen)} replicas of {num_replicas} that end last"
         words += f", of {alone if len(chosen) == 1 else several}"
-    return ShownRanks(shown, words)
+    return shown, words
 
 
 def ranks_per_replica(plan: ChunkPlan) -> int:
@@ -61,7 +53,7 @@ def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
 
 
 def _spread(ranks: range, most: int) -> tuple[int, ...]:
-    """At most so many, the first and the last among them."""
+    """At most `most` of the ranks, the first and the last among them."""
     if len(ranks) <= most:
         return tuple(ranks)
     gap = (len(ranks) - 1) / max(most - 1, 1)

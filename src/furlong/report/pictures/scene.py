@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from furlong.cost.memory.curve import MemoryCurve
-from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Reshard, Send, Unshard
-from furlong.report.pictures.colours import CELLS, ChunkLook, colour_chunks, cut_sequences
-from furlong.report.pictures.looks import KIND_WORDS, Kind
+from furlong.plan.values import (
+    MESSAGES,
+    ON_PARAMETERS,
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+)
+from furlong.report.pictures.colours import ChunkLook, Kind, colour_chunks, cut_sequences
 from furlong.report.pictures.memory import Steps, memory_steps
 from furlong.report.words import batch_words, count_words, lower_words, share_words, title_words
 from furlong.simulate.figures import measure
@@ -22,10 +30,12 @@ from furlong.timeline import Record, Timeline
 
 Track = Literal["compute", "link", "copy"]
 
-_CELL_KINDS: dict[type[Action], Kind] = dict(
-    zip(CELLS, ("forward", "recompute", "rebuild", "backward"), strict=True)
-)
-_LETTERS: dict[Kind, str] = {"forward": "F", "recompute": "R", "rebuild": "K", "backward": "B"}
+_CELLS: dict[type[Action], tuple[Kind, str]] = {
+    Forward: ("forward", "F"),
+    Recompute: ("recompute", "R"),
+    RebuildKV: ("rebuild", "K"),
+    Backward: ("backward", "B"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class Bar:
     track: Track
     kind: Kind
     chunk: int
-    """-1 for what belongs to no chunk."""
+    """The number of its chunk; -1 where it belongs to none."""
     label: str
     """The letter of the kind and the cell, where there is a letter."""
     record: Record
@@ -87,19 +97,15 @@ class RankScene:
 class Scene:
     """All that is drawn of one panel."""
 
-    name: str
+    panel: Panel
     title: str
     lines: tuple[str, ...]
     """The lines under the title: note, batch, shares of the ranks' time."""
-    time_unit: str
     duration: float
     ranks: tuple[RankScene, ...]
     chunks: tuple[ChunkLook, ...]
     cut: dict[int, int]
     """The tokens of each cut sequence of the picture, the longest first."""
-    kinds: tuple[Kind, ...]
-    """The kinds of which some bar is longer than nothing, in the order of a legend."""
-    plan: ChunkPlan
 
     @property
     def thin_tracks(self) -> list[Track]:
@@ -122,31 +128,27 @@ def make_scenes(panels: Sequence[Panel]) -> list[Scene]:
 
 
 def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
-    plan, figures = panel.plan, measure(panel.timeline)
+    plan, figures = panel.plan, measure(panel.timeline, panel.plan)
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for record in panel.timeline.records:
         by_rank[record.rank].append(record)
     numbers = range(len(figures.ranks)) if panel.ranks is None else panel.ranks
     ranks = tuple(_rank(panel, rank, by_rank[rank]) for rank in numbers)
-    seen = {bar.kind for rank in ranks for bar in rank.bars if bar.seconds > 0}
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
     return Scene(
-        name=panel.title or "timeline",
+        panel=panel,
         title=title_words(panel.title, figures, panel.time_unit),
         lines=tuple(filter(None, (panel.note, batch_words(plan), share_words(figures), several))),
-        time_unit=panel.time_unit,
         duration=figures.duration_s,
         ranks=ranks,
         chunks=colour_chunks(plan, panel.timeline, cut),
         cut=cut,
-        kinds=tuple(kind for kind in KIND_WORDS if kind in seen),
-        plan=plan,
     )
 
 
 def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
     plan = panel.plan
-    stages = sorted({r.action.stage for r in records if not isinstance(r.action, (Send, Recv))})
+    stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
     names = [f"rank {rank}"]
     if len(plan.stages) > 1 and stages:
         one = len(stages) == 1
@@ -169,13 +171,13 @@ def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
 
 def _bar(record: Record, *, with_stage: bool) -> Bar:
     action = record.action
-    chunk = -1 if isinstance(action, (Unshard, Reshard, Reduce)) else action.chunk
+    chunk = -1 if isinstance(action, ON_PARAMETERS) else action.chunk
     if record.lane == "copy":
         return Bar("copy", "copy", chunk, "", record)
-    if isinstance(action, (Send, Recv)):
+    if isinstance(action, MESSAGES):
         return Bar("link", action.payload, chunk, "", record)
-    kind = _CELL_KINDS.get(type(action), "collective")
-    if kind == "collective":
-        return Bar("link", kind, chunk, "", record)
-    label = f"{_LETTERS[kind]}{chunk}" + (f".{action.stage}" if with_stage else "")
+    if type(action) not in _CELLS:
+        return Bar("link", "collective", chunk, "", record)
+    kind, letter = _CELLS[type(action)]
+    label = f"{letter}{chunk}" + (f".{action.stage}" if with_stage else "")
     return Bar("compute", kind, chunk, label, record)

@@ -11,43 +11,45 @@ from furlong.report.pictures.ranks import choose_ranks
 from furlong.report.pictures.scene import Panel, make_scenes
 
 PICTURES = (".png", ".svg", ".html")
-TRACES = (".json",)
 
 
-def save_timelines(panels: Sequence[Panel], path: str | Path) -> None:
+def save_timelines(panels: Sequence[Panel], path: str | Path, *, most_ranks: int = 16) -> str:
     """Draw one or several timelines into a file whose ending says how.
 
     `.png`, `.svg`: the panels one below the other on one time scale. `.html`: a page that needs no
     network, with zoom, pan and a tooltip per action; several panels become tabs. `.json`: Chrome
-    trace events of the one panel. Raises ConfigError for another ending.
+    trace events of all ranks of the one panel. A picture has at most `most_ranks` ranks of each
+    panel, unless that names some: returns the words for the choice in the first one, if any.
+    Raises ConfigError for another ending.
     """
     path = Path(path)
-    match path.suffix.lower():
-        case ".png" | ".svg":
-            from furlong.report.pictures.picture import save_picture  # matplotlib loads slowly
+    suffix = path.suffix.lower()
+    if suffix == ".json" and len(panels) == 1:
+        from furlong.report.pictures.trace import save_trace
 
-            save_picture(make_scenes([_few_ranks(panel) for panel in panels]), path)
-        case ".html":
-            from furlong.report.pictures.page import save_page
+        save_trace(make_scenes(panels)[0], path)
+        return ""
+    if suffix not in PICTURES:
+        raise ConfigError(
+            given=f"{path.name} for {len(panels)} timelines",
+            required=f"a name that ends in {', '.join(PICTURES)}; or one timeline and .json",
+            source="the name of a picture or a trace",
+            change="give the file another ending",
+        )
+    shown, notes = [], []
+    for panel in panels:
+        ranks, words = panel.ranks, ""
+        if ranks is None:
+            ranks, words = choose_ranks(panel.plan, panel.timeline, most_ranks)
+        notes.append(words)
+        note = "; ".join(filter(None, (panel.note, words)))
+        shown.append(replace(panel, ranks=ranks, note=note))
+    if suffix == ".html":
+        from furlong.report.pictures.page import save_page
 
-            save_page(make_scenes(panels), path)
-        case ".json" if len(panels) == 1:
-            from furlong.report.pictures.trace import save_trace
+        save_page(make_scenes(shown), path)
+    else:
+        from furlong.report.pictures.picture import save_picture  # matplotlib loads slowly
 
-            save_trace(make_scenes(panels)[0], path)
-        case _:
-            raise ConfigError(
-                given=f"{path.name} for {len(panels)} timelines",
-                required=f"a name that ends in {', '.join(PICTURES)}; or one timeline and .json",
-                source="the name of a picture or a trace",
-                change="give the file another ending",
-            )
-
-
-def _few_ranks(panel: Panel) -> Panel:
-    """The panel with as many ranks as one can look at, unless somebody has chosen them."""
-    shown = choose_ranks(panel.plan, panel.timeline, 32)
-    if panel.ranks is not None or not shown.note:
-        return panel
-    note = "; ".join(filter(None, (panel.note, shown.note)))
-    return replace(panel, ranks=shown.ranks, note=note)
+        save_picture(make_scenes(shown), path)
+    return notes[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from furlong.plan.text import format_chunk
 from furlong.plan.values import Recv, Send
-from furlong.report.pictures.looks import KIND_WORDS
+from furlong.report.pictures.colours import KIND_WORDS
 from furlong.report.pictures.scene import Bar, RankScene, Scene
 
 _FIRST_PEER = 10
@@ -24,7 +24,7 @@ _PER_UNIT = 1e6
 def save_trace(scene: Scene, path: Path) -> None:
     """Write one timeline; a unit of time that is no second is shown as one."""
     events = [event for rank in scene.ranks for event in _events(scene, rank)]
-    other = {"title": scene.title, "lines": scene.lines, "time_unit": scene.time_unit}
+    other = {"title": scene.title, "lines": scene.lines, "time_unit": scene.panel.time_unit}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
@@ -40,7 +40,7 @@ def _events(scene: Scene, row: RankScene) -> Iterator[dict[str, Any]]:
         at = rank | {"tid": thread, "ts": bar.record.start_s * _PER_UNIT}
         yield _slice(scene, bar) | at
         if bar.kind in ("activation", "gradient"):
-            yield _arrow(bar, len(scene.plan.chunks)) | at
+            yield _arrow(bar, len(scene.panel.plan.chunks)) | at
     for thread, name in threads.items():
         yield _about("thread_name", name=name) | rank | {"tid": thread}
         yield _about("thread_sort_index", sort_index=thread) | rank | {"tid": thread}
@@ -68,27 +68,17 @@ def _slice(scene: Scene, bar: Bar) -> dict[str, Any]:
     record = bar.record
     args: dict[str, Any] = {"stage": record.action.stage}
     if bar.chunk >= 0:
-        chunk = scene.plan.chunks[bar.chunk]
-        slices = format_chunk(chunk, scene.plan.sp_size)
+        chunk = scene.panel.plan.chunks[bar.chunk]
+        slices = format_chunk(chunk, scene.panel.plan.sp_size)
         args |= {"chunk": bar.chunk, "tokens": chunk.num_tokens, "slices": slices}
     args |= {"device_bytes": record.device_bytes, "host_bytes": record.host_bytes}
-    duration = bar.seconds * _PER_UNIT
-    return {
-        "ph": "X",
-        "name": record.text,
-        "cat": KIND_WORDS[bar.kind],
-        "dur": duration,
-        "args": args,
-    }
+    what = {"ph": "X", "name": record.text, "cat": KIND_WORDS[bar.kind]}
+    return what | {"dur": bar.seconds * _PER_UNIT, "args": args}
 
 
 def _arrow(bar: Bar, num_chunks: int) -> dict[str, Any]:
     """One end of the arrow from a Send to its Recv; both lie in their slices."""
-    return {
-        "ph": "s" if isinstance(bar.record.action, Send) else "f",
-        "bp": "e",
-        # a whole number: Perfetto reads a text as hexadecimal digits
-        "id": 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient"),
-        "name": bar.kind,
-        "cat": "message",
-    }
+    end = "s" if isinstance(bar.record.action, Send) else "f"
+    # a whole number: Perfetto reads a text as hexadecimal digits
+    number = 2 * (bar.record.action.stage * num_chunks + bar.chunk) + (bar.kind == "gradient")
+    return {"ph": end, "bp": "e", "id": number, "name": bar.kind, "cat": "message"}
