@@ -112,7 +112,7 @@ class PlanCosts:
             raise not_in_step()
         shape = model.shape
         tile_tokens = model.hardware.tile_tokens
-        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size, tile_tokens)
+        self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}

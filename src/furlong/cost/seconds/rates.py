@@ -193,13 +193,24 @@ class StageRates:
         """(S, C) the all-to-alls of one layer, four for every size of the process's places: q, k, v
         in, the output back."""
         total = np.zeros_like(self.table.tokens)
-        width = 2 * self.shape.q_size + 2 * self.shape.kv_size
-        token_bytes = width * self.training.compute_bytes / self.training.tp_size
         for size, tokens in self.table.exchanged_tokens.items():
-            link, share = self.sp_links[size], token_bytes * (size - 1) / size**2
-            seconds = 4 * link.latency_s + tokens * (share / link.bytes_per_s)
+            seconds = 4 * self.sp_links[size].latency_s + tokens * self._exchange_s(size)
             total += np.where(tokens > 0, seconds, 0.0)
         return total
+
+    def _exchange_s(self, size: int) -> float:
+        """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
+        q and the output stay within an inner group, K,V of the process's heads come from the whole
+        place (all-to-all with gathered keys: DeepSpeed Ulysses' heads within LoongTrain's second
+        dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
+        from every inner group."""
+        shape, inner = self.shape, self.shape.inner_size(size)
+        element = self.training.compute_bytes / self.training.tp_size
+        q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
+        kv_bytes = 2 * shape.kv_size * shape.kv_share(size) * (size - 1) / size * element
+        link = self.sp_links[size]
+        near = self.sp_links.get(inner, link)
+        return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
 
     def _tp_s(self) -> Array:
         """(S, C) two all-gathers and two reduce-scatters of hidden states per layer (Megatron)."""
