@@ -22,11 +22,11 @@ from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.skrull import plan_skrull
 from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.places.bound import lower_bound_s
-from furlong.planners.places.bound import settings as settings_of
 from furlong.planners.places.division import Division, Spot
 from furlong.planners.places.emit import plan_of
 from furlong.planners.places.plan import plan_places
-from furlong.planners.places.rates import TOKENS, Batch
+from furlong.planners.places.rates import Batch
+from furlong.planners.places.setting import settings as settings_of
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -75,7 +75,7 @@ def test_a_division_is_charged_what_its_plan_is(data):
     batch = Batch.of(seq_lens, model, 8)
     budget = 500 * 2**30
     (setting,) = settings_of(batch, budget, [layers])
-    division = Division(setting.rates, 2, setting.device_tokens)
+    division = Division(setting, 2)
     for seq_id in range(len(seq_lens)):
         kind = data.draw(st.integers(0, len(batch.sizes) - 1))
         size = batch.sizes[kind]
@@ -117,7 +117,7 @@ def optimum_s(batch, found, most):
         for count in range(setting.fewest, most + 1):
             loads = loads_of_all_divisions(batch, count)
             step_s = setting.rates.seconds(loads).max(axis=-1).sum(axis=(0, 2))
-            room = loads[TOKENS].max(axis=(1, 2)) <= setting.device_tokens
+            room = setting.held(loads).max(axis=(1, 2)) <= setting.device_tokens
             best = min(best, float(step_s[room].min(initial=float("inf"))))
     return best
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from furlong.cost.seconds.chunks import Array
-from furlong.planners.places.rates import TOKENS, Rates
+from furlong.planners.places.setting import Setting
 
 _ALIKE = 1e-9
 """Share of a step below which two are equal."""
@@ -51,12 +51,12 @@ class Value:
 class Division:
     """Sequences on spots; it is changed in place."""
 
-    def __init__(self, rates: Rates, num_micro_batches: int, device_tokens: int) -> None:
-        self.rates = rates
-        self.device_tokens = device_tokens
+    def __init__(self, setting: Setting, num_micro_batches: int) -> None:
+        self.setting = setting
+        self.rates = setting.rates
         self.spots: Spots = {}
         self._seconds: Array | None = None
-        batch = rates.batch
+        batch = setting.rates.batch
         self.loads = np.zeros((batch.added.shape[2], num_micro_batches, batch.pool_size))
 
     def put(self, seq_id: int, spot: Spot) -> None:
@@ -91,13 +91,14 @@ class Division:
         slowest = before.max(axis=2)
         now_s, now_uneven = slowest.sum(), (before**2).sum()
         grown = (after**2 - (before**2)[:, None]).sum(axis=0)
+        held, grows = self.setting.held(self.loads), self.setting.held(added)[:, 0, 0]
+        room = self.setting.device_tokens * (1 + _ALIKE)
         best: tuple[Spot, Value] | None = None
         for kind, size in enumerate(rates.batch.sizes):
             step_s = now_s + (most_by_place(after[:, kind], size) - slowest[..., None]).clip(
                 min=0
             ).sum(axis=0)
-            tokens = most_by_place(self.loads[TOKENS], size) + added[TOKENS, kind, 0, 0]
-            step_s[tokens > self.device_tokens * (1 + _ALIKE)] = np.inf
+            step_s[most_by_place(held, size) + grows[kind] > room] = np.inf
             least = step_s.min()
             if not np.isfinite(least):
                 continue
@@ -124,9 +125,9 @@ class Division:
                 batch, first, kind = spot.micro_batch, spot.first, spot.kind
                 change = added[comes, kind] - added[goes, kind]
                 loads[:, i, batch, first : first + self.rates.batch.sizes[kind]] += change[:, None]
-        most = loads[TOKENS].max(axis=(1, 2))
+        most = self.setting.held(loads).max(axis=(1, 2))
         seconds = self.rates.seconds(loads)
-        fits = most <= self.device_tokens * (1 + _ALIKE)
+        fits = most <= self.setting.device_tokens * (1 + _ALIKE)
         return [value_of(seconds[:, i]) if fits[i] else None for i in range(len(others))]
 
     def swap(self, one: int, other: int) -> None:

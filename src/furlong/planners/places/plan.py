@@ -16,11 +16,12 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
-from furlong.planners.places.bound import Setting, settings
+from furlong.planners.places.bound import least_step_s
 from furlong.planners.places.division import Division, Spots, Value
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.improve import improve
 from furlong.planners.places.rates import Batch
+from furlong.planners.places.setting import Setting, settings
 from furlong.planners.places.starts import by_targets, greedy
 
 _NUM_IMPROVED = 6
@@ -67,7 +68,7 @@ def plan_places(
 
 def _improved(start: _Start, num_tries: int) -> _Start:
     setting, count = start.setting, start.num_micro_batches
-    division = Division(setting.rates, count, setting.device_tokens)
+    division = Division(setting, count)
     division.reset(start.spots)
     value = improve(division, num_tries)
     return _Start(value, setting, count, dict(division.spots))
@@ -76,7 +77,7 @@ def _improved(start: _Start, num_tries: int) -> _Start:
 def _starts(found: Sequence[Setting]) -> list[_Start]:
     """Those of every setting whose bound is below the best of all, fastest first."""
     queue = [
-        (setting.bound_s(setting.fewest), number, setting.fewest)
+        (least_step_s(setting, setting.fewest), number, setting.fewest)
         for number, setting in enumerate(found)
     ]
     heapq.heapify(queue)
@@ -92,14 +93,14 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
             starts += own
             best_s = min(best_s, *(start.value.step_s for start in own))
         elif count < len(setting.rates.batch.seq_lens):
-            heapq.heappush(queue, (setting.bound_s(count + 1), number, count + 1))
+            heapq.heappush(queue, (least_step_s(setting, count + 1), number, count + 1))
     return sorted(starts, key=lambda start: start.value.step_s)
 
 
 def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
     """The best start that every way to start has in a setting; improvement ends elsewhere from
     each."""
-    division = Division(setting.rates, num_micro_batches, setting.device_tokens)
+    division = Division(setting, num_micro_batches)
     found: list[_Start] = []
     for way in (by_targets, flexsp_divisions, greedy):
         own: list[_Start] = []
