@@ -104,7 +104,7 @@ class Rates:
         )
         self._floorless = floorless.costs(probe)
         cells = (a for a in probe.actions[0] if isinstance(a, (Forward, Backward)))
-        self._parts = [part for cell in cells for part in self._costs.parts(cell)]
+        self._parts = tuple(part for cell in cells for part in self._costs.parts(cell))
         little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
         little[_NUM_PLAIN + len(batch.sizes) - 1 :] = 0.0  # no keys
         self.least_s: Array = self.seconds(little)[:, 0]
@@ -120,4 +120,4 @@ class Rates:
         """(P, ...) seconds of every part of the passes for loads (F, ...)."""
         costs: PlanCosts = self._costs if floors else self._floorless
         table = self.batch.table(loads)
-        return np.stack([costs.process_seconds(part, 0, table) for part in self._parts])
+        return costs.process_seconds(self._parts, 0, table)
