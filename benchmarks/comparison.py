@@ -92,7 +92,7 @@ class Result:
     @property
     def writers(self) -> tuple[str, ...]:
         """Published methods that could have written the winner."""
-        return writers(self.winner.best.plan)
+        return writers(self.winner.best.plan, self.winner.best.model.shape)
 
     @property
     def wins(self) -> bool:

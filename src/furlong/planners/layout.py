@@ -44,13 +44,15 @@ def layouts(
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
-    An sp group divides the query heads (Ulysses), a pipeline has no more stages than layers.
+    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one: then
+    it may be larger, and gathers K,V. A pipeline has no more stages than layers.
     `idle`: also those of half the devices, a fourth and so on, and of powers of two, so that more
     devices are never slower.
     Raises ConfigError that shows the arithmetic where nothing is left.
     """
     groups = num_devices // tp_size
     found = _layouts(groups, shape, dp, sp, pp)
+    found = found or _layouts(groups, shape, dp, sp, pp, gathers=True)
     if found and num_devices % tp_size == 0:
         fewer = {groups >> bits for bits in range(1, groups.bit_length())} if idle else set()
         fewer |= {1 << bits for bits in range((groups - 1).bit_length())} if idle else set()
@@ -65,20 +67,26 @@ def layouts(
     raise ConfigError(
         given=f"parallel: {sizes}, {'=' if None not in given.values() else 'a multiple of'} "
         f"{product} devices",
-        required=f"sizes that multiply to the {num_devices} devices, an sp that divides the "
-        f"model's {shape.num_heads} heads, a pp of at most its {shape.num_layers} layers",
+        required=f"sizes that multiply to the {num_devices} devices, a pp of at most the model's "
+        f"{shape.num_layers} layers",
         source="the sizes of parallel and the number of devices",
         change="change the sizes or the number of devices; auto lets a size follow the others",
     )
 
 
 def _layouts(
-    groups: int, shape: ModelShape, dp: int | None, sp: int | None, pp: int | None
+    groups: int,
+    shape: ModelShape,
+    dp: int | None,
+    sp: int | None,
+    pp: int | None,
+    *,
+    gathers: bool = False,
 ) -> list[Layout]:
     found = [
         Layout(groups // (s * p), s, p)
         for s in _divisors(groups)
-        if (sp is None or s == sp) and shape.num_heads % s == 0
+        if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
         for p in _divisors(groups // s)
         if (pp is None or p == pp) and p <= shape.num_layers
     ]

@@ -57,7 +57,7 @@ def plan_flexsp(
             ways = list(flexsp_divisions(division))
             for spots in ways:
                 division.reset(spots)
-                step_s = division.value().step_s
+                step_s = division.step_s()
                 if best is None or step_s < best[0]:
                     best = step_s, setting.rates.recompute_layers, spots
             found += bool(ways)

@@ -13,12 +13,12 @@ _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 
 
 def greedy(division: Division) -> Iterator[Spots]:
-    """Every sequence, the longest first, where the step grows least; nothing where one finds no
-    room."""
+    """Every sequence, the longest first, where the step's norm grows least; nothing where one
+    finds no room."""
     division.reset({})
     lens = division.rates.batch.seq_lens
     for seq_id in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        found = division.best_spot(seq_id, small=True)
+        found = division.best_spot(seq_id)
         if found is None:
             return
         division.put(seq_id, found[0])
