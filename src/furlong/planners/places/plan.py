@@ -16,10 +16,10 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
-from furlong.planners.places.bound import least_step_s
 from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.improve import improve
+from furlong.planners.places.least import Least
 from furlong.planners.places.rates import Batch
 from furlong.planners.places.setting import Setting, settings
 from furlong.planners.places.starts import by_targets, greedy
@@ -80,7 +80,7 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
     """Those of every setting whose bound is below the best of all, fastest first."""
     roomy: dict[int, int] = {}
     queue = [
-        (least_step_s(setting, setting.fewest), number, setting.fewest)
+        (Least.of(setting, setting.fewest).step_s, number, setting.fewest)
         for number, setting in enumerate(found)
     ]
     heapq.heapify(queue)
@@ -100,7 +100,7 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
             if any(start.is_roomy for start in own):
                 roomy[count] = min(number, roomy.get(count, number))
         elif count < len(setting.rates.batch.seq_lens):
-            heapq.heappush(queue, (least_step_s(setting, count + 1), number, count + 1))
+            heapq.heappush(queue, (Least.of(setting, count + 1).step_s, number, count + 1))
     return sorted(starts, key=lambda start: start.step_s)
 
 

@@ -55,15 +55,21 @@ class Batch:
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(self.model.shape.windows))
 
+    @property
+    def exchange_rows(self) -> slice:
+        """Sums of a load: tokens of the slices on the process's place of each size but 1; sums of
+        attended keys follow."""
+        return slice(_NUM_PLAIN, _NUM_PLAIN + len(self.sizes) - 1)
+
     def table(self, loads: Array) -> ChunkTable:
         """Loads (F, ...) as the cost model takes them."""
-        local = _NUM_PLAIN + len(self.sizes) - 1
-        shared = local + len(self.windows)
+        exchanged = self.exchange_rows
+        shared = exchanged.stop + len(self.windows)
         return ChunkTable(
             tokens=loads[TOKENS],
             num_slices=loads[_CALLS],
-            exchanged_tokens=dict(zip(self.sizes[1:], loads[_NUM_PLAIN:local], strict=True)),
-            local_keys=dict(zip(self.windows, loads[local:shared], strict=True)),
+            exchanged_tokens=dict(zip(self.sizes[1:], loads[exchanged], strict=True)),
+            local_keys=dict(zip(self.windows, loads[exchanged.stop : shared], strict=True)),
             shared_keys=dict(zip(self.windows, loads[shared:], strict=True)),
             prefix_tokens={},
             prefix_keys={},
@@ -106,7 +112,7 @@ class Rates:
         cells = (a for a in probe.actions[0] if isinstance(a, (Forward, Backward)))
         self._parts = tuple(part for cell in cells for part in self._costs.parts(cell))
         little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
-        little[_NUM_PLAIN + len(batch.sizes) - 1 :] = 0.0  # no keys
+        little[batch.exchange_rows.stop :] = 0.0  # no keys
         self.least_s: Array = self.seconds(little)[:, 0]
         """(P,) of a micro-batch, whatever is in it."""
         self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)

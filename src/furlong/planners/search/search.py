@@ -89,8 +89,7 @@ class _Search:
         self._trials: list[Trial] = []
         self._refused: list[Refusal] = []
         self._slower: list[tuple[float, Dials]] = []
-        self._num_pruned = 0
-        self._num_rooms = 0
+        self._num_pruned = self._num_rooms = 0
 
     def run(self, least: int, below: int | None) -> None:
         """Everything with chunks of at least `least` and less than `below` tokens per device."""
