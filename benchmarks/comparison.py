@@ -137,7 +137,7 @@ def compare(setting: Setting) -> Row:
     plan = found.best.plan
     return Row(
         setting, published_s, found.best.step_s, _bound_s(problem), str(found.best.dials),
-        writers(plan), found.seconds,
+        writers(plan, problem.model.shape), found.seconds,
     )  # fmt: skip
 
 

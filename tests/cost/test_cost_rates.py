@@ -82,7 +82,7 @@ def test_kernels_pass_what_graphs_save_and_logits():
 
 
 def test_tiles_that_the_diagonal_cuts_are_computed_whole():
-    plain, tiled = (chunk_table(CHUNKS, (None,), 1, tile) for tile in (0, 16))
+    plain, tiled = (chunk_table(CHUNKS, SHAPE, 1, tile) for tile in (0, 16))
     own = [
         attended_keys(0, 40),
         attended_keys(40, 70) + attended_keys(0, 10) + attended_keys(0, 20),

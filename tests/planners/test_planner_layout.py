@@ -52,6 +52,8 @@ def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
     found = layouts(64, small)
     assert {layout.sp for layout in found} == {1, 2}
     assert max(layout.pp for layout in found) == 16
+    # where the given sizes leave no other, K,V are gathered in larger groups
+    assert layouts(64, small, sp=8, pp=8) == layouts(64, small, dp=1, pp=8) == [Layout(1, 8, 8)]
 
 
 def test_sizes_that_do_not_multiply_show_the_arithmetic():

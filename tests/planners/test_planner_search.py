@@ -232,3 +232,14 @@ def test_a_budget_below_the_weights_names_rank_lack_and_cure():
 def test_fewer_sequences_than_replicas():
     with pytest.raises(ConfigError, match="every replica has a sequence"):
         search(problem(seq_lens=(100,), dp=4), {"furlong": combined})
+
+
+def test_sp_groups_larger_than_the_heads_are_the_searchs_alone():
+    """14 heads on four devices: two inner groups of two, and whole sequences on places as well."""
+    batch = problem(seq_lens=(20_000, 3_000), sp=4)
+    found = search(batch, {"furlong": SEARCHED["furlong"]})
+    assert found.best.dials.layout.sp == 4
+    assert any(trial.dials.cut in ("tokens", "time") for trial in found.trials)
+    fit(found.best.plan, found.best.model, batch.limit_bytes)
+    with pytest.raises(ConfigError):
+        search(batch, {name: method for name, method in PUBLISHED.items() if name != "FlexSP"})

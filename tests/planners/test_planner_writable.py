@@ -18,12 +18,16 @@ from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from furlong.planners.search.catalogue import PUBLISHED
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search
-from furlong.planners.search.writable import writers
+from furlong.planners.search.writable import writers as writers_of
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=1))
 LENS = (20_000, 9_000, 3_000, 3_000, 1_000, 1_000, 500, 500)
 NAMES = {"1F1B padded": "1F1B", "1F1B packed": "1F1B", "Seq1F1B packed": "Seq1F1B"}
 LAYOUTS = ({}, {"dp": 2, "sp": 2}, {"pp": 4}, {"dp": 1, "sp": 2, "pp": 2})
+
+
+def writers(plan, shape=MODEL.shape):
+    return writers_of(plan, shape)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -105,3 +109,16 @@ def test_nested_places_are_nobodys():
 
     assert writers(plan(Place(0, 2), Place(2, 1), Place(3, 1))) == ("Skrull", "FlexSP")
     assert writers(plan(Place(0, 4), Place(0, 2), Place(2, 1))) == ()
+
+
+def test_places_larger_than_the_heads_are_nobodys_but_for_context_parallelism():
+    """Ulysses' groups divide the heads, so do those of methods that build on it."""
+    four = model_shape("GPT-13B")  # 40 heads
+    slices = tuple(Slice(i, 0, 512, Place(2 * i, 2)) for i in range(2))
+    plan = plan_seq1f1b((512, 512), [[Chunk(slices)]], stages=(24,), sp_size=4)
+    assert {"Skrull", "FlexSP", "Ulysses"} <= set(writers(plan, four))
+    odd = replace(four, num_heads=5, num_kv_heads=5)
+    assert writers(plan, odd) == ()
+    whole = (Slice(0, 0, 512, Place(0, 2)),)
+    static = plan_seq1f1b((512,), [[Chunk(whole)]], stages=(24,), sp_size=2)
+    assert writers(static, odd) == ("1F1B",)

@@ -10,7 +10,7 @@ What each action computes is what `plan.passes` says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -112,7 +112,7 @@ class PlanCosts:
             raise not_in_step()
         shape = model.shape
         tile_tokens = model.hardware.tile_tokens
-        self._table = chunk_table(plan.chunks, shape.windows, plan.sp_size, tile_tokens)
+        self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
@@ -229,17 +229,19 @@ class PlanCosts:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
         key = part, stage
         if key not in self._part_s:
-            slowest = self.process_seconds(part, stage, self._table).max(axis=0)
-            self._part_s[key] = slowest.tolist()
+            (seconds,) = self.process_seconds((part,), stage, self._table)
+            self._part_s[key] = seconds.max(axis=0).tolist()
         return self._part_s[key]
 
-    def process_seconds(self, part: Part, stage: int, table: ChunkTable) -> Array:
-        """(S, C) seconds of one part of a pass on every process, for the chunks of `table`."""
-        seconds = replace(self._stage_rates(stage), table=table).seconds(part)
-        if part.work in ("head", "head and back"):
-            return self._model.labelled_share * seconds
-        if self._passes_gather(stage) and "gathers" not in self._free:
-            return np.maximum(seconds, self._gathers_s(part.work == "backward", stage))
+    def process_seconds(self, parts: tuple[Part, ...], stage: int, table: ChunkTable) -> Array:
+        """(P, S, C) seconds of parts of passes on every process, for any table's chunks."""
+        seconds = self._stage_rates(stage).seconds(parts, table)
+        gathers = self._passes_gather(stage) and "gathers" not in self._free
+        for own_s, part in zip(seconds, parts, strict=True):
+            if part.work in ("head", "head and back"):
+                own_s *= self._model.labelled_share
+            elif gathers:
+                np.maximum(own_s, self._gathers_s(part.work == "backward", stage), out=own_s)
         return seconds
 
     def _gathers_s(self, backward: bool, stage: int) -> float:
@@ -256,8 +258,7 @@ class PlanCosts:
 
     def _stage_rates(self, stage: int) -> StageRates:
         model, plan = self._model, self._plan
-        flops = self._stages[stage]
-        rank = self._members.get(stage, (0,))[0]
+        flops, rank = self._stages[stage], self._members.get(stage, (0,))[0]
         if (flops, rank) not in self._rates:
             links, training = model.hardware.links, model.training
             per_rank = plan.sp_size * training.tp_size
@@ -269,7 +270,7 @@ class PlanCosts:
             kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
-                model.shape, model.hardware, training, flops, self._table,
+                model.shape, model.hardware, training, flops,
                 sp_links=self._sp_links(devices),
                 tp_link=links.effective(
                     "all_gather", training.tp_size, links.num_nodes(devices[: training.tp_size])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Literal
 
 Keep = Literal["input", "kv", "attention", "all"]
@@ -58,6 +59,14 @@ def place_sizes(sp_size: int) -> tuple[int, ...]:
     it. A place begins at a multiple of its size, so that any two are nested or apart."""
     powers = {1 << bits for bits in range(sp_size.bit_length()) if sp_size % (1 << bits) == 0}
     return tuple(sorted(powers | {sp_size}))
+
+
+def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
+    """Processes in each inner group of a place of `size`: as many as can divide the query heads,
+    where each process has whole K,V heads or shares one. The place is size / inner such groups:
+    each attends for its part of the rows, to K,V that the exchange gathers from the whole place."""
+    fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
+    return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ def layouts(
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
-    An sp group divides the query heads (Ulysses), a pipeline has no more stages than layers.
+    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one: then
+    it may be larger, and gathers K,V. A pipeline has no more stages than layers.
     `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
     sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
@@ -56,11 +57,14 @@ def layouts(
         fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
         fewer.update(round_numbers(groups))
         numbers |= fewer | {n // product * product for n in fewer}
-    found = [
-        layout for n in sorted(numbers, reverse=True) for layout in _layouts(n, shape, dp, sp, pp)
-    ]
-    if found and num_devices % tp_size == 0:
-        return found
+    for gathers in (False, True):
+        found = [
+            layout
+            for n in sorted(numbers, reverse=True)
+            for layout in _layouts(n, shape, dp, sp, pp, gathers=gathers)
+        ]
+        if found and num_devices % tp_size == 0:
+            return found
     raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp}, tp_size)
 
 
@@ -78,14 +82,8 @@ def _no_layout(
     product = prod(size or 1 for size in given.values())
     words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
     shown = f"{words}, {'a multiple of' if None in given.values() else '='} {product} devices"
-    sp, pp = sizes["sp"] or 1, sizes["pp"] or 1
-    heads, layers = shape.num_heads, shape.num_layers
-    if heads % sp:
-        fitting = [n for n in _divisors(heads) if n <= num_devices]
-        required = f"a parallel.sp that divides the model's {heads} query heads"
-        first, last = ", ".join(map(str, fitting[:-1])), fitting[-1]
-        change = f"set parallel.sp to {f'{first} or ' if first else ''}{last}, or auto"
-    elif pp > layers:
+    pp, layers = sizes["pp"] or 1, shape.num_layers
+    if pp > layers:
         required = f"a parallel.pp of at most the model's {layers} layers"
         change = f"set parallel.pp to {layers} or less, or auto"
     else:
@@ -102,12 +100,18 @@ def _no_layout(
 
 
 def _layouts(
-    groups: int, shape: ModelShape, dp: int | None, sp: int | None, pp: int | None
+    groups: int,
+    shape: ModelShape,
+    dp: int | None,
+    sp: int | None,
+    pp: int | None,
+    *,
+    gathers: bool = False,
 ) -> list[Layout]:
     found = [
         Layout(groups // (s * p), s, p)
         for s in _divisors(groups)
-        if (sp is None or s == sp) and shape.num_heads % s == 0
+        if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
         for p in _divisors(groups // s)
         if (pp is None or p == pp) and p <= shape.num_layers
     ]

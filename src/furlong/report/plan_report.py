@@ -210,14 +210,14 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
         return 0.0
     gathers: Hidden = "gathers"
     costs = model.costs(plan, free=(gathers,))
-    table = chunk_table(plan.chunks, model.shape.windows, plan.sp_size, model.hardware.tile_tokens)
+    table = chunk_table(plan.chunks, model.shape, plan.sp_size, model.hardware.tile_tokens)
     times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
     for action, _ in _computing(plan):
         for part in costs.parts(action):
             times[part, action.stage][action.chunk] += 1
     busy_s = pool_s = 0.0
     for (part, stage), counts in times.items():
-        seconds = costs.process_seconds(part, stage, table)
+        (seconds,) = costs.process_seconds((part,), stage, table)
         busy_s += float(seconds.mean(axis=0) @ counts)
         pool_s += float(seconds.max(axis=0) @ counts)
     return 1 - busy_s / pool_s if pool_s else 0.0

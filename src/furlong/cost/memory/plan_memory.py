@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from furlong.cost.memory.activations import Activations
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.heap import NO_HEAP, Heap
+from furlong.cost.memory.stored_layers import gathered_tokens
 from furlong.cost.memory.traffic import PlanTraffic
 from furlong.cost.memory.training import Training
 from furlong.cost.memory.walk import MemoryRules, walk
@@ -99,24 +100,26 @@ class PlanMemory:
             tile_tokens=self.tile_tokens,
             device_type=self.device_type,
         )
-        return [walk(rules, plan, rank, process) for process in _unlike(plan, rank)]
+        return [walk(rules, plan, rank, process) for process in _unlike(plan, rank, self.shape)]
 
 
-def _unlike(plan: ChunkPlan, rank: int) -> list[int]:
-    """One process of the pool for all that hold as many tokens of every chunk of the rank, and of
-    every cut sequence."""
+def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
+    """One process of the pool for all that hold as many tokens of every chunk of the rank, get as
+    many of others, and hold as many of every cut sequence."""
     if plan.sp_size == 1:
         return [0]
     rows: list[NDArray[np.float64]] = []
     for chunk in {a.chunk: None for a in plan.actions[rank] if isinstance(a, Forward)}:
-        tokens = np.zeros(plan.sp_size)
+        tokens, gathered = np.zeros(plan.sp_size), np.zeros(plan.sp_size)
         for piece in plan.chunks[chunk].slices:
-            share = np.zeros(plan.sp_size)
-            share[piece.place.first : piece.place.stop] = 1 / piece.place.size
-            tokens += piece.num_tokens * share
+            who = slice(piece.place.first, piece.place.stop)
+            tokens[who] += piece.num_tokens / piece.place.size
+            gathered[who] += gathered_tokens(piece, piece.place.first, shape)
             if piece.seq_id in plan.groups:
+                share = np.zeros(plan.sp_size)
+                share[who] = 1 / piece.place.size
                 rows.append(share)
-        rows.append(tokens)
+        rows += tokens, gathered
     processes: list[int] = np.unique(rows, axis=1, return_index=True)[1].tolist() if rows else [0]
     return processes
 

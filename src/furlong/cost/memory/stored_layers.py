@@ -18,6 +18,13 @@ def token_share(piece: Slice, process: int) -> float:
     return 1 / place.size if place.first <= process < place.stop else 0.0
 
 
+def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
+    """Tokens whose K and V a process of the slice's place gets beyond its own part of them all,
+    in units of whole heads: 0 where each has its own heads alone."""
+    share = token_share(piece, process)
+    return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
+
+
 @dataclass(frozen=True)
 class StoredLayers:
     """What one process stores of one sequence in those layers of a stage that share a window."""
@@ -67,9 +74,9 @@ def stored_layers(
     """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
     group = plan.groups[seq_id][: plan.num_computed[seq_id]]
     pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
-    share = _kv_share(pieces[0], process, shape.num_kv_heads)
-    if not share:
+    if not token_share(pieces[0], process):
         return ()
+    share = shape.kv_share(pieces[0].place.size)
     first = sum(plan.stages[:stage])
     windows = shape.windows[first : first + plan.stages[stage]]
     lens = [piece.num_tokens for piece in pieces]
@@ -94,9 +101,3 @@ def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
         for index in tokens.segments(tokens.of_piece(piece)):
             pieces[index].append(piece)
     return tuple(map(tuple, pieces))
-
-
-def _kv_share(piece: Slice, process: int, num_kv_heads: int) -> float:
-    """Each process of a place keeps its heads of all tokens, at least one head."""
-    share = token_share(piece, process)
-    return max(share, 1 / num_kv_heads) if share else 0.0

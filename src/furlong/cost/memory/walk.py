@@ -21,7 +21,7 @@ from furlong.cost.memory.cells import StageBytes, stage_bytes
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import PARTS, Levels, Part
 from furlong.cost.memory.stored_kv import StoredKV
-from furlong.cost.memory.stored_layers import token_share
+from furlong.cost.memory.stored_layers import gathered_tokens, token_share
 from furlong.cost.memory.traffic import KINDS, PlanTraffic
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
@@ -96,6 +96,11 @@ class _Walk:
             else sum(s.num_tokens * token_share(s, process) for s in plan.chunks[index].slices)
             for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
         }
+        self._gathered = {
+            index: sum(gathered_tokens(s, process, shape) for s in plan.chunks[index].slices)
+            for index in self._tokens
+        }
+        """Tokens of which K,V come beyond the process's own part; their gradients go back."""
         self._store = StoredKV(shape, plan, self._bytes, process, rules.device_type)
         self._levels = Levels(plan.tiers)
 
@@ -156,7 +161,8 @@ class _Walk:
             self._deliver(chunk, stage)
         if what.computes == "nothing":
             return
-        self._levels.pass_by("buffers", tokens * cell.working)
+        gathered = self._gathered[chunk] * cell.kv_layer
+        self._levels.pass_by("buffers", tokens * cell.working + gathered)
         if what.loss:
             backward = what.computes == "backward"
             self._levels.pass_by("logits", self._loss(chunk, cell, backward=backward))
@@ -212,13 +218,14 @@ class _Walk:
         assert isinstance(action, (Forward, Recompute))
         chunk, stage = action.chunk, action.stage
         tokens, cell, tiers = self._tokens[chunk], self._bytes[stage], self._plan.tiers
+        height, gathered = self._plan.stages[stage], self._gathered[chunk] * cell.kv_layer
         num_bytes = tokens * cell.graph(what.recompute_layers)
+        num_bytes += gathered * (height - what.recompute_layers)
         if isinstance(action, Forward):
             self._levels.hold("graph", chunk, stage, "activations", num_bytes)
-            height = self._plan.stages[stage]
             self._levels.move("graphs", num_bytes, writes=True, operations=height)
             if tiers.graphs != "device":
-                self._levels.pass_by("activations", tokens * max(cell.graph_layers))
+                self._levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
         else:
             if tiers.attention == "device":
                 # the graph is made of what was remembered of attention, no second copy
@@ -239,7 +246,8 @@ class _Walk:
             levels.move("graphs", graph[2], writes=False, operations=height)
         is_lower = graph is not None and self._plan.tiers.graphs != "device"
         if what.recompute_layers or is_lower:
-            levels.pass_by("activations", tokens * max(cell.graph_layers))
+            gathered = self._gathered[chunk] * cell.kv_layer
+            levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
         if stage < len(self._plan.stages) - 1:
             levels.move("inputs", message, writes=False)
         if stage > self._plan.frozen_stages:

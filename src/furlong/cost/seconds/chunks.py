@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.seconds.flops import attended_keys
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Chunk
 
 Array = NDArray[np.float64]
@@ -24,7 +25,8 @@ class ChunkTable:
     tokens: Array
     """Tokens that each process holds of each chunk."""
     num_slices: Array
-    """Slices that each process attends to."""
+    """Calls of attention on each process: one for a slice, two where inner groups divide its rows,
+    of which each takes an early and a late part, so that all have equally many keys."""
     exchanged_tokens: dict[int, Array]
     """size of a place, more than 1 -> tokens of the slices on the process's place of that size."""
     local_keys: dict[int | None, Array]
@@ -33,20 +35,21 @@ class ChunkTable:
     shared_keys: dict[int | None, Array]
     """window -> the process's part of the same of slices on larger places."""
     prefix_tokens: dict[int | None, Array]
-    """window -> stored tokens that the process reads before its slices, in units of whole heads: a
-    slice on n processes counts 1/n of its prefix."""
+    """window -> stored tokens that the process reads before its slices, in units of whole heads: of
+    a prefix it counts the share of the heads that it keeps."""
     prefix_keys: dict[int | None, Array]
     """window -> the attended keys that lie in those prefixes, in the same units."""
 
 
 def chunk_table(
-    chunks: Sequence[Chunk], windows: Sequence[int | None], sp_size: int, tile_tokens: int = 0
+    chunks: Sequence[Chunk], model: ModelShape, sp_size: int, tile_tokens: int = 0
 ) -> ChunkTable:
-    """`windows`: those of the model's layers, repeats allowed. `tile_tokens`: keys of a tile of
-    attention; of the one that the diagonal cuts, on average half is computed in vain."""
-    kinds = list(dict.fromkeys(windows))
+    """The table of a model's chunks. `tile_tokens`: keys of a tile of attention; of the one that
+    the diagonal cuts, on average half is computed in vain."""
+    kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
+    calls = {size: attention_calls(model, size) for size in (1, *sizes)}
     tokens, num_slices = np.zeros(shape), np.zeros(shape)
     exchanged = {size: np.zeros(shape) for size in sorted(sizes)}
     local, shared, prefix, prefix_keys = (
@@ -59,7 +62,7 @@ def chunk_table(
             n, start, size = piece.num_tokens, piece.start, piece.place.size
             who = slice(piece.place.first, piece.place.stop)
             tokens[who, c] += n / size
-            num_slices[who, c] += 1
+            num_slices[who, c] += calls[size]
             if size > 1:
                 exchanged[size][who, c] += n
             for window in kinds:
@@ -67,10 +70,16 @@ def chunk_table(
                 (shared if size > 1 else local)[window][who, c] += keys / size
                 if start:
                     seen = start if window is None else min(start, window - 1)
-                    prefix[window][who, c] += seen / size
+                    prefix[window][who, c] += seen * model.kv_share(size)
                     before = attended_keys(start, piece.stop, window) - attended_keys(0, n, window)
                     prefix_keys[window][who, c] += before / size
     return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix, prefix_keys)
+
+
+def attention_calls(model: ModelShape, place_size: int) -> int:
+    """Calls of attention that a slice takes on each process of its place (zigzag, as context
+    parallelism balances causal attention: parts b and 2 c - 1 - b of 2 c for group b of c)."""
+    return 1 if model.inner_size(place_size) == place_size else 2
 
 
 def computed_keys(start: int, stop: int, window: int | None, tile_tokens: int) -> float:

@@ -9,14 +9,14 @@ attention of slices on one (Skrull, Eq. 2). A pool is as slow as its slowest pro
 saturate with the process's tokens; under tensor parallelism with tokens / tp_size, since each
 device's matrices are that much narrower.
 
-    C chunks, S processes of a pool
+    P parts, C chunks, S processes of a pool
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from furlong.cost.devices.links import Link
 from furlong.cost.memory.training import Training
 from furlong.cost.seconds.chunks import Array, ChunkTable
 from furlong.cost.seconds.flops import ATTENTION_BACKWARD, StageFlops
+from furlong.cost.seconds.terms import Terms
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.passes import Pass
 from furlong.plan.segments import NUM_HOT
@@ -71,7 +72,6 @@ class StageRates:
     hardware: HardwareSpec
     training: Training
     flops: StageFlops
-    table: ChunkTable
     sp_links: Mapping[int, Link]
     """size of a place -> that of its all-to-all."""
     tp_link: Link
@@ -85,28 +85,72 @@ class StageRates:
     """Bytes that the graph of each layer saves."""
     logits_per_token: float = 0.0
     """Bytes of logits, with their gradients."""
+    _terms: dict[tuple[Part, ...], Terms] = field(default_factory=dict, compare=False)
 
-    def seconds(self, part: Part) -> Array:
-        """(S, C) one part of a pass over the stage, on every process."""
-        flops, lora, kind, layers = self.flops, self.lora_per_token, part.work, part.layers
-        height = len(flops.windows)
-        if kind in ("head", "head and back"):
-            passes = 1 if kind == "head" else 2 if self.training.lora is not None else 3
-            passed = self.logits_per_token * (1 / 3 if kind == "head" else 1)
-            of_head: Array = self._linear(flops.head_per_token * passes) + self._passed(passed)
-            return of_head
-        if kind == "backward":
-            frozen = self.training.lora is not None
-            linear: float = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-            return self._of_layers(linear, 2 * sum(self.saved_per_token), part, height)
-        linear = {
-            "forward": flops.linear_per_token + lora,
-            "to last kv": flops.linear_per_token + lora - flops.tail_per_token,
-            "first layers": sum(flops.layer_linear_per_token[:layers])
-            + lora * layers / max(1, height),
-        }[kind]
-        num_layers = layers if kind == "first layers" else height
-        return self._of_layers(linear, self._saved(part), part, num_layers)
+    def seconds(self, parts: tuple[Part, ...], table: ChunkTable) -> Array:
+        """(P, S, C) parts of a pass over the stage, on every process."""
+        waits_s: Array | float = 0.0
+        if self.stream is not None:
+            waits_s = np.stack([self._waits_s(part, table) for part in parts])
+        if parts not in self._terms:
+            self._terms[parts] = self._terms_of(parts)
+        return self._terms[parts].seconds(table, waits_s)
+
+    def _terms_of(self, parts: Sequence[Part]) -> Terms:
+        """What multiplies the sums of a table in the seconds of some parts."""
+        hardware, tp = self.hardware, self.training.tp_size
+        rate = hardware.peak_flops_per_s * hardware.linear.best
+        linear, passed = np.array([self._per_token(part) for part in parts], float).T
+        layers = np.array([self._num_layers(part) for part in parts])
+        attending = [self._attending(part) for part in parts]
+        called = np.array([len(windows) for windows in attending])
+        counts, keys = [Counter(windows) for windows in attending], [*map(self._key_s, parts)]
+        times = np.array([2 if part.work == "backward" else 1 for part in parts])
+        passes = np.array([part.work in ("forward", "to last kv", "backward") for part in parts])
+        tp_call_s, tp_token_s = self._tp_s()
+        return Terms(
+            token_s=(linear / rate + passed / hardware.activation_bytes_per_s) / tp
+            + layers * tp_token_s,
+            process_s=linear * hardware.linear.half_tokens / rate + layers * tp_call_s,
+            key_s={
+                window: np.array([n[window] * key_s for n, key_s in zip(counts, keys, strict=True)])
+                for window in dict.fromkeys(self.flops.windows)
+            },
+            half_tokens=np.array([self._attention(part).half_tokens * tp for part in parts]),
+            exchanges=called,
+            launch_s=times * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
+            call_s=times * hardware.slice_launch_s * called,
+            exchange_s={
+                size: (4 * link.latency_s, self._exchange_s(size))
+                for size, link in self.sp_links.items()
+            },
+            hides_launches=hardware.hides_launches,
+        )
+
+    def _per_token(self, part: Part) -> tuple[float, float]:
+        """FLOPs of matrices, and bytes of saved tensors that pass, per token."""
+        flops, lora, height = self.flops, self.lora_per_token, len(self.flops.windows)
+        frozen = self.training.lora is not None
+        match part.work:
+            case "head":
+                return flops.head_per_token, self.logits_per_token / 3
+            case "head and back":
+                return flops.head_per_token * (2 if frozen else 3), self.logits_per_token
+            case "backward":
+                linear = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
+                return linear, 2 * sum(self.saved_per_token)
+            case "first layers":
+                linear = sum(flops.layer_linear_per_token[: part.layers])
+                return linear + lora * part.layers / max(1, height), self._saved(part)
+            case _:
+                left_out = flops.tail_per_token if part.work == "to last kv" else 0
+                return flops.linear_per_token + lora - left_out, self._saved(part)
+
+    def _num_layers(self, part: Part) -> int:
+        """Layers that the part passes; none behind the last."""
+        if part.work in ("head", "head and back"):
+            return 0
+        return part.layers if part.work == "first layers" else len(self.flops.windows)
 
     def _saved(self, part: Part) -> float:
         """Bytes per token that a forward passes."""
@@ -132,102 +176,68 @@ class StageRates:
             case _:
                 return ()
 
-    def _of_layers(
-        self, linear_per_token: float, passed_per_token: float, part: Part, num_layers: int
-    ) -> Array:
-        attending, backward = self._attending(part), part.work == "backward"
-        seconds = self._compute_s(linear_per_token, attending, backward)
-        seconds += num_layers * self._tp_s()
-        seconds += self._passed(passed_per_token)
-        hardware, times = self.hardware, 2 if backward else 1
-        launched = times * (
-            hardware.layer_launch_s * num_layers * (self.table.tokens > 0)
-            + hardware.slice_launch_s * len(attending) * self.table.num_slices
-        )
-        if part.work != "first layers":
-            launched += hardware.pass_launch_s * (self.table.tokens > 0)
-        if hardware.hides_launches:
-            return np.maximum(seconds, launched)
-        seconds += launched
-        return seconds
+    def _attention(self, part: Part) -> Efficiency:
+        backward = part.work == "backward"
+        return self.hardware.attention_backward if backward else self.hardware.attention_forward
 
-    def _passed(self, bytes_per_token: float) -> Array:
-        """(S, C) seconds of kernels that only pass bytes."""
-        tokens = self.table.tokens / self.training.tp_size
-        return tokens * bytes_per_token / self.hardware.activation_bytes_per_s
+    def _key_s(self, part: Part) -> float:
+        """Seconds of an attended key in one layer, at the best efficiency."""
+        flops = self.flops.attention_per_key / self.training.tp_size
+        flops *= ATTENTION_BACKWARD if part.work == "backward" else 1.0
+        return flops / (self.hardware.peak_flops_per_s * self._attention(part).best)
 
-    def _linear(self, flops_per_token: float) -> Array:
-        eff, tp = self.hardware.linear, self.training.tp_size
-        tokens = self.table.tokens
-        rate = self.hardware.peak_flops_per_s * eff.best
-        return np.where(tokens > 0, flops_per_token * (tokens / tp + eff.half_tokens) / rate, 0.0)
+    def _exchange_s(self, size: int) -> float:
+        """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
+        q and the output stay within an inner group, K,V of the process's heads come from the whole
+        place (all-to-all with gathered keys: DeepSpeed Ulysses' heads within LoongTrain's second
+        dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
+        from every inner group."""
+        shape, inner = self.shape, self.shape.inner_size(size)
+        element = self.training.compute_bytes / self.training.tp_size
+        q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
+        kv_bytes = 2 * shape.kv_size * shape.kv_share(size) * (size - 1) / size * element
+        link = self.sp_links[size]
+        near = self.sp_links.get(inner, link)
+        return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
 
-    def _attention_rate(self, eff: Efficiency) -> Array:
-        """(S, C) attended keys per second of one layer's forward."""
-        tokens, tp = np.maximum(self.table.tokens, 1e-9), self.training.tp_size
-        reached = eff.best * (tokens / tp) / (tokens / tp + eff.half_tokens)
-        return self.hardware.peak_flops_per_s * reached * tp / self.flops.attention_per_key
-
-    def _compute_s(
-        self, linear_per_token: float, attending: tuple[int | None, ...], backward: bool = False
-    ) -> Array:
-        """(S, C) seconds of a pass; `attending`: windows of the layers whose attention runs."""
-        work = ATTENTION_BACKWARD if backward else 1.0
-        eff = self.hardware.attention_backward if backward else self.hardware.attention_forward
-        per_second = self._attention_rate(eff) / work
-        counts, table = Counter(attending), self.table
-        linear = self._linear(linear_per_token)
-        local, shared = (
-            sum((n * keys[w] for w, n in counts.items()), np.zeros_like(linear))
-            for keys in (table.local_keys, table.shared_keys)
-        )
-        seconds = linear + shared / per_second
-        seconds += np.maximum(local / per_second, len(attending) * self._all_to_all_s())
-        if self.stream is not None and attending:
-            own = linear / len(attending)
-            for window, count in counts.items():
-                seconds += count * self._stall_s(window, own, per_second, backward)
-        return seconds
-
-    def _all_to_all_s(self) -> Array:
-        """(S, C) the all-to-alls of one layer, four for every size of the process's places: q, k, v
-        in, the output back."""
-        total = np.zeros_like(self.table.tokens)
-        width = 2 * self.shape.q_size + 2 * self.shape.kv_size
-        token_bytes = width * self.training.compute_bytes / self.training.tp_size
-        for size, tokens in self.table.exchanged_tokens.items():
-            link, share = self.sp_links[size], token_bytes * (size - 1) / size**2
-            seconds = 4 * link.latency_s + tokens * (share / link.bytes_per_s)
-            total += np.where(tokens > 0, seconds, 0.0)
-        return total
-
-    def _tp_s(self) -> Array:
-        """(S, C) two all-gathers and two reduce-scatters of hidden states per layer (Megatron)."""
+    def _tp_s(self) -> tuple[float, float]:
+        """Two all-gathers and two reduce-scatters of hidden states per layer (Megatron): what does
+        not grow, and what each token adds."""
         tp = self.training.tp_size
         if tp == 1:
-            return np.zeros_like(self.table.tokens)
-        moved = self.table.tokens * self.shape.hidden_size * self.training.compute_bytes
-        per_call = self.tp_link.latency_s + moved * (tp - 1) / tp / self.tp_link.bytes_per_s
-        return np.where(self.table.tokens > 0, 4 * per_call, 0.0)
+            return 0.0, 0.0
+        moved = self.shape.hidden_size * self.training.compute_bytes * (tp - 1) / tp
+        return 4 * self.tp_link.latency_s, 4 * moved / self.tp_link.bytes_per_s
 
-    def _stall_s(
-        self, window: int | None, own_s: Array, per_second: Array, backward: bool
-    ) -> Array:
+    def _waits_s(self, part: Part, table: ChunkTable) -> Array:
+        """(S, C) seconds that the part waits for streamed K,V."""
+        attending, tokens = self._attending(part), table.tokens
+        total = np.zeros_like(tokens)
+        if not attending:
+            return total
+        hardware, tp = self.hardware, self.training.tp_size
+        rate = hardware.peak_flops_per_s * hardware.linear.best
+        matrices = np.where(tokens > 0, tokens / tp + hardware.linear.half_tokens, 0.0)
+        own_s = self._per_token(part)[0] * matrices / rate / len(attending)
+        slower = 1 + self._attention(part).half_tokens * tp / np.maximum(tokens, 1e-9)
+        for window, count in Counter(attending).items():
+            keys_s = table.prefix_keys[window] * self._key_s(part) * slower
+            load_s = self._loads_s(table.prefix_tokens[window], part.work == "backward")
+            total += count * self._stall_s(table.prefix_tokens[window], own_s, keys_s, load_s)
+        return total
+
+    def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
         """(S, C) seconds that one layer waits for its prefix, cut into blocks (FPDT's two buffers:
         the first block loads while the layer's own part computes)."""
-        tokens = self.table.prefix_tokens[window]
         blocks = np.maximum(np.ceil(tokens / self.segment_tokens), 1)
-        load = self._loads_s(window, backward) / blocks
-        block = self.table.prefix_keys[window] / per_second / blocks
+        load, block = load_s / blocks, keys_s / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
         stall: Array = np.maximum(waited - own_s - blocks * block, 0.0) * (tokens > 0)
         return stall
 
-    def _loads_s(self, window: int | None, backward: bool) -> Array:
+    def _loads_s(self, tokens: Array, backward: bool) -> Array:
         """(S, C) seconds that one layer's prefix takes to arrive, in whole segments."""
-        tokens = self.table.prefix_tokens[window]
-        if self.stream is None:
-            return np.zeros_like(tokens)
+        assert self.stream is not None
         training = self.training
         segments = np.ceil(tokens / self.segment_tokens)
         # gradients of all segments but the newest come in, and go out on the other direction

@@ -14,6 +14,7 @@ from furlong.cost.shapes.config_values import check_values, rope_original
 from furlong.cost.shapes.layers import Mlp, attention_vectors, layer_mlps, layer_windows
 from furlong.errors import ConfigError
 from furlong.families import FAMILIES, family_of
+from furlong.plan.values import inner_size
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class ModelShape:
     def kv_size(self) -> int:
         """K * H: the width of one token's keys, and of its values."""
         return self.num_kv_heads * self.head_dim
+
+    def inner_size(self, place_size: int) -> int:
+        """Processes of a place that divide the heads among them (`plan.values.inner_size`)."""
+        return inner_size(place_size, self.num_heads, self.num_kv_heads)
+
+    def kv_share(self, place_size: int) -> float:
+        """Share of a layer's K,V heads, at least one head, that each process of a place gets and
+        keeps of all tokens: the same for as many processes as an inner group has."""
+        return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
     @property
     def attention_parameters(self) -> int:

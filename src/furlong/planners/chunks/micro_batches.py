@@ -116,14 +116,22 @@ def similar_meet(replicas: Replicas, seconds: Sequence[float]) -> Replicas:
 
 
 def peak_bytes(
-    model: CostModel, device_tokens: int, *, dp_size: int, sp_size: int, recompute_layers: int
+    model: CostModel,
+    device_tokens: int,
+    *,
+    dp_size: int,
+    sp_size: int,
+    recompute_layers: int,
+    place_size: int | None = None,
 ) -> int:
-    """Bytes that a device needs with `device_tokens` tokens at a time."""
-    num_tokens = device_tokens * sp_size
-    chunk = Chunk((Slice(0, 0, num_tokens, Place(0, sp_size)),))
+    """Bytes that a device needs with `device_tokens` tokens at a time, of slices that are sharded
+    over all of the pool, or (`place_size`) over so many processes each."""
+    size = sp_size if place_size is None else place_size
+    firsts, num_tokens = range(0, sp_size, size), device_tokens * size
+    chunk = Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts)))
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
-        (num_tokens,),
+        (num_tokens,) * len(firsts),
         [[chunk]],
         num_layers=num_layers,
         sp_size=sp_size,
@@ -141,13 +149,20 @@ def fitting_tokens(
     dp_size: int,
     sp_size: int,
     recompute_layers: int = 0,
+    place_size: int | None = None,
 ) -> int:
-    """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits."""
-
-    layout = {"dp_size": dp_size, "sp_size": sp_size, "recompute_layers": recompute_layers}
+    """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits. The sizes
+    are those of `peak_bytes`."""
 
     def left(num_tokens: int) -> int:
-        return budget_bytes - peak_bytes(model, num_tokens, **layout)
+        return budget_bytes - peak_bytes(
+            model,
+            num_tokens,
+            dp_size=dp_size,
+            sp_size=sp_size,
+            recompute_layers=recompute_layers,
+            place_size=place_size,
+        )
 
     low, left_low = 1, left(1)
     if left_low < 0:

@@ -20,10 +20,10 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import recompute_choices
-from furlong.planners.places.bound import settings
 from furlong.planners.places.division import Division, Spot, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
-from furlong.planners.places.rates import Batch, Rates
+from furlong.planners.places.rates import Batch
+from furlong.planners.places.setting import Setting, settings
 
 _TRIED_COUNTS = 4
 """Numbers of micro-batches that are tried, from the fewest that fit."""
@@ -46,18 +46,18 @@ def plan_flexsp(
     Raises ConfigError where the longest sequence does not fit on the largest group.
     """
     refuse_unusable(seq_lens)
-    batch = Batch.of(seq_lens, model, pool_size)
+    batch = Batch.of(seq_lens, model, pool_size, gathers=False)
     few = recompute_choices(model.shape.num_layers)
     tried = few if recompute_layers is None else [recompute_layers]
     best: tuple[float, int, Spots] | None = None
     for setting in settings(batch, budget_bytes, tried):
         found = 0
         for count in range(setting.fewest, len(seq_lens) + 1):
-            division = Division(setting.rates, count, setting.device_tokens)
+            division = Division(setting, count)
             ways = list(flexsp_divisions(division))
             for spots in ways:
                 division.reset(spots)
-                step_s = division.value().step_s
+                step_s = division.step_s()
                 if best is None or step_s < best[0]:
                     best = step_s, setting.rates.recompute_layers, spots
             found += bool(ways)
@@ -71,17 +71,18 @@ def plan_flexsp(
 def flexsp_divisions(division: Division) -> Iterator[Spots]:
     """The batch in micro-batches of similar lengths (as FlexSP cuts it), and of lengths as mixed as
     possible, each divided over disjoint groups; only those that fit."""
-    rates, (count, pool_size) = division.rates, division.loads.shape[1:]
-    seq_lens = rates.batch.seq_lens
+    setting, (count, pool_size) = division.setting, division.loads.shape[1:]
+    batch = setting.rates.batch
+    seq_lens = batch.seq_lens
     order = sorted(range(len(seq_lens)), key=lambda seq_id: -seq_lens[seq_id])
     mixed = [order[first::count] for first in range(count)]
-    partitions = _partitions(pool_size, rates.batch.sizes[-1])
+    partitions = _partitions(pool_size, batch.sizes[-1])
     for cut in [mixed] if count == 1 else [_runs(order, seq_lens, count), mixed]:
-        if any(sum(seq_lens[i] for i in own) > division.device_tokens * pool_size for own in cut):
+        if any(sum(seq_lens[i] for i in own) > setting.device_tokens * pool_size for own in cut):
             continue
         spots: Spots = {}
         for number, own in enumerate(cut):
-            spots |= _divide(own, number, rates, division.device_tokens, partitions)
+            spots |= _divide(own, number, setting, partitions)
         if len(spots) == len(seq_lens):
             yield spots
 
@@ -101,25 +102,26 @@ def _runs(order: Sequence[int], seq_lens: Sequence[int], count: int) -> list[lis
 def _divide(
     seq_ids: Sequence[int],
     micro_batch: int,
-    rates: Rates,
-    device_tokens: int,
+    setting: Setting,
     partitions: NDArray[np.int64],
 ) -> Spots:
     """The spots of one micro-batch whose sequences come by falling length, for the best of the
     partitions (A of them, each of up to B groups); none where no partition has room."""
-    sizes, seq_lens = np.array(rates.batch.sizes), rates.batch.seq_lens
+    rates, sizes = setting.rates, np.array(setting.rates.batch.sizes)
+    held = setting.held(rates.batch.added.transpose(2, 0, 1))
     exists = partitions >= 0
     kind = np.maximum(partitions, 0)
-    room = np.where(exists, sizes[kind] * device_tokens, -1)
+    room = np.where(exists, float(setting.device_tokens), -1.0)
     busy_s = np.where(exists, rates.fixed_s[kind], np.inf)
     rows = np.arange(len(partitions))
     choices = []
     for seq_id in seq_ids:
-        done_s = np.where(room >= seq_lens[seq_id], busy_s + rates.alone_s[seq_id][kind], np.inf)
+        after = room - held[seq_id][kind]
+        done_s = np.where(after >= 0, busy_s + rates.alone_s[seq_id][kind], np.inf)
         choice = done_s.argmin(axis=1)
         # a partition without room keeps an infinite time from here on
         busy_s[rows, choice] = done_s[rows, choice]
-        room[rows, choice] -= seq_lens[seq_id]
+        room[rows, choice] = after[rows, choice]
         choices.append(choice)
     slowest_s = np.where(exists, busy_s, 0.0).max(axis=1)
     best = int(slowest_s.argmin())

@@ -8,15 +8,18 @@ A step is the sum, over micro-batches and parts of their passes, of the slowest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from furlong.cost.seconds.chunks import Array
-from furlong.planners.places.rates import TOKENS, Rates
+from furlong.planners.places.setting import Setting
 
 _ALIKE = 1e-9
-"""Share of a step below which two are equal."""
+"""Share of the tokens that a process can hold below which two are equal."""
+_POWER = 96
+"""Of the norm that stands for a maximum: the larger, the nearer to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +35,15 @@ Spots = dict[int, Spot]
 """Where each sequence is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """How good a division is; less is better."""
-
-    step_s: float
-    uneven: float
-    """Sum of the squared seconds of all slots and parts: it falls where work moves to others, also
-    where the slowest process stays as slow."""
-
-    def beats(self, other: Value) -> bool:
-        margin = _ALIKE * other.step_s
-        if abs(self.step_s - other.step_s) > margin:
-            return self.step_s < other.step_s
-        return self.uneven < other.uneven * (1 - _ALIKE)
-
-
 class Division:
     """Sequences on spots; it is changed in place."""
 
-    def __init__(self, rates: Rates, num_micro_batches: int, device_tokens: int) -> None:
-        self.rates = rates
-        self.device_tokens = device_tokens
+    def __init__(self, setting: Setting, num_micro_batches: int) -> None:
+        self.setting = setting
+        self.rates = setting.rates
         self.spots: Spots = {}
         self._seconds: Array | None = None
-        batch = rates.batch
+        batch = setting.rates.batch
         self.loads = np.zeros((batch.added.shape[2], num_micro_batches, batch.pool_size))
 
     def put(self, seq_id: int, spot: Spot) -> None:
@@ -82,40 +69,42 @@ class Division:
             self._seconds = self.rates.seconds(self.loads)
         return self._seconds
 
-    def best_spot(self, seq_id: int, *, small: bool = False) -> tuple[Spot, Value] | None:
-        """The spot where an absent sequence costs least, of equal ones the one that leaves slots
-        most even, or with `small` the one on fewest processes; None where no spot has room."""
-        rates, before = self.rates, self.seconds()
-        added = rates.batch.added[seq_id].T[:, :, None, None]
-        after = rates.seconds(self.loads[:, None] + added)
-        slowest = before.max(axis=2)
-        now_s, now_uneven = slowest.sum(), (before**2).sum()
-        grown = (after**2 - (before**2)[:, None]).sum(axis=0)
-        best: tuple[Spot, Value] | None = None
-        for kind, size in enumerate(rates.batch.sizes):
-            step_s = now_s + (most_by_place(after[:, kind], size) - slowest[..., None]).clip(
-                min=0
-            ).sum(axis=0)
-            tokens = most_by_place(self.loads[TOKENS], size) + added[TOKENS, kind, 0, 0]
-            step_s[tokens > self.device_tokens * (1 + _ALIKE)] = np.inf
-            least = step_s.min()
-            if not np.isfinite(least):
-                continue
-            uneven = now_uneven + grown[kind].reshape(*step_s.shape, size).sum(axis=2)
-            uneven[step_s > least * (1 + _ALIKE)] = np.inf
-            batch, place = divmod(int(uneven.argmin()), step_s.shape[1])
-            found = Value(float(least), float(uneven[batch, place]))
-            if best is None or (
-                found.step_s < best[1].step_s * (1 - _ALIKE) if small else found.beats(best[1])
-            ):
-                best = Spot(batch, kind, place * size), found
-        return best
+    def step_s(self) -> float:
+        return float(self.seconds().max(axis=2).sum())
 
-    def value(self) -> Value:
-        return value_of(self.seconds())
+    def norm_s(self) -> float:
+        """The same with a norm in the place of every maximum over processes: it falls, too, where
+        one of several that are about as slow gets faster."""
+        return float(_norms(self.seconds()[:, None])[0])
 
-    def swap_values(self, seq_id: int, others: list[int]) -> list[Value | None]:
-        """Each if `seq_id` and one of the others changed spots; None where that has no room."""
+    def best_spot(self, seq_id: int, but: Spot | None = None) -> tuple[Spot, float] | None:
+        """The spot with the least norm for an absent sequence, and that norm; `but` is left out.
+        None where no spot has room."""
+        batch, before = self.rates.batch, self.seconds()
+        loads = self.loads[:, None] + batch.added[seq_id].T[:, :, None, None]
+        after = self.rates.seconds(loads)  # (P, Z, M, W)
+        scale = after.max(axis=(1, 2, 3)).reshape(-1, 1, 1)
+        powers = (before / scale) ** _POWER
+        grown = (after / scale[:, None]) ** _POWER - powers[:, None]
+        sums = powers.sum(axis=2, keepdims=True)
+        now_s = scale * sums ** (1 / _POWER)
+        held, room = self.setting.held(loads), self.setting.device_tokens * (1 + _ALIKE)
+        best: tuple[Spot, float] | None = None
+        for kind, size in enumerate(batch.sizes):
+            there = sums + by_place(grown[:, kind], size).sum(axis=-1)
+            more_s = (scale * there ** (1 / _POWER) - now_s).sum(axis=0)
+            more_s[by_place(held[kind], size).max(axis=-1) > room] = np.inf
+            if but is not None and but.kind == kind:
+                more_s[but.micro_batch, but.first // size] = np.inf
+            number, place = divmod(int(more_s.argmin()), more_s.shape[1])
+            least_s = float(more_s[number, place])
+            if np.isfinite(least_s) and (best is None or least_s < best[1]):
+                best = Spot(number, kind, place * size), least_s
+        return best and (best[0], best[1] + float(now_s.sum()))
+
+    def swap_norms(self, seq_id: int, others: Sequence[int]) -> Array:
+        """(N,) each if `seq_id` and one of the others changed spots; infinite where that has no
+        room."""
         added, here = self.rates.batch.added, self.spots[seq_id]
         loads = np.repeat(self.loads[:, None], len(others), axis=1)
         for i, other in enumerate(others):
@@ -124,10 +113,9 @@ class Division:
                 batch, first, kind = spot.micro_batch, spot.first, spot.kind
                 change = added[comes, kind] - added[goes, kind]
                 loads[:, i, batch, first : first + self.rates.batch.sizes[kind]] += change[:, None]
-        most = loads[TOKENS].max(axis=(1, 2))
-        seconds = self.rates.seconds(loads)
-        fits = most <= self.device_tokens * (1 + _ALIKE)
-        return [value_of(seconds[:, i]) if fits[i] else None for i in range(len(others))]
+        most = self.setting.held(loads).max(axis=(1, 2))
+        fits = most <= self.setting.device_tokens * (1 + _ALIKE)
+        return np.where(fits, _norms(self.rates.seconds(loads)), np.inf)
 
     def swap(self, one: int, other: int) -> None:
         here, there = self.take(one), self.take(other)
@@ -139,12 +127,14 @@ class Division:
         return slice(None), spot.micro_batch, slice(spot.first, stop)
 
 
-def value_of(seconds: Array) -> Value:
-    """Of a division whose slots take (P, M, W) seconds."""
-    return Value(float(seconds.max(axis=2).sum()), float((seconds**2).sum()))
+def _norms(seconds: Array) -> Array:
+    """(P, N, M, W) seconds of N divisions -> (N,) the sums of their norms over processes."""
+    most = np.maximum(seconds.max(axis=-1, keepdims=True), 1e-30)
+    powers = ((seconds / most) ** _POWER).sum(axis=-1)
+    norms: Array = (most[..., 0] * powers ** (1 / _POWER)).sum(axis=(0, 2))
+    return norms
 
 
-def most_by_place(values: Array, size: int) -> Array:
-    """(..., W) -> (..., W / size): the most of every place of a size."""
-    most: Array = values.reshape(*values.shape[:-1], -1, size).max(axis=-1)
-    return most
+def by_place(values: Array, size: int) -> Array:
+    """(..., W) -> (..., W / size, size): the processes of every place of a size."""
+    return values.reshape(*values.shape[:-1], -1, size)

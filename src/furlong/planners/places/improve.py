@@ -1,4 +1,8 @@
-"""Local improvement of a division: moves and swaps of what the slowest processes hold."""
+"""Improvement of a division: tabu search over moves and swaps of what the slowest processes hold.
+
+The best of a few changes is made even where it is none for the better, and what has moved stays
+for a while (Glover, 1986): so that the search climbs out of a division that no one change betters.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,61 @@ import random
 
 import numpy as np
 
-from furlong.planners.places.division import Division, Value, most_by_place
+from furlong.planners.places.division import Division, Spot, by_place
 
+_NUM_TRIED = 6
+"""Sequences whose moves are compared for every change."""
 _NUM_PARTNERS = 16
-"""Sequences that one is tried against."""
-_MOST_KICKS = 12
-"""In a row that lead to nothing better."""
+"""Sequences that one is tried against in a swap."""
+_TENURE = 6
+"""Changes, at least, for which a sequence that has moved stays; at most nearly twice as many."""
 
 
-def improve(division: Division, num_tries: int) -> Value:
-    """The value of the best division that is found with so many tries, each of one sequence's moves
-    and swaps; `division` is that one afterwards."""
+def improve(division: Division, num_tries: int) -> float:
+    """Seconds of the step of the best division that is found with so many tries, each of one
+    sequence's moves or swaps; `division` is that one afterwards."""
     draw = random.Random(0)
-    value = division.value()
-    best, best_spots = value, dict(division.spots)
-    tried = kicks = 0
-    while tried < num_tries and kicks < _MOST_KICKS:
-        moved = False
-        for seq_id in _slowest(division):
-            tried += 1
-            better = _try(division, seq_id, value)
-            if better is not None:
-                value, moved = better, True
-                break
-            if tried >= num_tries:
-                break
-        if value.beats(best):
-            best, best_spots, kicks = value, dict(division.spots), 0
-        if not moved:
-            kicks += 1
-            division.reset(best_spots)
-            _kick(division, draw)
-            value = division.value()
+    best_s, best_spots = division.step_s(), dict(division.spots)
+    stays: dict[int, int] = {}
+    """Until which change each sequence that has moved stays."""
+    tried = change = 0
+    while tried < num_tries:
+        change += 1
+        free = [i for i in _slowest(division) if stays.get(i, 0) < change] or [*division.spots]
+        chosen = draw.sample(free, min(_NUM_TRIED, len(free)))
+        tried += len(chosen) + 1
+        for seq_id in _change(division, chosen, stays, change):
+            stays[seq_id] = change + _TENURE + draw.randrange(_TENURE)
+        step_s = division.step_s()
+        if step_s < best_s:
+            best_s, best_spots = step_s, dict(division.spots)
     division.reset(best_spots)
-    return best
+    return best_s
+
+
+def _change(
+    division: Division, chosen: list[int], stays: dict[int, int], change: int
+) -> tuple[int, ...]:
+    """Makes the best of the moves of the chosen sequences and of the swaps of the first one;
+    returns those that have moved."""
+    least_s = np.inf
+    best: tuple[int, Spot] | None = None
+    for seq_id in chosen:
+        spot = division.take(seq_id)
+        found = division.best_spot(seq_id, but=spot)
+        division.put(seq_id, spot)
+        if found is not None and found[1] < least_s:
+            least_s, best = found[1], (seq_id, found[0])
+    others = [i for i in _partners(division, chosen[0]) if stays.get(i, 0) < change]
+    norms_s = division.swap_norms(chosen[0], others)
+    if others and norms_s.min() < least_s:
+        division.swap(chosen[0], partner := others[norms_s.argmin()])
+        return chosen[0], partner
+    if best is None:
+        return ()
+    division.take(best[0])
+    division.put(*best)
+    return best[:1]
 
 
 def _slowest(division: Division) -> list[int]:
@@ -57,30 +82,11 @@ def _slowest(division: Division) -> list[int]:
     return sorted(found, key=lambda i: -rates.alone_s[i, division.spots[i].kind])
 
 
-def _try(division: Division, seq_id: int, value: Value) -> Value | None:
-    """The better value after a move or a swap of a sequence; None where none is better."""
-    spot = division.take(seq_id)
-    found = division.best_spot(seq_id)
-    if found is not None and found[1].beats(value):
-        division.put(seq_id, found[0])
-        return found[1]
-    division.put(seq_id, spot)
-    best, partner = value, -1
-    others = _partners(division, seq_id)
-    for other, after in zip(others, division.swap_values(seq_id, others), strict=True):
-        if after is not None and after.beats(best):
-            best, partner = after, other
-    if partner < 0:
-        return None
-    division.swap(seq_id, partner)
-    return best
-
-
 def _partners(division: Division, seq_id: int) -> list[int]:
     """Those whose exchange with `seq_id` would bring both places' seconds nearest to each other."""
     rates, here = division.rates, division.spots[seq_id]
     busy_s = division.seconds().sum(axis=0)
-    by_kind = [most_by_place(busy_s, size) for size in rates.batch.sizes]
+    by_kind = [by_place(busy_s, size).max(axis=-1) for size in rates.batch.sizes]
     at = np.array([(s.micro_batch, s.kind, s.first) for _, s in sorted(division.spots.items())])
     busy_there = np.array([by_kind[k][m, f // rates.batch.sizes[k]] for m, k, f in at.tolist()])
     kinds, alone_s, ids = at[:, 1], rates.alone_s, range(len(at))
@@ -90,18 +96,3 @@ def _partners(division: Division, seq_id: int) -> list[int]:
     after_s[(gains_s <= 0) | (at == at[seq_id]).all(axis=1)] = np.inf
     nearest: list[int] = after_s.argsort(kind="stable")[:_NUM_PARTNERS].tolist()
     return [other for other in nearest if np.isfinite(after_s[other])]
-
-
-def _kick(division: Division, draw: random.Random) -> None:
-    """One sequence of the slowest processes and two others leave, and come back in a drawn order,
-    each to its best spot; no change where one finds no room."""
-    before = dict(division.spots)
-    chosen = {draw.choice(_slowest(division)), *draw.sample(sorted(before), min(2, len(before)))}
-    for seq_id in chosen:
-        division.take(seq_id)
-    for seq_id in draw.sample(sorted(chosen), len(chosen)):
-        found = division.best_spot(seq_id)
-        if found is None:
-            division.reset(before)
-            return
-        division.put(seq_id, found[0])

@@ -16,26 +16,29 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
-from furlong.planners.places.bound import Setting, settings
-from furlong.planners.places.division import Division, Spots, Value
+from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.improve import improve
+from furlong.planners.places.least import Least
 from furlong.planners.places.rates import Batch
+from furlong.planners.places.setting import Setting, settings
 from furlong.planners.places.starts import by_targets, greedy
 
 _NUM_IMPROVED = 6
 """Starts, the best ones, that are improved a little; then the best of them goes on."""
-_FEW_TRIES = 60
-_NUM_TRIES = 600
+_FEW_TRIES = 240
+_NUM_TRIES = 2400
 """Sequences that it tries to move or swap."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    value: Value
+    step_s: float
     setting: Setting
     num_micro_batches: int
     spots: Spots
+    is_roomy: bool = False
+    """Whether no process holds half of what it could."""
 
 
 def plan_places(
@@ -61,22 +64,23 @@ def plan_places(
     if not starts:
         raise nothing_fits(batch, tried[-1], budget_bytes)
     few = [_improved(start, min(_FEW_TRIES, num_tries)) for start in starts[:_NUM_IMPROVED]]
-    best = _improved(min(few, key=lambda start: start.value.step_s), num_tries)
+    best = _improved(min(few, key=lambda start: start.step_s), num_tries)
     return plan_of(batch, best.spots, best.setting.rates.recompute_layers, budget_bytes)
 
 
 def _improved(start: _Start, num_tries: int) -> _Start:
     setting, count = start.setting, start.num_micro_batches
-    division = Division(setting.rates, count, setting.device_tokens)
+    division = Division(setting, count)
     division.reset(start.spots)
-    value = improve(division, num_tries)
-    return _Start(value, setting, count, dict(division.spots))
+    step_s = improve(division, num_tries)
+    return _Start(step_s, setting, count, dict(division.spots))
 
 
 def _starts(found: Sequence[Setting]) -> list[_Start]:
     """Those of every setting whose bound is below the best of all, fastest first."""
+    roomy: dict[int, int] = {}
     queue = [
-        (setting.bound_s(setting.fewest), number, setting.fewest)
+        (Least.of(setting, setting.fewest).step_s, number, setting.fewest)
         for number, setting in enumerate(found)
     ]
     heapq.heapify(queue)
@@ -87,24 +91,29 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
         if bound_s >= best_s:
             break
         setting = found[number]
+        if number > roomy.get(count, number):
+            continue  # what it adds to the room was not needed
         own = _starts_of(setting, count)
         if own:
             starts += own
-            best_s = min(best_s, *(start.value.step_s for start in own))
+            best_s = min(best_s, *(start.step_s for start in own))
+            if any(start.is_roomy for start in own):
+                roomy[count] = min(number, roomy.get(count, number))
         elif count < len(setting.rates.batch.seq_lens):
-            heapq.heappush(queue, (setting.bound_s(count + 1), number, count + 1))
-    return sorted(starts, key=lambda start: start.value.step_s)
+            heapq.heappush(queue, (Least.of(setting, count + 1).step_s, number, count + 1))
+    return sorted(starts, key=lambda start: start.step_s)
 
 
 def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
     """The best start that every way to start has in a setting; improvement ends elsewhere from
     each."""
-    division = Division(setting.rates, num_micro_batches, setting.device_tokens)
+    division = Division(setting, num_micro_batches)
     found: list[_Start] = []
     for way in (by_targets, flexsp_divisions, greedy):
         own: list[_Start] = []
         for spots in way(division):
             division.reset(spots)
-            own.append(_Start(division.value(), setting, num_micro_batches, spots))
-        found += sorted(own, key=lambda start: start.value.step_s)[:1]
+            roomy = 2 * setting.held(division.loads).max() <= setting.device_tokens
+            own.append(_Start(division.step_s(), setting, num_micro_batches, spots, bool(roomy)))
+        found += sorted(own, key=lambda start: start.step_s)[:1]
     return found

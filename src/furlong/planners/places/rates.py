@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from furlong.cost.memory.stored_layers import gathered_tokens
 from furlong.cost.model import CostModel, PlanCosts
-from furlong.cost.seconds.chunks import Array, ChunkTable, computed_keys
-from furlong.plan.values import Backward, Chunk, Forward, Slice, place_sizes
+from furlong.cost.seconds.chunks import Array, ChunkTable, attention_calls, computed_keys
+from furlong.plan.values import Backward, Chunk, Forward, Place, Slice, place_sizes
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
 
-TOKENS = 0
-_NUM_PLAIN = 2
-"""Sums that do not depend on sizes or windows: tokens and slices."""
+TOKENS, _CALLS, GATHERED = range(3)
+"""Sums of a load that do not depend on sizes or windows: tokens, calls of attention, and tokens of
+which K,V come beyond the process's own part (`cost.memory.stored_layers.gathered_tokens`)."""
+_NUM_PLAIN = 3
 _A_LITTLE = 1e-6
 """Tokens of a process that has next to nothing to do."""
 
@@ -34,14 +36,18 @@ class Batch:
     model: CostModel
     pool_size: int
     sizes: tuple[int, ...]
-    """Of places, rising from 1: powers of two that divide the pool and the model's heads."""
+    """Of places, rising from 1: powers of two that divide the pool."""
     added: Array
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 
     @classmethod
-    def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> Batch:
+    def of(
+        cls, seq_lens: Sequence[int], model: CostModel, pool_size: int, *, gathers: bool = True
+    ) -> Batch:
+        """`gathers`: with places larger than the heads allow, which gather K,V."""
         heads = model.shape.num_heads
-        sizes = tuple(n for n in place_sizes(pool_size) if n & (n - 1) == 0 and heads % n == 0)
+        powers = (n for n in place_sizes(pool_size) if n & (n - 1) == 0)
+        sizes = tuple(n for n in powers if gathers or heads % n == 0)
         added = np.array([[_added(n, size, sizes, model) for size in sizes] for n in seq_lens])
         return cls(tuple(seq_lens), model, pool_size, sizes, added)
 
@@ -49,15 +55,21 @@ class Batch:
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(self.model.shape.windows))
 
+    @property
+    def exchange_rows(self) -> slice:
+        """Sums of a load: tokens of the slices on the process's place of each size but 1; sums of
+        attended keys follow."""
+        return slice(_NUM_PLAIN, _NUM_PLAIN + len(self.sizes) - 1)
+
     def table(self, loads: Array) -> ChunkTable:
         """Loads (F, ...) as the cost model takes them."""
-        local = _NUM_PLAIN + len(self.sizes) - 1
-        shared = local + len(self.windows)
+        exchanged = self.exchange_rows
+        shared = exchanged.stop + len(self.windows)
         return ChunkTable(
             tokens=loads[TOKENS],
-            num_slices=loads[1],
-            exchanged_tokens=dict(zip(self.sizes[1:], loads[_NUM_PLAIN:local], strict=True)),
-            local_keys=dict(zip(self.windows, loads[local:shared], strict=True)),
+            num_slices=loads[_CALLS],
+            exchanged_tokens=dict(zip(self.sizes[1:], loads[exchanged], strict=True)),
+            local_keys=dict(zip(self.windows, loads[exchanged.stop : shared], strict=True)),
             shared_keys=dict(zip(self.windows, loads[shared:], strict=True)),
             prefix_tokens={},
             prefix_keys={},
@@ -72,7 +84,9 @@ def _added(seq_len: int, size: int, sizes: Sequence[int], model: CostModel) -> l
     exchanged = [seq_len * float(size == other) for other in sizes[1:]]
     nothing = [0.0] * len(keys)
     own = [*keys, *nothing] if size == 1 else [*nothing, *keys]
-    return [seq_len / size, 1.0, *exchanged, *own]
+    piece, calls = Slice(0, 0, seq_len, Place(0, size)), attention_calls(model.shape, size)
+    gathered = gathered_tokens(piece, 0, model.shape)
+    return [seq_len / size, calls, gathered, *exchanged, *own]
 
 
 class Rates:
@@ -96,9 +110,9 @@ class Rates:
         )
         self._floorless = floorless.costs(probe)
         cells = (a for a in probe.actions[0] if isinstance(a, (Forward, Backward)))
-        self._parts = [part for cell in cells for part in self._costs.parts(cell)]
+        self._parts = tuple(part for cell in cells for part in self._costs.parts(cell))
         little = np.where(batch.added[0] > 0, _A_LITTLE, 0.0).T
-        little[_NUM_PLAIN + len(batch.sizes) - 1 :] = 0.0  # no keys
+        little[batch.exchange_rows.stop :] = 0.0  # no keys
         self.least_s: Array = self.seconds(little)[:, 0]
         """(P,) of a micro-batch, whatever is in it."""
         self.fixed_s: Array = self.seconds(little, floors=False).sum(axis=0)
@@ -112,4 +126,4 @@ class Rates:
         """(P, ...) seconds of every part of the passes for loads (F, ...)."""
         costs: PlanCosts = self._costs if floors else self._floorless
         table = self.batch.table(loads)
-        return np.stack([costs.process_seconds(part, 0, table) for part in self._parts])
+        return costs.process_seconds(self._parts, 0, table)

@@ -13,12 +13,12 @@ _TARGETS = tuple(1 + 0.02 * step for step in range(8))
 
 
 def greedy(division: Division) -> Iterator[Spots]:
-    """Every sequence, the longest first, where the step grows least; nothing where one finds no
-    room."""
+    """Every sequence, the longest first, where the step's norm grows least; nothing where one
+    finds no room."""
     division.reset({})
     lens = division.rates.batch.seq_lens
     for seq_id in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        found = division.best_spot(seq_id, small=True)
+        found = division.best_spot(seq_id)
         if found is None:
             return
         division.put(seq_id, found[0])
@@ -45,9 +45,9 @@ def by_targets(division: Division) -> Iterator[Spots]:
 
 def _smallest_kinds(division: Division, target_s: float) -> list[int]:
     """For each sequence the number of the smallest size that holds it within the target."""
-    rates = division.rates
+    rates, setting = division.rates, division.setting
     short = rates.fixed_s + rates.alone_s <= target_s
-    fits = rates.batch.added[:, :, 0] <= division.device_tokens
+    fits = setting.held(rates.batch.added.transpose(2, 0, 1)) <= setting.device_tokens
     last = len(rates.batch.sizes) - 1
     chosen = np.where((short & fits).any(axis=1), (short & fits).argmax(axis=1), last)
     kinds: list[int] = chosen.tolist()
@@ -55,17 +55,18 @@ def _smallest_kinds(division: Division, target_s: float) -> list[int]:
 
 
 def _earliest_first(division: Division, kinds: Sequence[int]) -> Spots | None:
-    rates = division.rates
+    rates, setting = division.rates, division.setting
+    held = setting.held(rates.batch.added.transpose(2, 0, 1))
     _, num_batches, pool_size = division.loads.shape
     busy_s, tokens = np.zeros((num_batches, pool_size)), np.zeros((num_batches, pool_size))
     work_s = rates.alone_s[range(len(kinds)), kinds]
     spots: Spots = {}
     for seq_id in sorted(range(len(kinds)), key=lambda i: (-kinds[i], -work_s[i])):
         for kind in range(kinds[seq_id], len(rates.batch.sizes)):
-            size, share = rates.batch.sizes[kind], rates.batch.added[seq_id, kind, 0]
+            size, share = rates.batch.sizes[kind], held[seq_id, kind]
             until = busy_s.reshape(num_batches, -1, size).max(axis=2)
             full = tokens.reshape(num_batches, -1, size).max(axis=2) + share
-            until[full > division.device_tokens] = np.inf
+            until[full > setting.device_tokens] = np.inf
             batch, place = divmod(int(until.argmin()), until.shape[1])
             if np.isfinite(until[batch, place]):
                 where = batch, slice(place * size, (place + 1) * size)

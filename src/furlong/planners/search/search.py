@@ -27,7 +27,7 @@ from furlong.planners.infinipipe.plan import NotFasterError
 from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
-from furlong.planners.search.catalogue import Method
+from furlong.planners.search.catalogue import Method, combined
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
@@ -89,8 +89,7 @@ class _Search:
         self._trials: list[Trial] = []
         self._refused: list[Refusal] = []
         self._slower: list[tuple[float, Dials]] = []
-        self._num_pruned = 0
-        self._num_rooms = 0
+        self._num_pruned = self._num_rooms = 0
 
     def run(self, least: int, below: int | None) -> None:
         """Everything with chunks of at least `least` and less than `below` tokens per device."""
@@ -208,8 +207,9 @@ class _Search:
     def _ladders(self, room: Room) -> Iterator[Ladder]:
         """Those that have the given dials and were not there yet."""
         given, strict = self._problem.given, self._problem.strict
+        gathers = self._problem.gathers(room.layout)  # as no published method does
         for method in self._methods.values():
-            for ladder in method(room):
+            for ladder in method(room) if method is combined or not gathers else ():
                 rungs = tuple(d for d in ladder if d.agree(given, strict=strict))
                 if not rungs or rungs[0] in self._seen:
                     continue

@@ -1,10 +1,13 @@
-"""Which published methods could have written a plan, judged by the plan alone.
+"""Which published methods could have written a plan, judged by the plan and the model's heads.
 
-    writers(plan)       # ("Skrull", "Ulysses"); () for what only a combination can write
+    writers(plan, shape)    # ("Skrull", "Ulysses"); () for what only a combination can write
 
 A method is taken to allow everything that its paper or its public code has: any way to deal
 sequences to replicas, any layout, any ZeRO stage. Where the order of actions could be a reason to
-refuse, but what they are is not, the method gets the benefit of the doubt.
+refuse, but what they are is not, the method gets the benefit of the doubt. Methods that share a
+sequence by DeepSpeed Ulysses' all-to-all share it among as many processes as divide the query
+heads; Megatron-LM's context parallelism has no such limit, and neither has the two-dimensional
+attention of LoongTrain and USP, one degree for all sequences, which is no method of the search.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import ON_DEVICE, ChunkPlan, Forward, Keep
 
 
@@ -22,6 +26,8 @@ class Traits:
     """What of a plan tells the methods apart."""
 
     plan: ChunkPlan
+    num_heads: int
+    """Query heads of the model."""
 
     @cached_property
     def forwards(self) -> list[Forward]:
@@ -61,6 +67,11 @@ class Traits:
     def sizes(self) -> set[int]:
         """Sizes of the places that slices are on."""
         return {s.place.size for chunk in self.plan.chunks for s in chunk.slices}
+
+    @cached_property
+    def within_heads(self) -> bool:
+        """Whether the processes of every place can divide the heads."""
+        return all(self.num_heads % size == 0 for size in self.sizes)
 
     @cached_property
     def disjoint(self) -> bool:
@@ -185,9 +196,10 @@ _WRITERS: dict[str, Callable[[Traits], bool]] = {
 }
 
 
-def writers(plan: ChunkPlan) -> tuple[str, ...]:
+def writers(plan: ChunkPlan, shape: ModelShape) -> tuple[str, ...]:
     """The published methods that could have written the plan; none: only a combination can."""
     if plan.sampled:  # SpaCO is no method of the search: its gradients are others
         return ()
-    traits = Traits(plan)
-    return tuple(name for name, could in _WRITERS.items() if could(traits))
+    traits = Traits(plan, shape.num_heads)
+    possible = _WRITERS if traits.within_heads else {"1F1B": _WRITERS["1F1B"]}
+    return tuple(name for name, could in possible.items() if could(traits))
