@@ -109,7 +109,7 @@ def _search() -> None:
     model = CostModel(model_shape("Llama-3-8B"), hardware("H100"), Training(zero_stage=3))
     found = search(Problem(seq_lens=lens, model=model, num_devices=1024), SEARCHED)
     console.print(
-        f"search: {found.best.candidate}, {found.best.step_s:.3g} s per step; "
+        f"search: {found.best.dials}, {found.best.step_s:.3g} s per step; "
         f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"
     )
 

@@ -23,7 +23,7 @@ def plan_seq1f1b(
     groups: Groups,
     *,
     stages: Sequence[int],
-    recompute_layers: Sequence[Sequence[int]] | None = None,
+    recompute_layers: Sequence[Sequence[int]] = (),
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
 ) -> ChunkPlan:
@@ -32,13 +32,22 @@ def plan_seq1f1b(
     `stages`: layers per stage; rank s holds stage s. `recompute_layers[stage][chunk]`: how many
     layers of the cell are checkpointed, each by its own input (default none).
     """
-    numbered = number_chunks(groups)
-    lists = []
-    for stage in range(len(stages)):
-        layers = recompute_layers[stage] if recompute_layers else None
-        cells = seq1f1b_cells(numbered, len(stages), stage, layers)
-        lists.append(with_messages(cells, stage, len(stages)))
+    lists = token_level_lists(number_chunks(groups), stages, recompute_layers)
     return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+
+
+def token_level_lists(
+    numbered: Sequence[range],
+    stages: Sequence[int],
+    recompute_layers: Sequence[Sequence[int]] = (),
+) -> list[list[Action]]:
+    """The list of every rank for groups whose chunks have the numbers `numbered`."""
+    num_stages = len(stages)
+    rows = recompute_layers or [None] * num_stages
+    return [
+        with_messages(seq1f1b_cells(numbered, num_stages, stage, row), stage, num_stages)
+        for stage, row in enumerate(rows)
+    ]
 
 
 def seq1f1b_cells(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from furlong.cost.model import CostModel
@@ -24,9 +25,10 @@ from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.group_order import choose_order
 from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders.pipeline import assemble, number_chunks, state_aware_lists
+from furlong.planners.orders.seq1f1b import token_level_lists
 from furlong.planners.places.plan import plan_places
 from furlong.planners.search.dials import Cut, Dials
 
@@ -78,18 +80,22 @@ def build(
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)
             layers = dials.recompute_layers or (0,) * len(stages)
-            num_chunks = sum(map(len, groups))
-            return plan_seq1f1b(
-                lens, groups, stages=stages, tiers=tiers, sp_size=sp_size,
-                recompute_layers=[[count] * num_chunks for count in layers],
-            )  # fmt: skip
+            rows = [[count] * sum(map(len, groups)) for count in layers]
+            lists = partial(token_level_lists, stages=stages, recompute_layers=rows)
         case "state-aware":
             lens, groups = groups_of(dials, seq_lens, model)
             assert dials.num_retained is not None and dials.keep
-            return plan_1f1b(
-                lens, groups, stages=stages, num_retained=dials.num_retained, keep=dials.keep,
-                tiers=tiers, sp_size=sp_size,
-            )  # fmt: skip
+            lists = partial(
+                state_aware_lists, stages=stages, num_retained=dials.num_retained, keep=dials.keep
+            )
+    numbered = number_chunks(groups)
+    plan = assemble(lens, groups, stages, lists(numbered), tiers=tiers, sp_size=sp_size)
+    order = choose_order(plan, numbered, lists, model, dials.group_order, budget_bytes=budget_bytes)
+    if order == tuple(range(len(groups))):
+        return plan
+    groups = [groups[i] for i in order]
+    lists_of = lists(number_chunks(groups))
+    return assemble(lens, groups, stages, lists_of, tiers=tiers, sp_size=sp_size)
 
 
 def groups_of(
