@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.model import CostModel
+from furlong.cost.seconds.chunks import Array
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import recompute_choices
@@ -27,6 +29,10 @@ from furlong.planners.places.rates import Batch, Rates
 
 _TRIED_COUNTS = 4
 """Numbers of micro-batches that are tried, from the fewest that fit."""
+_AT_A_TIME = 32
+"""Partitions that are filled together."""
+_MOST_PARTITIONS = 256
+"""Filled for a micro-batch: all of up to 32 devices, of larger pools those of the least bounds."""
 _MOST_GROUPS = 64
 """Side by side; beyond as many devices the smallest group is larger than one."""
 
@@ -53,6 +59,8 @@ def plan_flexsp(
     for setting in settings(batch, budget_bytes, tried):
         found = 0
         for count in range(setting.fewest, len(seq_lens) + 1):
+            if best is not None and setting.bound_s(count) >= best[0]:
+                break
             division = Division(setting.rates, count, setting.device_tokens)
             ways = list(flexsp_divisions(division))
             for spots in ways:
@@ -106,30 +114,71 @@ def _divide(
     partitions: NDArray[np.int64],
 ) -> Spots:
     """The spots of one micro-batch whose sequences come by falling length, for the best of the
-    partitions (A of them, each of up to B groups); none where no partition has room."""
+    partitions (A of them, each of up to B groups); none where no partition has room.
+
+    Partitions are tried in the order of their bounds, a few at a time, until no bound is better.
+    """
+    sizes, seq_lens = np.array(rates.batch.sizes), rates.batch.seq_lens
+    bounds_s = _bounds_s(seq_ids, rates, device_tokens, partitions)
+    by_bound = bounds_s.argsort(kind="stable")[:_MOST_PARTITIONS]
+    best_s, best, chosen = inf, 0, np.zeros(0, dtype=int)
+    for start in range(0, len(by_bound), _AT_A_TIME):
+        rows = by_bound[start : start + _AT_A_TIME]
+        if bounds_s[rows[0]] > best_s * (1 + 1e-9):
+            break
+        slowest_s, choices = _fill(seq_ids, rates, device_tokens, partitions[rows])
+        least = min(range(len(rows)), key=lambda i: (slowest_s[i], rows[i]))
+        if (slowest_s[least], rows[least]) < (best_s, best):
+            best_s, best, chosen = float(slowest_s[least]), int(rows[least]), choices[:, least]
+    if best_s == inf:
+        return {}
+    kind = partitions[best]
+    firsts = [0, *accumulate(sizes[kind[kind >= 0]].tolist())]
+    return {
+        seq_id: Spot(micro_batch, int(kind[choice]), firsts[choice])
+        for seq_id, choice in zip(seq_ids, chosen.tolist(), strict=True)
+    }
+
+
+def _bounds_s(
+    seq_ids: Sequence[int], rates: Rates, device_tokens: int, partitions: NDArray[np.int64]
+) -> Array:
+    """(A,) seconds that the slowest group of each partition takes at least: as long as any sequence
+    where it is done first, and as all of them, evenly spread, where they keep fewest devices busy.
+    """
+    sizes = np.array(rates.batch.sizes)
+    lens = np.array([rates.batch.seq_lens[i] for i in seq_ids])
+    alone_s = np.where(lens[:, None] <= sizes * device_tokens, rates.alone_s[list(seq_ids)], inf)
+    counts = (partitions[:, :, None] == np.arange(len(sizes))).sum(axis=1)
+    kinds, of_partition = np.unique(counts > 0, axis=0, return_inverse=True)
+    longest_s, busy_s = np.zeros((2, len(kinds)))
+    for row, own in enumerate(kinds):
+        longest_s[row] = (rates.fixed_s + alone_s)[:, own].min(axis=1).max()
+        busy_s[row] = (alone_s * sizes)[:, own].min(axis=1).sum()
+    spread_s = (busy_s[of_partition] + counts @ (sizes * rates.fixed_s)) / rates.batch.pool_size
+    bounds_s: Array = np.maximum(longest_s[of_partition], spread_s)
+    return bounds_s
+
+
+def _fill(
+    seq_ids: Sequence[int], rates: Rates, device_tokens: int, partitions: NDArray[np.int64]
+) -> tuple[Array, NDArray[np.int64]]:
+    """(A,) seconds of the slowest group of each partition, infinite where there is no room, and
+    (K, A) the group of each sequence: the one that is done with it earliest."""
     sizes, seq_lens = np.array(rates.batch.sizes), rates.batch.seq_lens
     exists = partitions >= 0
     kind = np.maximum(partitions, 0)
     room = np.where(exists, sizes[kind] * device_tokens, -1)
-    busy_s = np.where(exists, rates.fixed_s[kind], np.inf)
+    busy_s = np.where(exists, rates.fixed_s[kind], inf)
     rows = np.arange(len(partitions))
-    choices = []
-    for seq_id in seq_ids:
-        done_s = np.where(room >= seq_lens[seq_id], busy_s + rates.alone_s[seq_id][kind], np.inf)
-        choice = done_s.argmin(axis=1)
+    choices = np.zeros((len(seq_ids), len(partitions)), dtype=int)
+    for place, seq_id in enumerate(seq_ids):
+        done_s = np.where(room >= seq_lens[seq_id], busy_s + rates.alone_s[seq_id][kind], inf)
+        choices[place] = choice = done_s.argmin(axis=1)
         # a partition without room keeps an infinite time from here on
         busy_s[rows, choice] = done_s[rows, choice]
         room[rows, choice] -= seq_lens[seq_id]
-        choices.append(choice)
-    slowest_s = np.where(exists, busy_s, 0.0).max(axis=1)
-    best = int(slowest_s.argmin())
-    if not np.isfinite(slowest_s[best]):
-        return {}
-    firsts = [0, *accumulate(sizes[kind[best]].tolist())]
-    return {
-        seq_id: Spot(micro_batch, int(kind[best, choice[best]]), firsts[choice[best]])
-        for seq_id, choice in zip(seq_ids, choices, strict=True)
-    }
+    return np.where(exists, busy_s, 0.0).max(axis=1), choices
 
 
 def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:
