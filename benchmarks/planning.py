@@ -88,7 +88,7 @@ def _skrull() -> Callable[[], object]:
     shape = model_shape("Qwen2.5-0.5B")
     lens = sample_lengths("chatqa2", 64)
     work = sequence_work(lens, shape)
-    return lambda: schedule_skrull(lens, work, dp_size=4, cp_size=8, bucket_tokens=26 * 1024)
+    return lambda: schedule_skrull(lens, work, dp_size=4, sp_size=8, bucket_tokens=26 * 1024)
 
 
 def _infinipipe() -> None:

@@ -23,11 +23,11 @@ from furlong.planners.chunks.groups import group_chunks, longest_first
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.timing import step_s
+from papers.whole_sequences import plan_ulysses
 
 # model -> devices of DeepSpeed's sequence parallelism, of Megatron-LM's context parallelism,
 # layers that the others checkpoint, as it suits a context of 96K

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.whole_sequences import plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -13,7 +14,6 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import Forward
 from furlong.planners.chunks.balance import by_tokens, by_work
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -37,7 +37,7 @@ def _place(chunk: Chunk, seq_lens: Sequence[int], work: Sequence[float], sp_size
         [s.num_tokens for s in whole],
         [work[s.seq_id] for s in whole],
         bucket_tokens=-(-sum(s.num_tokens for s in whole) // sp_size),
-        cp_size=sp_size,
+        sp_size=sp_size,
     )
     everywhere = Place(0, sp_size)
     ids = [s.seq_id for s in whole]

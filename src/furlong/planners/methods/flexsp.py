@@ -118,7 +118,7 @@ def _divide(
 
     Partitions are tried in the order of their bounds, a few at a time, until no bound is better.
     """
-    sizes, seq_lens = np.array(rates.batch.sizes), rates.batch.seq_lens
+    sizes = np.array(rates.batch.sizes)
     bounds_s = _bounds_s(seq_ids, rates, device_tokens, partitions)
     by_bound = bounds_s.argsort(kind="stable")[:_MOST_PARTITIONS]
     best_s, best, chosen = inf, 0, np.zeros(0, dtype=int)

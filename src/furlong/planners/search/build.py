@@ -126,8 +126,9 @@ def groups_of(
             groups = micro_batch_groups(
                 lens,
                 model,
-                cp_size=sp_size,
+                sp_size=sp_size,
                 bucket_tokens=-(-size // sp_size),
+                recompute_layers=sum(dials.recompute_layers),
             )
             return lens, _slowest_first(groups, lens, model, sp_size)
     if dials.local:
