@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import Promise, console, machine, print_promises
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -36,7 +37,6 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.balance import by_order, sequence_work
 from furlong.planners.chunks.pack import pack
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
 
 from furlong.cost.devices.hardware import hardware
@@ -18,7 +19,6 @@ from furlong.plan.text import format_action, format_chunk
 from furlong.plan.values import Backward, Chunk, Forward, Slice
 from furlong.planners.chunks.balance import by_order
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.simulate.clock import time_actions

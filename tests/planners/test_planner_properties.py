@@ -10,6 +10,8 @@ from typing import get_args
 
 import pytest
 from helpers.toy_model import gradient, obey
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco, plan_spaco
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
@@ -22,8 +24,6 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
 from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b

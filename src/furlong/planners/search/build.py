@@ -22,11 +22,10 @@ from furlong.planners.infinipipe.mesh import cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.group_order import choose_order
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.one_device import plan_groups, plan_on_device
 from furlong.planners.orders.pipeline import assemble, number_chunks, state_aware_lists
 from furlong.planners.orders.seq1f1b import token_level_lists
 from furlong.planners.places.plan import plan_places
@@ -65,10 +64,14 @@ def build(
     match dials.walk:
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
-            return plan_fpdt(
-                seq_lens, num_layers=model.shape.num_layers, chunk_size=dials.size,
-                stage_layers=dials.stage_layers, keep=dials.keep, tiers=tiers, sp_size=sp_size,
+            options = ChunkOptions(
+                size=dials.size, num_retained=0, keep=dials.keep, tier=tiers,
+                order="layer-first", stage_layers=dials.stage_layers, hybrid=False,
             )  # fmt: skip
+            groups = shard(group_chunks(seq_lens, options), sp_size)
+            return plan_groups(
+                seq_lens, groups, options, num_layers=model.shape.num_layers, sp_size=sp_size
+            )
         case "elastic":
             return plan_infinipipe(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
@@ -107,7 +110,7 @@ def groups_of(
     lens, whole = seq_lens, max(size, longest)
     match dials.cut:
         case "tokens":
-            groups: Groups = group_chunks(lens, ChunkOptions(size=size, hybrid=dials.hybrid))
+            groups = group_chunks(lens, ChunkOptions(size=size, hybrid=dials.hybrid))
         case "time":
             count = dials.slices or -(-longest // size)
             tiers = Tiers(kv=dials.tier)
