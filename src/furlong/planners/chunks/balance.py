@@ -27,25 +27,15 @@ def deal_sequences(
         case "none":
             return by_order(len(seq_lens), dp_size)
         case "tokens":
-            return by_tokens(seq_lens, dp_size)
+            return by_cost(seq_lens, dp_size)
         case "flops" | "time":
-            return by_work(seq_lens, dp_size, shape)
+            return by_cost(sequence_work(seq_lens, shape), dp_size)
 
 
 def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:
     """The seq_ids of each replica, dealt in turn as a plain distributed sampler does."""
     refuse_idle(num_sequences, dp_size)
     return [list(range(replica, num_sequences, dp_size)) for replica in range(dp_size)]
-
-
-def by_tokens(seq_lens: Sequence[int], dp_size: int) -> list[list[int]]:
-    """The seq_ids of each replica, of about equal tokens."""
-    return by_cost(seq_lens, dp_size)
-
-
-def by_work(seq_lens: Sequence[int], dp_size: int, shape: ModelShape) -> list[list[int]]:
-    """The seq_ids of each replica, of about equal FLOPs."""
-    return by_cost(sequence_work(seq_lens, shape), dp_size)
 
 
 def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:

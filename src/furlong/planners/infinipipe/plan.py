@@ -14,7 +14,7 @@ paper's form, a1 x^2 + a2 x.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -27,10 +27,9 @@ from furlong.planners.chunks.groups import Groups, refuse_unusable
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.checkpointing import Mode
 from furlong.planners.infinipipe.elastic import (
-    ElasticPlan,
+    InfiniPipePlan,
     NoRoom,
-    Setting,
-    TooSlow,
+    PipelineSetting,
     plan_elastic,
 )
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
@@ -41,14 +40,6 @@ Balance = Literal["time", "tokens"]
 
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
-
-
-@dataclass(frozen=True)
-class InfiniPipePlan(ElasticPlan):
-    num_slices: int
-    """Chunks of the longest sequence."""
-    tried: tuple[tuple[int, float], ...]
-    """(num_slices, predicted_s) of every candidate that was worked out."""
 
 
 class NotFasterError(ConfigError):
@@ -85,7 +76,7 @@ def plan_infinipipe(
     DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
     """
     refuse_unusable(seq_lens)
-    setting = Setting(
+    setting = PipelineSetting(
         seq_lens=tuple(seq_lens),
         model=model,
         memory=model.memory(budget_bytes),
@@ -100,54 +91,46 @@ def plan_infinipipe(
 
 
 def _search(
-    setting: Setting, balance: Balance, max_slices: int, max_tried: int, beat_s: float
+    setting: PipelineSetting, balance: Balance, max_slices: int, max_tried: int, beat_s: float
 ) -> InfiniPipePlan:
     """Tries rising slice numbers until some in a row bring nothing."""
-    longest = max(setting.seq_lens)
-    best: tuple[ElasticPlan, int] | None = None
+    best: InfiniPipePlan | None = None
     nearest: tuple[NoRoom, int] | None = None
     tried: list[tuple[int, float]] = []
     least_s, without_gain = inf, 0
-    for num_slices in slice_numbers(min(max_slices, longest)):
+    for num_slices in slice_numbers(min(max_slices, max(setting.seq_lens))):
         if without_gain >= _PATIENCE or len(tried) >= max_tried:
             break
-        groups = _chunks(setting, balance, num_slices)
-        found = plan_elastic(setting, groups, beat_s=beat_s)
-        without_gain += best is not None or isinstance(found, TooSlow)
-        if isinstance(found, TooSlow):
-            if best is None and found.least_s < least_s:
-                least_s, without_gain = found.least_s, 0
-        elif isinstance(found, ElasticPlan):
+        found = plan_elastic(setting, _chunks(setting, balance, num_slices), beat_s=beat_s)
+        without_gain += best is not None or isinstance(found, float)
+        if isinstance(found, float):
+            if best is None and found < least_s:
+                least_s, without_gain = found, 0
+        elif isinstance(found, InfiniPipePlan):
             tried.append((num_slices, found.predicted_s))
             if found.predicted_s < beat_s:
-                best, beat_s, without_gain = (found, num_slices), found.predicted_s, 0
+                best, beat_s, without_gain = found, found.predicted_s, 0
+                best = replace(best, num_slices=num_slices)
         elif nearest is None or found.lacking_bytes < nearest[0].lacking_bytes:
             nearest = found, num_slices
-    if best is None and least_s < inf:
+    if best is not None:
+        check(best.plan, setting.memory)
+        return replace(best, tried=tuple(tried))
+    if least_s < inf:
         raise NotFasterError(
             given=f"a step of at least {least_s:.3g} s however it is cut",
             required=f"less than {beat_s:.3g} s",
             source="the step that InfiniPipe's plan has to beat",
             change="take the other plan",
         )
-    if best is None:
-        assert nearest is not None
-        raise _no_room(setting, *nearest)
-    check(best[0].plan, setting.memory)
-    return InfiniPipePlan(**vars(best[0]), num_slices=best[1], tried=tuple(tried))
+    assert nearest is not None
+    raise _no_room(setting, *nearest)
 
 
-def _chunks(setting: Setting, balance: Balance, num_slices: int) -> Groups:
+def _chunks(setting: PipelineSetting, balance: Balance, num_slices: int) -> Groups:
     work = EQUAL_TOKENS
     if balance == "time":
-        work = fit_work(
-            setting.model,
-            max(setting.seq_lens),
-            num_slices,
-            stages=setting.stages,
-            sp_size=setting.sp_size,
-            tiers=setting.tiers,
-        )
+        work = fit_work(setting.model, max(setting.seq_lens), num_slices, **setting.layout)
     return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
 
 
@@ -159,7 +142,7 @@ def slice_numbers(most: int) -> Iterator[int]:
         number += max(1, (number + 2) // 5)
 
 
-def _no_room(setting: Setting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
+def _no_room(setting: PipelineSetting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
     number = "no" if setting.mode == "none" else "every"
     return DoesNotFitError(
         nearest.rank,

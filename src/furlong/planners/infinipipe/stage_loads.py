@@ -20,7 +20,7 @@ from furlong.cost.memory.cells import StageBytes, stage_bytes
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
-from furlong.planners.infinipipe.checkpointing import Array, Problem, StageLoad
+from furlong.planners.infinipipe.checkpointing import Array, PipelineLoads, StageLoad
 from furlong.planners.orders.seq1f1b import backward_places, count_ahead
 
 
@@ -78,7 +78,7 @@ class BatchLoads:
             alone.counts, plan.stages, held, saved, again, forward, backward, kv, kv_gradients
         )
 
-    def problem(self, first: int, stop: int, room_bytes: float | Array) -> Problem:
+    def pipeline(self, first: int, stop: int, room_bytes: float | Array) -> PipelineLoads:
         """The pipeline of the groups [first, stop). `room_bytes`: of a rank, or of each."""
         counts = self.counts[first:stop]
         rooms = np.broadcast_to(np.asarray(room_bytes, dtype=float), (len(self.heights),))
@@ -99,7 +99,7 @@ class BatchLoads:
                     self.saved_bytes[stage, chunks], float(room),
                 )
             )  # fmt: skip
-        return Problem(counts, self.heights, tuple(loads))
+        return PipelineLoads(counts, self.heights, tuple(loads))
 
     def _chunks(self, first: int, stop: int) -> slice:
         start = sum(self.counts[:first])

@@ -90,21 +90,6 @@ def backward_places(counts: Sequence[int]) -> list[int]:
     return places
 
 
-def windows(counts: Sequence[int], num_stages: int, stage: int) -> list[set[int]]:
-    """The chunks whose graphs a stage holds, in forward places, each time it has most of them:
-    right before each backward up to the last one that a forward precedes."""
-    num_chunks = sum(counts)
-    num_ahead = count_ahead(counts, num_stages, stage)
-    if num_ahead == num_chunks:
-        return [set(range(num_chunks))]
-    places = backward_places(counts)
-    order = sorted(range(num_chunks), key=places.__getitem__)
-    return [
-        set(range(num_ahead + done + 1)).difference(order[:done])
-        for done in range(num_chunks - num_ahead)
-    ]
-
-
 def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], num_stages: int
 ) -> list[list[int]]:
