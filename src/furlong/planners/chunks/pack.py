@@ -1,4 +1,4 @@
-"""Pack whole sequences into as few chunks as best-fit-decreasing finds.
+"""Packs whole sequences into as few chunks as best-fit-decreasing finds.
 
 ChunkFlow (Algorithm 1) tries bin counts upwards until a packing succeeds. Opening a bin only when
 no open one has room gives the same count in one pass: with fewer bins the same pass would have

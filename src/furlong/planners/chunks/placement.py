@@ -1,4 +1,4 @@
-"""Where the slices of a chunk are within a pool: sharded over all of it, or on one process.
+"""Places of a chunk's slices within a pool: sharded over all of it, or on one process.
 
 Sharding everything is Ulysses' way. Skrull leaves short sequences on one process, where they need
 no all-to-all; here the same is done inside chunks, whose pieces of long sequences stay sharded.

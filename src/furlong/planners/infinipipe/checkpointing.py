@@ -26,23 +26,23 @@ from furlong.planners.orders.seq1f1b import backward_places, recompute_on_diagon
 
 Array = NDArray[np.float64]
 Mode = Literal["adaptive", "none", "full"]
-"""Layers chosen per diagonal; none recomputed; all recomputed."""
+"""Ways to checkpoint: layers chosen per diagonal; none recomputed; all recomputed."""
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one stage of one pipeline holds, at each moment when it may hold most."""
+    """Bytes that one stage of one pipeline holds, at each moment when it may hold most."""
 
     alive: NDArray[np.bool_]
-    """(W, K) whether the chunk is between the start of its forward and the end of its backward."""
+    """(W, K) Whether a chunk is between the start of its forward and the end of its backward."""
     plain_bytes: Array
-    """(W,) with nothing checkpointed."""
+    """(W,) Bytes with nothing checkpointed."""
     acting: NDArray[np.int64]
-    """(W,) the chunk whose forward or backward runs."""
+    """(W,) The chunk whose forward or backward runs."""
     again_bytes: Array
-    """(W,) more if the acting chunk recomputes: the layer at work in its backward."""
+    """(W,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
     saved_bytes: Array
-    """(K,) less for each checkpointed layer."""
+    """(K,) Bytes less for each checkpointed layer."""
     room_bytes: float
 
 
@@ -59,7 +59,7 @@ class PipelineLoads:
         return sum(self.counts) + len(self.heights) - 1
 
     def all_layers(self, number: int) -> tuple[int, ...]:
-        """So many layers on every diagonal."""
+        """The same number of layers on every diagonal."""
         return (number,) * self.num_diagonals
 
 
@@ -73,14 +73,14 @@ class Checkpointing:
 
     layers: tuple[int, ...]
     bound: float
-    """No choice of layers within the budget has a smaller sum."""
+    """Sum of layers that no choice within the budget undercuts."""
 
     @property
     def total(self) -> int:
         return sum(self.layers)
 
     def on_stages(self, counts: Sequence[int], heights: Sequence[int]) -> list[list[int]]:
-        """recompute_layers[stage][chunk] for `planners.orders.seq1f1b` (Eq. 16)."""
+        """Values for recompute_layers[stage][chunk] of `planners.orders.seq1f1b` (Eq. 16)."""
         spread = recompute_on_diagonals(self.layers, counts, len(heights))
         return [
             [min(count, height) for count in row]
@@ -100,7 +100,7 @@ def peak_bytes(pipeline: PipelineLoads, layers: Sequence[int]) -> list[float]:
 
 
 def lacking_bytes(pipeline: PipelineLoads, layers: Sequence[int]) -> list[float]:
-    """By how much each stage exceeds its room; at most 0 where it fits."""
+    """Bytes by which each stage exceeds its room; at most 0 where it fits."""
     peaks = peak_bytes(pipeline, layers)
     return [peak - load.room_bytes for peak, load in zip(peaks, pipeline.loads, strict=True)]
 
@@ -198,7 +198,7 @@ def _milp(
 
 
 def _rows(pipeline: PipelineLoads, tops: Sequence[int]) -> tuple[Array, Array]:
-    """coefficients @ variables >= needed: no stage holds more than it has room for.
+    """The two sides of coefficients @ variables >= needed: no stage holds more than it has room for.
 
     Rows are scaled to a largest coefficient of 1. Left out are rows that hold with nothing
     checkpointed, and those that another row of their stage implies.
@@ -224,7 +224,7 @@ def _rows(pipeline: PipelineLoads, tops: Sequence[int]) -> tuple[Array, Array]:
 
 
 def _without_implied(saved: Array, again: Array, least: Array) -> list[int]:
-    """Rows to keep: left out is row i where a row that is kept saves nowhere more, recomputes
+    """Rows to keep; left out is row i where a row that is kept saves nowhere more, recomputes
     nowhere less and lacks no less."""
     kept: list[int] = []
     for i in np.argsort(-least, kind="stable"):

@@ -36,13 +36,13 @@ from furlong.planners.orders.seq1f1b import plan_seq1f1b, seq1f1b_cells
 from furlong.simulate.clock import time_actions
 
 _ROUNDING_BYTES = 8
-"""The walk rounds each part to a byte; what that hides is found in the walk of the plan itself."""
+"""Bytes of slack: the walk rounds each part; what that hides, the walk of the plan itself finds."""
 _MAX_REPAIRS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniPipePlan:
-    """A plan of InfiniPipe's, and what is proven of it."""
+    """A plan of InfiniPipe's, with what is proven of it."""
 
     plan: ChunkPlan
     pipelines: tuple[Checkpointing, ...]
@@ -87,7 +87,7 @@ class NoRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSetting:
-    """What all candidate plans of one batch share."""
+    """Facts and limits that all candidate plans of one batch share."""
 
     seq_lens: tuple[int, ...]
     model: CostModel

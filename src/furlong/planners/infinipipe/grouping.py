@@ -1,4 +1,4 @@
-"""Which sequences of a batch share a pipeline (InfiniPipe, Eqs. 12 to 14).
+"""Divides the sequences of a batch among pipelines (InfiniPipe, Eqs. 12 to 14).
 
 Pipelines run one after the other. Each costs a warm-up and a cool-down, and sequences of few chunks
 beside one of many inherit its wider window, so that more must be recomputed. Sequences of equally
@@ -17,29 +17,29 @@ from math import inf
 from furlong.planners.infinipipe.checkpointing import Checkpointing
 
 Stretch = tuple[int, int]
-"""Classes [first, stop)."""
+"""A run of classes, [first, stop)."""
 
 
 @dataclass(frozen=True)
 class Grouping:
     stretches: tuple[Stretch, ...]
     chosen: tuple[Checkpointing, ...]
-    """One per stretch."""
+    """Checkpointed layers of each stretch."""
     overhead_s: float
-    """Eq. 13: warm-up and cool-down, and what is recomputed, of all pipelines."""
+    """Seconds of warm-up, cool-down and recomputation of all pipelines (Eq. 13)."""
     bound_s: float
-    """No grouping of these chunks has a smaller overhead."""
+    """Seconds of overhead that no grouping of these chunks undercuts."""
 
 
 @dataclass
 class _Row:
-    """What is known of every stretch of a row of classes."""
+    """Knowledge of every stretch of a row of classes, and its best paths."""
 
     num_classes: int
     ends_s: float
     layer_s: float
     least: dict[Stretch, float] = field(default_factory=dict)
-    """Lower bounds of the layers recomputed."""
+    """Lower bounds of the layers that stretches recompute."""
     solved: dict[Stretch, Checkpointing] = field(default_factory=dict)
 
     def lowest(self) -> tuple[float, list[Stretch]]:

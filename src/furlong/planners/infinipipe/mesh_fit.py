@@ -25,7 +25,7 @@ from furlong.planners.layout import first_alike
 
 
 def cell_seconds(model: CostModel, plan: ChunkPlan) -> tuple[Array, Array]:
-    """(P, K) seconds of the forward and of the backward of every cell, nothing recomputed; rank s
+    """(P, K) Seconds of the forward and of the backward of every cell, nothing recomputed; rank s
     of the plan holds stage s."""
     costs = model.costs(plan)
     alike = first_alike(model.shape, plan.stages)
@@ -49,7 +49,7 @@ def fit_work(
     sp_size: int = 1,
     tiers: Tiers = ON_DEVICE,
 ) -> Work:
-    """a1 and a2 of the slowest stage, forward and backward together, from equal pieces of a
+    """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces of a
     sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their size.
     What a chunk costs however few its tokens is fitted too and left out."""
     place = Place(0, sp_size)

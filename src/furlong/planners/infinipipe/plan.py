@@ -43,7 +43,7 @@ _PATIENCE = 3
 
 
 class NotFasterError(ConfigError):
-    """No plan is faster than what is to be beaten."""
+    """Error where no plan is faster than the one that is to be beaten."""
 
 
 def plan_infinipipe(
@@ -135,7 +135,7 @@ def _chunks(setting: PipelineSetting, balance: Balance, num_slices: int) -> Grou
 
 
 def slice_numbers(most: int) -> Iterator[int]:
-    """1, 2, 3, .. and from 8 on by about a fifth more each time, up to `most`."""
+    """Slice numbers that are tried: 1, 2, 3, .. and from 8 on by about a fifth more each time, up to `most`."""
     number = 1
     while number <= most:
         yield number

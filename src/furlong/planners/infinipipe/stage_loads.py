@@ -1,4 +1,4 @@
-"""What the stages of any pipeline hold, from one walk of the cost model over the whole batch.
+"""Bytes that the stages of any pipeline hold, from one walk of the cost model over a batch.
 
 InfiniPipe's Eqs. 5 to 10 with the bytes of `cost.memory` in the place of fitted constants. The
 exact walk of one plan without checkpointing gives what every forward and every backward needs for
@@ -32,24 +32,24 @@ class BatchLoads:
     """Chunks of each group, in forward order."""
     heights: tuple[int, ...]
     held_bytes: Array
-    """(P, K) from forward to backward: stage input and graph."""
+    """(P, K) Bytes from forward to backward: stage input and graph."""
     saved_bytes: Array
-    """(P, K) less for each checkpointed layer."""
+    """(P, K) Bytes less for each checkpointed layer."""
     again_bytes: Array
-    """(P, K) more while a backward recomputes."""
+    """(P, K) Bytes more while a backward recomputes."""
     forward_bytes: Array
-    """(P, K) of a forward besides what is held: weights, optimizer, all that works."""
+    """(P, K) Static and transient bytes of a forward: weights, optimizer, all that works."""
     backward_bytes: Array
-    """(P, K) the same of a backward."""
+    """(P, K) Static and transient bytes of a backward."""
     kv_bytes: Array
-    """(P, K) stored K,V that go with a chunk's backward: the segments whose first token is in the
+    """(P, K) Bytes of stored K,V that go with a chunk's backward: the segments whose first token is in the
     chunk."""
     kv_gradient_bytes: Array
-    """(P, K) their gradients."""
+    """(P, K) Bytes of the gradients of that K,V."""
 
     @classmethod
     def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
-        """From a plan of all groups in one pipeline with nothing checkpointed.
+        """The loads of a plan of all groups in one pipeline with nothing checkpointed.
 
         All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
         """
@@ -106,7 +106,7 @@ class BatchLoads:
         return slice(start, start + sum(self.counts[first:stop]))
 
     def _lying(self, moments: _Moments, first: int, stop: int, stage: int) -> Array:
-        """(W,) bytes of what is kept for later at each moment."""
+        """(W,) Bytes of what is kept for later at each moment."""
         chunks = self._chunks(first, stop)
         held = moments.alive @ self.held_bytes[stage, chunks]
         kv = moments.kv_alive @ self.kv_bytes[stage, chunks]
@@ -115,7 +115,7 @@ class BatchLoads:
         return total
 
     def _besides(self, plan: ChunkPlan, memory: PlanMemory) -> tuple[Array, Array]:
-        """(P, K) of every forward and every backward, what the walk finds beside what is held."""
+        """(P, K) Bytes of every forward and every backward that the walk finds beside what is held."""
         found = np.zeros((2, *self.held_bytes.shape))
         for stage, actions in enumerate(plan.actions):
             cells = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
@@ -152,7 +152,7 @@ class _Moments:
 
 
 def _saved_per_layer(cell: StageBytes) -> float:
-    """By which the graph shrinks with each checkpointed layer, at least: layers may differ."""
+    """Bytes per token by which the graph shrinks with each checkpointed layer at least."""
     sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
     return min(
         ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
@@ -162,7 +162,7 @@ def _saved_per_layer(cell: StageBytes) -> float:
 def _stored(
     plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
 ) -> tuple[Array, Array]:
-    """(P, K) bytes of the store's K,V and of their gradients on one process, by the chunk that
+    """(P, K) Bytes of the store's K,V and of their gradients on one process, by the chunk that
     holds a segment's first token; none where K,V are in another tier."""
     kv, gradients = np.zeros((2, len(cells), len(plan.chunks)))
     groups = plan.groups if plan.tiers.kv == "device" else {}

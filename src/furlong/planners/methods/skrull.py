@@ -70,7 +70,8 @@ def _micro_batches(
     sp_size: int,
     bucket_tokens: int,
 ) -> list[MicroBatch]:
-    """Of one replica, whose sequences come by rising length: every m-th one, for the smallest m."""
+    """The micro-batches of one replica, whose sequences come by rising length: each has every m-th
+    one, for the smallest m."""
     sizes = {"bucket_tokens": bucket_tokens, "sp_size": sp_size}
     capacity = bucket_tokens * sp_size
     fewest = -(-sum(seq_lens[seq_id] for seq_id in seq_ids) // capacity)

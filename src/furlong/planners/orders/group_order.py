@@ -21,15 +21,15 @@ from furlong.planners.budget import fit
 from furlong.simulate.clock import time_actions
 
 _MOST_TRIED = 64
-"""Orders that a search times, at most,"""
+"""Orders that a search times at most."""
 _LEAST_TRIED = 8
-"""and at least, however large the plan is;"""
+"""Orders that it times however large the plan is."""
 _MOST_ACTIONS = 200_000
-"""between them, so many that they have about as many actions together."""
+"""Actions, of all ranks and all orders together, that it times above the least number."""
 
 GroupOrder = Literal["as listed", "longest first", "shortest first", "longest inside", "searched"]
-"""Groups in the order of who made them; by falling or by rising seconds; short ones first and last;
-the best that is found."""
+"""Ways to order groups: as who made them lists them; by falling or by rising seconds; short ones
+first and last; the best that is found."""
 
 Order = tuple[int, ...]
 """The indices of groups, as they run."""

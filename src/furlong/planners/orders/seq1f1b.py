@@ -75,12 +75,12 @@ def seq1f1b_cells(
 
 
 def count_ahead(counts: Sequence[int], num_stages: int, stage: int) -> int:
-    """Forwards before the first pair (Seq1F1B; InfiniPipe's Eq. 7 counts one more)."""
+    """Number of forwards before the first pair (Seq1F1B; InfiniPipe's Eq. 7 counts one more)."""
     return min(num_stages - 1 - stage + max(counts) - 1, sum(counts))
 
 
 def backward_places(counts: Sequence[int]) -> list[int]:
-    """For each chunk in forward order, its place in backward order (InfiniPipe's f2b).
+    """Place in backward order of each chunk in forward order (InfiniPipe's f2b).
 
     `counts`: the chunks of each group, in the order in which they run.
     """
@@ -93,7 +93,7 @@ def backward_places(counts: Sequence[int]) -> list[int]:
 def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], num_stages: int
 ) -> list[list[int]]:
-    """recompute_layers[stage][chunk] with equal values along each diagonal of the schedule.
+    """Values for recompute_layers[stage][chunk], with equal values along each diagonal of the schedule.
 
     `layers` has one value per diagonal, len(chunks) + num_stages - 1 of them (InfiniPipe, Eq. 15
     and 16). To recompute in one cell of a diagonal takes as long as in all of them.
