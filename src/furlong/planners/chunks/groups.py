@@ -74,8 +74,8 @@ def packed_groups(seq_lens: Sequence[int], chunk_size: int) -> list[list[Chunk]]
 def sliced_groups(
     seq_lens: Sequence[int], *, num_slices: int, quadratic: float = 0.0, linear: float = 1.0
 ) -> list[list[Chunk]]:
-    """A group for every sequence, cut into `num_slices` chunks of equal tokens, or with `quadratic` of equal
-    work (`planners.chunks.split.split_equal_work`); Seq1F1B's two ways."""
+    """A group for every sequence, cut into `num_slices` chunks of equal tokens, or with `quadratic`
+    of equal work (`planners.chunks.split.split_equal_work`); Seq1F1B's two ways."""
     refuse_unusable(seq_lens)
     work = {"quadratic": quadratic, "linear": linear}
     return longest_first(

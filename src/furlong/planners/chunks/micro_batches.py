@@ -63,8 +63,8 @@ def chunk_seconds(
     dp_size: int = 1,
     recompute_layers: int = 0,
 ) -> list[float]:
-    """Seconds of forward and backward of each chunk by itself, on one of `dp_size` groups whose devices share
-    the state."""
+    """Seconds of forward and backward of each chunk by itself, on one of `dp_size` groups whose
+    devices share the state."""
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
         seq_lens,

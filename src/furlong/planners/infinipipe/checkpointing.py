@@ -107,8 +107,8 @@ def lacking_bytes(pipeline: PipelineLoads, layers: Sequence[int]) -> list[float]
 
 def choose_layers(
     pipeline: PipelineLoads,
-    *,
     mode: Mode = "adaptive",
+    *,
     mip_gap: float = 0.0,
     max_nodes: int = 10_000,
 ) -> Checkpointing | None:
@@ -198,7 +198,7 @@ def _milp(
 
 
 def _rows(pipeline: PipelineLoads, tops: Sequence[int]) -> tuple[Array, Array]:
-    """The two sides of coefficients @ variables >= needed: no stage holds more than it has room for.
+    """Both sides of coefficients @ variables >= needed: no stage holds more than it has room for.
 
     Rows are scaled to a largest coefficient of 1. Left out are rows that hold with nothing
     checkpointed, and those that another row of their stage implies.

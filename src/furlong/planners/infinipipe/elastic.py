@@ -161,8 +161,9 @@ def _group(
         return least_layers(pipeline(stretch), mode=setting.mode)
 
     def solve(stretch: Stretch) -> Checkpointing | None:
-        limits = {"mip_gap": setting.mip_gap, "max_nodes": setting.max_nodes}
-        return choose_layers(pipeline(stretch), mode=setting.mode, **limits)
+        return choose_layers(
+            pipeline(stretch), setting.mode, mip_gap=setting.mip_gap, max_nodes=setting.max_nodes
+        )
 
     return group_classes(len(starts) - 1, least=least, solve=solve, gap=setting.mip_gap, **times_s)
 

@@ -22,7 +22,8 @@ from furlong.planners.chunks.split import split_equal_work
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Coefficients of work: tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1, one stage)."""
+    """Coefficients of work: tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1,
+    one stage)."""
 
     quadratic: float
     linear: float

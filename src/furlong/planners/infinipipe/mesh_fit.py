@@ -49,9 +49,9 @@ def fit_work(
     sp_size: int = 1,
     tiers: Tiers = ON_DEVICE,
 ) -> Work:
-    """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces of a
-    sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their size.
-    What a chunk costs however few its tokens is fitted too and left out."""
+    """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces
+    of a sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their
+    size. What a chunk costs however few its tokens is fitted too and left out."""
     place = Place(0, sp_size)
     slices = []
     cuts = (max(1, num_slices // 2), num_slices, 2 * num_slices)

@@ -135,7 +135,8 @@ def _chunks(setting: PipelineSetting, balance: Balance, num_slices: int) -> Grou
 
 
 def slice_numbers(most: int) -> Iterator[int]:
-    """Slice numbers that are tried: 1, 2, 3, .. and from 8 on by about a fifth more each time, up to `most`."""
+    """Slice numbers to try: 1, 2, 3, .. and from 8 on by about a fifth more each time, up to
+    `most`."""
     number = 1
     while number <= most:
         yield number

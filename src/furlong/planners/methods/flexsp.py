@@ -32,7 +32,8 @@ _TRIED_COUNTS = 4
 _AT_A_TIME = 32
 """Partitions that are filled together."""
 _MOST_PARTITIONS = 256
-"""Partitions that are filled for a micro-batch: all of up to 32 devices, of larger pools those of the least bounds."""
+"""Partitions that are filled for a micro-batch: all of up to 32 devices, of larger pools those of
+the least bounds."""
 _MOST_GROUPS = 64
 """Groups side by side; beyond as many devices the smallest group is larger than one."""
 

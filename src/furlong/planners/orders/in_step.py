@@ -76,7 +76,7 @@ def _common(patterns: Iterable[str]) -> str:
 
 
 def _take(groups: deque[_Group], wanted: str) -> list[_Group]:
-    """Removes and returns the groups that fit into `wanted` one after the other, the first ones first."""
+    """Removes and returns groups that fit into `wanted` one after the other, first ones first."""
     taken: list[_Group] = []
     left: list[_Group] = []
     pattern = ""

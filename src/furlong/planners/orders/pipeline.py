@@ -36,8 +36,9 @@ from furlong.planners.chunks.groups import Groups
 from furlong.planners.orders.schedule import schedule_group
 
 RecomputeStart = Literal["eager", "lazy"]
-"""Moments at which a dropped chunk may be recomputed: as soon as its stage is free, or after the gradient of its
-output has arrived (then it is part of the backward; never faster, and what ChunkFlow draws)."""
+"""Moments at which a dropped chunk may be recomputed: as soon as its stage is free, or after the
+gradient of its output has arrived (then it is part of the backward; never faster, and what
+ChunkFlow draws)."""
 
 
 def plan_1f1b(

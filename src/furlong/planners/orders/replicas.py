@@ -109,7 +109,7 @@ def _moved(actions: Sequence[Action], chunks: int, ranks: int) -> list[Action]:
 
 
 def _missing_reduces(actions: Iterable[Action]) -> list[Action]:
-    """A Reduce for each stage with a Backward but without a Reduce, in the order of their last one."""
+    """A Reduce for each stage with a Backward and without one, in the order of last Backwards."""
     trained: dict[int, None] = {}
     reduced: set[int] = set()
     for action in actions:

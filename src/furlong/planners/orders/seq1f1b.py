@@ -43,7 +43,7 @@ def token_level_lists(
 ) -> list[list[Action]]:
     """The list of every rank for groups whose chunks have the numbers `numbered`."""
     num_stages = len(stages)
-    rows = recompute_layers or [None] * num_stages
+    rows = recompute_layers or [()] * num_stages
     return [
         with_messages(seq1f1b_cells(numbered, num_stages, stage, row), stage, num_stages)
         for stage, row in enumerate(rows)
@@ -54,7 +54,7 @@ def seq1f1b_cells(
     numbered: Sequence[range],
     num_stages: int,
     stage: int,
-    recompute_layers: Sequence[int] | None = None,
+    recompute_layers: Sequence[int] = (),
 ) -> list[Action]:
     """The cells of one stage in order, for groups whose chunks have the numbers `numbered`.
 
@@ -93,7 +93,7 @@ def backward_places(counts: Sequence[int]) -> list[int]:
 def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], num_stages: int
 ) -> list[list[int]]:
-    """Values for recompute_layers[stage][chunk], with equal values along each diagonal of the schedule.
+    """Values for recompute_layers[stage][chunk], equal along each diagonal of the schedule.
 
     `layers` has one value per diagonal, len(chunks) + num_stages - 1 of them (InfiniPipe, Eq. 15
     and 16). To recompute in one cell of a diagonal takes as long as in all of them.

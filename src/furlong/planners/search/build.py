@@ -59,8 +59,8 @@ def build(
         return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
     sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
     if dials.cut in POOLED:
-        plan = POOLED[dials.cut]
-        return plan(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
+        pooled = POOLED[dials.cut]
+        return pooled(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
     match dials.walk:
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
@@ -68,10 +68,10 @@ def build(
                 size=dials.size, num_retained=0, keep=dials.keep, tier=tiers,
                 order="layer-first", stage_layers=dials.stage_layers, hybrid=False,
             )  # fmt: skip
-            groups = shard(group_chunks(seq_lens, options), sp_size)
             return plan_groups(
-                seq_lens, groups, options, num_layers=model.shape.num_layers, sp_size=sp_size
-            )
+                seq_lens, shard(group_chunks(seq_lens, options), sp_size), options,
+                num_layers=model.shape.num_layers, sp_size=sp_size,
+            )  # fmt: skip
         case "elastic":
             return plan_infinipipe(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
@@ -110,7 +110,7 @@ def groups_of(
     lens, whole = seq_lens, max(size, longest)
     match dials.cut:
         case "tokens":
-            groups = group_chunks(lens, ChunkOptions(size=size, hybrid=dials.hybrid))
+            groups: Groups = group_chunks(lens, ChunkOptions(size=size, hybrid=dials.hybrid))
         case "time":
             count = dials.slices or -(-longest // size)
             tiers = Tiers(kv=dials.tier)
