@@ -22,7 +22,7 @@ from papers.skrull_forms import TimeFit, flops, volume_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class SkrullProblem:
     """One global batch on one cluster."""
 
     seq_lens: tuple[int, ...]
@@ -36,7 +36,7 @@ class Problem:
     """Most micro-batches of a replica."""
 
 
-def solve_skrull(problem: Problem, *, limit_s: float = 60.0) -> list[list[MicroBatch]]:
+def solve_skrull(problem: SkrullProblem, *, limit_s: float = 60.0) -> list[list[MicroBatch]]:
     """The micro-batches of each replica with the least `step_s`; a replica may be idle.
 
     Raises DataError where the sequences do not fit, or nothing was found within `limit_s`.
@@ -87,7 +87,7 @@ class _Rows:
     """The program row by row. A slot is a micro-batch of a replica; seconds are scaled so that all
     computation together is 100, which keeps them far from the solver's tolerances."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SkrullProblem) -> None:
         self._p = problem
         self._fit = problem.fit
         sizes = problem.hidden_size, problem.kv_size

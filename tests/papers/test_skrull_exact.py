@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers import skrull_forms as skrull
-from papers.skrull_exact import Problem, solve_skrull, step_s
+from papers.skrull_exact import SkrullProblem, solve_skrull, step_s
 
 from furlong.errors import DataError
 from furlong.plan.values import Place
@@ -26,7 +26,7 @@ FIT = skrull.TimeFit(
 def problem(seq_lens, **dials):
     sizes = {"dp_size": 1, "sp_size": 2, "bucket_tokens": 40, "num_micro_batches": 2} | dials
     sizes = {"fit": FIT, "hidden_size": 8, "kv_size": 2} | sizes
-    return Problem(seq_lens=tuple(seq_lens), **sizes)
+    return SkrullProblem(seq_lens=tuple(seq_lens), **sizes)
 
 
 def seconds_of(p):

@@ -20,7 +20,7 @@ from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.checkpointing import Checkpointing, peak_bytes
 from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
-from furlong.planners.infinipipe.mesh import Work, cut_and_pack
+from furlong.planners.infinipipe.mesh import SliceWork, cut_and_pack
 from furlong.planners.infinipipe.plan import plan_infinipipe, slice_numbers
 from furlong.planners.infinipipe.stage_loads import BatchLoads
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
@@ -49,7 +49,7 @@ MODEL = small_model()
 
 
 def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE):
-    groups = shard(cut_and_pack(lens, num_slices, Work(1e-3, 1)), sp_size)
+    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
     counts = [len(group) for group in groups]
     plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tiers=tiers)
     return groups, counts, BatchLoads.of(plan, counts, model.memory())
@@ -90,7 +90,7 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     assume(len(counts) > 1)
     first = data.draw(st.integers(0, len(counts) - 1))
     stop = data.draw(st.integers(first + 1, len(counts)))
-    groups = cut_and_pack(lens, num_slices, Work(1e-3, 1))[first:stop]
+    groups = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))[first:stop]
     own = sorted({piece.seq_id for group in groups for chunk in group for piece in chunk.slices})
     part = [
         [Chunk(tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices)) for c in group]

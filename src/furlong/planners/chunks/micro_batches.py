@@ -45,13 +45,9 @@ def chunk_by_chunk(
         chunks += own
         lists.append((*actions, Reduce(0)))
     return ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=(num_layers,),
-        actions=tuple(lists),
-        sp_size=sp_size,
-        regathers=regathers,
-    )
+        seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=(num_layers,), actions=tuple(lists),
+        sp_size=sp_size, regathers=regathers,
+    )  # fmt: skip
 
 
 def chunk_seconds(
@@ -67,13 +63,9 @@ def chunk_seconds(
     devices share the state."""
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
-        seq_lens,
-        [chunks],
-        num_layers=num_layers,
-        sp_size=sp_size,
-        recompute_layers=recompute_layers,
-        regathers=model.training.regathers,
-    )
+        seq_lens, [chunks], num_layers=num_layers, sp_size=sp_size,
+        recompute_layers=recompute_layers, regathers=model.training.regathers,
+    )  # fmt: skip
     costs = model.costs(replace(plan, actions=plan.actions * dp_size))
     *cells, _ = plan.actions[0]
     seconds = [costs.compute_s(action, 0) for action in cells]
@@ -88,12 +80,9 @@ def peak_bytes(
     chunk = Chunk((Slice(0, 0, num_tokens, Place(0, sp_size)),))
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
-        (num_tokens,),
-        [[chunk]],
-        num_layers=num_layers,
-        sp_size=sp_size,
+        (num_tokens,), [[chunk]], num_layers=num_layers, sp_size=sp_size,
         recompute_layers=recompute_layers,
-    )
+    )  # fmt: skip
     # the other replicas share the state; one that runs is enough
     plan = replace(plan, actions=plan.actions * dp_size)
     return max(model.memory().bytes_after(plan, 0))

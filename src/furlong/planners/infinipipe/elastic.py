@@ -136,12 +136,10 @@ def plan_elastic(
         excess = np.array(used) - memory.device_budget_bytes
         if excess.max() <= 0:
             return InfiniPipePlan(
-                plan=plan,
-                pipelines=grouping.chosen,
+                plan=plan, pipelines=grouping.chosen,
                 predicted_s=time_actions(plan, setting.model.costs(plan)).duration_s,
-                overhead_s=grouping.overhead_s,
-                overhead_bound_s=grouping.bound_s,
-            )
+                overhead_s=grouping.overhead_s, overhead_bound_s=grouping.bound_s,
+            )  # fmt: skip
         room -= np.maximum(excess, 0)
     return _least_lacking(setting, groups, loads, starts)
 

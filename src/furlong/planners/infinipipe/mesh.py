@@ -21,7 +21,7 @@ from furlong.planners.chunks.split import split_equal_work
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SliceWork:
     """Coefficients of work: tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1,
     one stage)."""
 
@@ -33,7 +33,7 @@ class Work:
         return self.quadratic * (stop**2 - start**2) + self.linear * (stop - start)
 
 
-EQUAL_TOKENS = Work(0.0, 1.0)
+EQUAL_TOKENS = SliceWork(0.0, 1.0)
 """Work that balances tokens alone: the ablation without workload-balanced chunking."""
 
 
@@ -44,7 +44,7 @@ MAX_GROWTH = 1.1
 def cut_and_pack(
     seq_lens: Sequence[int],
     num_slices: int,
-    work: Work,
+    work: SliceWork,
     *,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[Chunk]]:
@@ -103,7 +103,7 @@ def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
 def pack_balanced(
     short: dict[int, int],
     tails: Sequence[tuple[int, float]],
-    work: Work,
+    work: SliceWork,
     *,
     most_tokens: int,
     most_work: float,

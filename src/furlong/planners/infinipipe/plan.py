@@ -36,7 +36,7 @@ from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.layout import cut_layers, mean_attended_keys
 
-Balance = Literal["time", "tokens"]
+EqualBy = Literal["time", "tokens"]
 
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
@@ -55,7 +55,7 @@ def plan_infinipipe(
     budget_bytes: int | None = None,
     stages: Sequence[int] | None = None,
     tiers: Tiers = ON_DEVICE,
-    balance: Balance = "time",
+    balance: EqualBy = "time",
     checkpointing: Mode = "adaptive",
     max_slices: int = 64,
     mip_gap: float = 0.02,
@@ -77,21 +77,15 @@ def plan_infinipipe(
     """
     refuse_unusable(seq_lens)
     setting = PipelineSetting(
-        seq_lens=tuple(seq_lens),
-        model=model,
-        memory=model.memory(budget_bytes),
+        seq_lens=tuple(seq_lens), model=model, memory=model.memory(budget_bytes),
         stages=tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
-        sp_size=sp_size,
-        tiers=tiers,
-        mode=checkpointing,
-        mip_gap=mip_gap,
-        max_nodes=max_nodes,
-    )
+        sp_size=sp_size, tiers=tiers, mode=checkpointing, mip_gap=mip_gap, max_nodes=max_nodes,
+    )  # fmt: skip
     return _search(setting, balance, max_slices, max_tried, beat_s)
 
 
 def _search(
-    setting: PipelineSetting, balance: Balance, max_slices: int, max_tried: int, beat_s: float
+    setting: PipelineSetting, balance: EqualBy, max_slices: int, max_tried: int, beat_s: float
 ) -> InfiniPipePlan:
     """Tries rising slice numbers until some in a row bring nothing."""
     best: InfiniPipePlan | None = None
@@ -127,7 +121,7 @@ def _search(
     raise _no_room(setting, *nearest)
 
 
-def _chunks(setting: PipelineSetting, balance: Balance, num_slices: int) -> Groups:
+def _chunks(setting: PipelineSetting, balance: EqualBy, num_slices: int) -> Groups:
     work = EQUAL_TOKENS
     if balance == "time":
         work = fit_work(setting.model, max(setting.seq_lens), num_slices, **setting.layout)

@@ -63,14 +63,10 @@ def plan_groups(
             reduces=numbers is numbered[-1],
         )  # fmt: skip
     plan = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunk for group in groups for chunk in group),
-        stages=stages,
-        actions=(tuple(actions),),
-        tiers=options.tiers,
-        sp_size=sp_size,
+        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        stages=stages, actions=(tuple(actions),), tiers=options.tiers, sp_size=sp_size,
         frozen_stages=frozen_stages,
-    )
+    )  # fmt: skip
     check(plan)
     return plan
 

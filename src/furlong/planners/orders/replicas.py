@@ -58,16 +58,11 @@ def join_replicas(
             moved = _moved(listed, first_chunk, first_rank)
             actions.append((*moved, *_missing_reduces(listed)))
     joined = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=first.stages,
-        actions=tuple(actions),
-        tiers=first.tiers,
-        sp_size=first.sp_size,
-        sampled=any(plan.sampled for plan in plans),
+        seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=first.stages, actions=tuple(actions),
+        tiers=first.tiers, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages,
         regathers=regathers or any(plan.regathers for plan in plans),
-    )
+    )  # fmt: skip
     check(joined)
     return joined
 
