@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import Promise, console, machine, print_promises
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -36,7 +37,6 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.balance import by_order, sequence_work
 from furlong.planners.chunks.pack import pack
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
@@ -88,7 +88,7 @@ def _skrull() -> Callable[[], object]:
     shape = model_shape("Qwen2.5-0.5B")
     lens = sample_lengths("chatqa2", 64)
     work = sequence_work(lens, shape)
-    return lambda: schedule_skrull(lens, work, dp_size=4, cp_size=8, bucket_tokens=26 * 1024)
+    return lambda: schedule_skrull(lens, work, dp_size=4, sp_size=8, bucket_tokens=26 * 1024)
 
 
 def _infinipipe() -> None:

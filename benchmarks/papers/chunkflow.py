@@ -14,12 +14,12 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.text import parse_chunk
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.planners.chunks.groups import whole_groups
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
+from papers.chunkflow_plan import plan_chunkflow
 from papers.tables import Row, Table, aggregate, printed
 
 GIB = 2**30

@@ -17,9 +17,9 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import ChunkPlan, Tiers
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
+from papers.fpdt_plan import plan_fpdt
 from papers.tables import Row, Table, aggregate
 from papers.timing import shared_chunk
 

@@ -14,7 +14,7 @@ from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.flops import step_flops
 from furlong.cost.shapes.known_models import model_shape
-from furlong.planners.infinipipe.mesh import MAX_GROWTH, Work, cut, cut_and_pack, pack_balanced
+from furlong.planners.infinipipe.mesh import MAX_GROWTH, SliceWork, cut, cut_and_pack, pack_balanced
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from papers.tables import Row, Table, aggregate
 
@@ -160,7 +160,7 @@ def packings(
 
 
 def pack_by_time(
-    short: Mapping[int, int], tails: Sequence[float], work: Work, most_work: float
+    short: Mapping[int, int], tails: Sequence[float], work: SliceWork, most_work: float
 ) -> list[list[int]]:
     """Table 2's baseline: best fit decreasing of time alone; `tails`: work of buckets begun."""
     loads = list(tails)

@@ -23,11 +23,11 @@ from furlong.planners.chunks.groups import group_chunks, longest_first
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.timing import step_s
+from papers.whole_sequences import plan_ulysses
 
 # model -> devices of DeepSpeed's sequence parallelism, of Megatron-LM's context parallelism,
 # layers that the others checkpoint, as it suits a context of 96K
@@ -205,14 +205,14 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     return Steps(whole, computed, busy_share(cost, own.plan))
 
 
-def with_ring(cost: CostModel, lens: Sequence[int], cp_size: int) -> CostModel:
+def with_ring(cost: CostModel, lens: Sequence[int], sp_size: int) -> CostModel:
     """The model with an all-to-all between nodes that takes what a ring takes for these lengths: a
-    device passes its K,V on `cp_size` - 1 times."""
+    device passes its K,V on `sp_size` - 1 times."""
     shape, links = cost.shape, cost.hardware.links
     exposed = sum(n for n in lens if n < OVERLAPPED_TOKENS) / sum(lens)
-    ring = cp_size * shape.kv_size / (shape.q_size + shape.kv_size) * exposed
+    ring = sp_size * shape.kv_size / (shape.q_size + shape.kv_size) * exposed
     plain = links.link("all_to_all", True)
-    slower = Link((cp_size - 1) / 4 * plain.latency_s, plain.bytes_per_s / ring)
+    slower = Link((sp_size - 1) / 4 * plain.latency_s, plain.bytes_per_s / ring)
     collectives = {**(links.collectives or {}), ("all_to_all", True): slower}
     return replace(
         cost, hardware=replace(cost.hardware, links=replace(links, collectives=collectives))

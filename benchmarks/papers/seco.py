@@ -18,12 +18,12 @@ from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import ChunkPlan
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.plans import sampled
 from furlong.planners.sampling.rules import Sampling
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
+from papers.chunkflow_plan import plan_chunkflow
 from papers.tables import Row, Table, speedup
 
 GIB = 2**30

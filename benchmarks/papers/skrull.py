@@ -21,12 +21,12 @@ from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.chunks.pack import pack
 from furlong.planners.chunks.placement import by_place
-from furlong.planners.methods.skrull import plan_skrull
 from papers import skrull_forms
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown
 from papers.timing import shared_chunk, step_s
+from papers.whole_sequences import plan_skrull
 
 GIB = 2**30
 WHOLE = frozenset((0,))
@@ -189,9 +189,9 @@ def times(setting: tuple[str, str, int, int, int, int], num_batches: int) -> Tim
         work = sequence_work(lens, cost.shape)
 
         shared = partial(shared_chunk, seq_lens=lens, sp_size=cp)
-        by_load = partial(placed_chunk, lens=lens, work=work, bucket_tokens=bucket, cp_size=cp)
+        by_load = partial(placed_chunk, lens=lens, work=work, bucket_tokens=bucket, sp_size=cp)
         scheduled = plan_skrull(
-            lens, cost, dp_size=dp, cp_size=cp, bucket_tokens=bucket, recompute_layers=0,
+            lens, cost, dp_size=dp, sp_size=cp, bucket_tokens=bucket, recompute_layers=0,
             budget_bytes=UNBOUNDED,
         )  # fmt: skip
         own.append(step_s(cost, scheduled))
@@ -231,12 +231,12 @@ def placed_chunk(
     lens: Sequence[int],
     work: Sequence[float],
     bucket_tokens: int,
-    cp_size: int,
+    sp_size: int,
 ) -> Chunk:
     """A micro-batch as DACP places it; its tokens fit into the buckets."""
     found = place_by_load(
         [lens[i] for i in seq_ids], [work[i] for i in seq_ids], bucket_tokens=bucket_tokens,
-        cp_size=cp_size,
+        sp_size=sp_size,
     )  # fmt: skip
     assert found is not None, "all tokens fit into the buckets"
     return Chunk(

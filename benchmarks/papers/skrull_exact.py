@@ -22,13 +22,13 @@ from papers.skrull_forms import TimeFit, flops, volume_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class SkrullProblem:
     """One global batch on one cluster."""
 
     seq_lens: tuple[int, ...]
     fit: TimeFit
     dp_size: int
-    cp_size: int
+    sp_size: int
     bucket_tokens: int
     hidden_size: int
     kv_size: int
@@ -36,7 +36,7 @@ class Problem:
     """Most micro-batches of a replica."""
 
 
-def solve_skrull(problem: Problem, *, limit_s: float = 60.0) -> list[list[MicroBatch]]:
+def solve_skrull(problem: SkrullProblem, *, limit_s: float = 60.0) -> list[list[MicroBatch]]:
     """The micro-batches of each replica with the least `step_s`; a replica may be idle.
 
     Raises DataError where the sequences do not fit, or nothing was found within `limit_s`.
@@ -62,7 +62,7 @@ def solve_skrull(problem: Problem, *, limit_s: float = 60.0) -> list[list[MicroB
     if found.x is None:
         raise DataError(
             given=f"{sum(problem.seq_lens)} tokens in {len(problem.seq_lens)} sequences",
-            required=f"{rows.num_slots} micro-batches of {problem.cp_size} x "
+            required=f"{rows.num_slots} micro-batches of {problem.sp_size} x "
             f"{problem.bucket_tokens} tokens that hold them",
             source=f"the integer program: {found.message}",
             change="allow more micro-batches, larger buckets or a longer limit",
@@ -87,7 +87,7 @@ class _Rows:
     """The program row by row. A slot is a micro-batch of a replica; seconds are scaled so that all
     computation together is 100, which keeps them far from the solver's tolerances."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SkrullProblem) -> None:
         self._p = problem
         self._fit = problem.fit
         sizes = problem.hidden_size, problem.kv_size
@@ -96,10 +96,10 @@ class _Rows:
         self._work_s = [self._scale * self._fit.seconds_per_flop * each for each in work]
         self._bytes = [volume_bytes(seq_len, problem.kv_size) for seq_len in problem.seq_lens]
         self.num_slots = problem.dp_size * problem.num_micro_batches
-        self._num_places = problem.cp_size + 1
+        self._num_places = problem.sp_size + 1
         num_placed = len(problem.seq_lens) * self.num_slots * self._num_places
         self._busy = num_placed  # (slot, rank): has a local sequence
-        self._linear = self._busy + self.num_slots * problem.cp_size
+        self._linear = self._busy + self.num_slots * problem.sp_size
         self._fixed = self._linear + self.num_slots
         self.num_binary = self._fixed + self.num_slots
         self._overlapped = self.num_binary
@@ -114,7 +114,7 @@ class _Rows:
         return (seq_id * self.num_slots + slot) * self._num_places + place
 
     def _sharded(self, seq_id: int, slot: int) -> int:
-        return self._placed(seq_id, slot, self._p.cp_size)
+        return self._placed(seq_id, slot, self._p.sp_size)
 
     def _add(self, row: Mapping[int, float], lower: float = -np.inf, upper: float = np.inf) -> None:
         self._entries += [(len(self._lower), column, value) for column, value in row.items()]
@@ -136,7 +136,7 @@ class _Rows:
 
     def fit_memory(self, slot: int) -> None:
         """Eq. 7 times N; its sum over the ranks is Eq. 10."""
-        size = self._p.cp_size
+        size = self._p.sp_size
         for rank in range(size):
             row = {}
             for seq_id, seq_len in enumerate(self._p.seq_lens):
@@ -147,8 +147,8 @@ class _Rows:
     def bound_compute(self, slot: int) -> None:
         """Eqs. 2, 3 and 14: the overlapped part is at least each rank's local computation."""
         constant_s = self._scale * self._fit.compute_constant_s
-        for rank in range(self._p.cp_size):
-            busy = self._busy + slot * self._p.cp_size + rank
+        for rank in range(self._p.sp_size):
+            busy = self._busy + slot * self._p.sp_size + rank
             row = {self._overlapped + slot: 1.0, busy: -constant_s}
             for seq_id, work_s in enumerate(self._work_s):
                 place = self._placed(seq_id, slot, rank)
@@ -182,7 +182,7 @@ class _Rows:
         for column in (self._fixed + slot, self._linear + slot):
             row[column] = -self._scale * self._fit.compute_constant_s
         for seq_id, work_s in enumerate(self._work_s):
-            row[self._sharded(seq_id, slot)] = -work_s / self._p.cp_size
+            row[self._sharded(seq_id, slot)] = -work_s / self._p.sp_size
         self._add(row, lower=0.0)
 
     def bound_replicas(self) -> None:
@@ -201,7 +201,7 @@ class _Rows:
             for slot in range(self.num_slots):
                 for place in range(self._num_places):
                     if solution[self._placed(seq_id, slot, place)] > 0.5:
-                        size = self._p.cp_size
+                        size = self._p.sp_size
                         own = Place(place, 1) if place < size else Place(0, size)
                         found[slot].append((seq_id, own))
         batches = [MicroBatch(tuple(i for i, _ in own), tuple(p for _, p in own)) for own in found]

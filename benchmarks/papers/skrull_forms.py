@@ -84,7 +84,7 @@ def rank_s(
     fit: TimeFit,
     local_lens: Sequence[int],
     distributed_lens: Sequence[int],
-    cp_size: int,
+    sp_size: int,
     hidden_size: int,
     kv_size: int,
     num_layers: int = 1,
@@ -94,7 +94,7 @@ def rank_s(
     Communication of the distributed sequences hides behind the computation of the local ones.
     """
     local = sum(flops(s, hidden_size, kv_size) for s in local_lens)
-    shared = sum(flops(s, hidden_size, kv_size) for s in distributed_lens) / cp_size
+    shared = sum(flops(s, hidden_size, kv_size) for s in distributed_lens) / sp_size
     volume = sum(volume_bytes(s, kv_size) for s in distributed_lens)
     overlapped = max(communication_s(fit, volume), compute_s(fit, local))
     return num_layers * (overlapped + compute_s(fit, shared))
@@ -104,7 +104,7 @@ def micro_batch_s(
     fit: TimeFit,
     seq_lens: Sequence[int],
     places: Sequence[Place],
-    cp_size: int,
+    sp_size: int,
     hidden_size: int,
     kv_size: int,
     num_layers: int = 1,
@@ -117,12 +117,12 @@ def micro_batch_s(
             fit,
             [seq_len for seq_len, place in placed if place == Place(rank, 1)],
             shared,
-            cp_size,
+            sp_size,
             hidden_size,
             kv_size,
             num_layers,
         )
-        for rank in range(cp_size)
+        for rank in range(sp_size)
     )
 
 

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cli.main import main
 from furlong.plan.saved import save_plan
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 

@@ -255,8 +255,6 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
     sizes = ["--parallel.dp", "2", "--parallel.pp", "2", "--parallel.sp", "1"]
     assert plan(lengths, "--devices", "8", *sizes) == 2
     refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "the 8 devices", "use 4 devices")
-    assert plan(lengths, "--devices", "4", "--parallel.sp", "4") == 2
-    refused(capsys, "the model's 14 query heads", "set parallel.sp to 1 or 2")
 
 
 def test_sizes_that_do_not_divide_the_devices_leave_some_idle(lengths, capsys):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec, hardware
 from furlong.cost.memory.training import Lora, Training
@@ -10,7 +11,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.seconds.flops import attended_keys, sequence_flops, stage_flops, step_flops
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 TINY = {

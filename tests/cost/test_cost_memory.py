@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.devices.hardware import hardware, this_cpu
 from furlong.cost.memory.cells import stage_bytes
@@ -26,7 +27,6 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 LLAMA8 = model_shape("Llama-3-8B")

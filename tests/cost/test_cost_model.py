@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.devices.hardware import Efficiency, hardware
 from furlong.cost.devices.links import Link
@@ -24,8 +26,6 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import simulate, time_actions
 

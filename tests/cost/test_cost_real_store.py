@@ -4,6 +4,7 @@ the arena and in the pool at its peak."""
 from dataclasses import replace
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.plan_memory import PlanMemory
@@ -13,7 +14,6 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
 from furlong.plan.values import Reduce, Tiers
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 HEADS, HEAD_DIM = 2, 64

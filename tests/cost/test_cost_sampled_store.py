@@ -4,13 +4,13 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Backward
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.plans import sample_backwards
 from furlong.planners.sampling.rules import Factors

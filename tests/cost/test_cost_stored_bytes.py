@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.plan_memory import PlanMemory
@@ -16,7 +17,6 @@ from furlong.cost.memory.stored_bytes import (
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.orders.layer_first import stage_heights
 
 NARROW, WIDE = Training(kv_gradient_bytes=2), Training()

@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.levels import PARTS
@@ -16,8 +18,6 @@ from furlong.plan.check import check
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import ChunkPlan, Tiers
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 
 MIB = 2**20

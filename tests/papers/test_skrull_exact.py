@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers import skrull_forms as skrull
-from papers.skrull_exact import Problem, solve_skrull, step_s
+from papers.skrull_exact import SkrullProblem, solve_skrull, step_s
 
 from furlong.errors import DataError
 from furlong.plan.values import Place
@@ -24,23 +24,23 @@ FIT = skrull.TimeFit(
 
 
 def problem(seq_lens, **dials):
-    sizes = {"dp_size": 1, "cp_size": 2, "bucket_tokens": 40, "num_micro_batches": 2} | dials
+    sizes = {"dp_size": 1, "sp_size": 2, "bucket_tokens": 40, "num_micro_batches": 2} | dials
     sizes = {"fit": FIT, "hidden_size": 8, "kv_size": 2} | sizes
-    return Problem(seq_lens=tuple(seq_lens), **sizes)
+    return SkrullProblem(seq_lens=tuple(seq_lens), **sizes)
 
 
 def seconds_of(p):
     return lambda lens, places: skrull.micro_batch_s(
-        p.fit, lens, places, p.cp_size, p.hidden_size, p.kv_size
+        p.fit, lens, places, p.sp_size, p.hidden_size, p.kv_size
     )
 
 
 def fits(p, places):
-    for rank in range(p.cp_size):
+    for rank in range(p.sp_size):
         tokens = sum(
-            n * p.cp_size // place.size for n, place in places if place.first <= rank < place.stop
+            n * p.sp_size // place.size for n, place in places if place.first <= rank < place.stop
         )
-        if tokens > p.bucket_tokens * p.cp_size:
+        if tokens > p.bucket_tokens * p.sp_size:
             return False
     return True
 
@@ -49,7 +49,7 @@ def best_of_all(p):
     """The least step of every assignment of sequences to micro-batches and places, or None."""
     seconds, best = seconds_of(p), None
     slots = list(product(range(p.dp_size), range(p.num_micro_batches)))
-    places = [Place(0, p.cp_size), *(Place(rank, 1) for rank in range(p.cp_size))]
+    places = [Place(0, p.sp_size), *(Place(rank, 1) for rank in range(p.sp_size))]
     memo = {}
     for chosen in product(product(slots, places), repeat=len(p.seq_lens)):
         totals = dict.fromkeys(range(p.dp_size), 0.0)
@@ -78,11 +78,11 @@ def best_of_all(p):
     st.sampled_from((FIT, skrull.TimeFit(seconds_per_flop=1e-9))),
 )
 def test_equals_the_best_of_all_schedules(seq_lens, sizes, bucket_tokens, fit):
-    dp_size, cp_size, count = sizes
+    dp_size, sp_size, count = sizes
     p = problem(
         seq_lens,
         dp_size=dp_size,
-        cp_size=cp_size,
+        sp_size=sp_size,
         num_micro_batches=count,
         bucket_tokens=bucket_tokens,
         fit=fit,
@@ -122,7 +122,7 @@ def test_the_heuristics_stay_near_the_optimum(seq_lens, dp_size):
         seq_lens,
         [skrull.flops(n, 8, 2) for n in seq_lens],
         dp_size=dp_size,
-        cp_size=2,
+        sp_size=2,
         bucket_tokens=60,
     )
     theirs = step_s(found, seq_lens, seconds_of(p))

@@ -5,12 +5,12 @@ import re
 
 import pytest
 from helpers.counted_work import LINEAR, lines_run
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.plan.values import ChunkPlan
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 

@@ -4,11 +4,11 @@ import pytest
 from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 from helpers.toy_model import StuckError, gradient, obey
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
@@ -16,8 +18,6 @@ from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.orders.seq1f1b import plan_seq1f1b

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.planners.chunks.balance import by_cost, by_order, by_tokens, by_work, sequence_work
+from furlong.planners.chunks.balance import by_cost, by_order, sequence_work
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 12))
@@ -39,7 +39,7 @@ def test_slowest_replica_is_within_four_thirds_of_the_best(costs, dp_size):
 
 def test_known_deals():
     assert by_order(5, 2) == [[0, 2, 4], [1, 3]]
-    assert by_tokens([2, 3, 5, 4], 2) == [[2, 0], [3, 1]]
+    assert by_cost([2, 3, 5, 4], 2) == [[2, 0], [3, 1]]
 
 
 def test_work_counts_attention():
@@ -50,8 +50,8 @@ def test_work_counts_attention():
     expected = [2 * matrices * n + scores * n * (n + 1) for n in lens]
     assert sequence_work(lens, shape) == expected
     # as many tokens in the long one as in all short ones, and more than twice the work
-    assert by_tokens(lens, 2) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
-    assert len(by_work(lens, 3, shape)[0]) == 1
+    assert by_cost(lens, 2) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert len(by_cost(sequence_work(lens, shape), 3)[0]) == 1
     work = sequence_work(lens, shape)
     assert work[0] > 2 * sum(work[1:])
 

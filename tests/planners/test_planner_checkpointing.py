@@ -4,20 +4,20 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.planners.infinipipe.checkpointing import (
     Checkpointing,
-    Problem,
+    PipelineLoads,
     StageLoad,
     choose_layers,
-    full_checkpointing,
     lacking_bytes,
     least_layers,
 )
 from furlong.planners.infinipipe.grouping import group_classes
-from furlong.planners.orders.seq1f1b import backward_places, windows
+from furlong.planners.orders.seq1f1b import backward_places
 
 
 def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, again=0):
@@ -42,7 +42,7 @@ def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, 
                 float(room),
             )
         )
-    return Problem(tuple(counts), tuple(heights), tuple(loads))
+    return PipelineLoads(tuple(counts), tuple(heights), tuple(loads))
 
 
 def worked(counts, room):
@@ -77,7 +77,7 @@ def test_worked_example(counts, room, least):
     if least is None:
         assert found is None and least_layers(problem) == float("inf")
         return
-    assert found.total == found.bound == least and found.gap == 0
+    assert found.total == found.bound == least
     assert max(lacking_bytes(problem, found.layers)) <= 0
     assert least_layers(problem) <= least
 
@@ -106,8 +106,8 @@ def group_worked(room, *, ends_s, layer_s):
         2,
         ends_s=ends_s,
         layer_s=layer_s,
-        least=lambda found: [least_layers(worked(counts[a:b], room)) for a, b in found],
-        solve=lambda found: [choose_layers(worked(counts[a:b], room)) for a, b in found],
+        least=lambda own: least_layers(worked(counts[slice(*own)], room)),
+        solve=lambda own: choose_layers(worked(counts[slice(*own)], room)),
     )
 
 
@@ -129,13 +129,13 @@ def test_grouping_against_all_groupings(sums, ends_s):
     totals = dict(zip(row, sums, strict=True))
     asked = []
 
-    def solve(found):
-        asked.extend(found)
-        return [Checkpointing((totals[s],), totals[s]) if totals[s] < 6 else None for s in found]
+    def solve(own):
+        asked.append(own)
+        return Checkpointing((totals[own],), totals[own]) if totals[own] < 6 else None
 
     grouping = group_classes(
         3, ends_s=ends_s, layer_s=1.0, solve=solve,
-        least=lambda found: [float("inf") if totals[s] == 6 else totals[s] / 2 for s in found],
+        least=lambda own: float("inf") if totals[own] == 6 else totals[own] / 2,
     )  # fmt: skip
     cuts = [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]]
     costs = [
@@ -182,7 +182,7 @@ def test_modes():
     problem = worked((3, 1), 55)
     assert choose_layers(problem, mode="none") is None
     full = choose_layers(problem, mode="full")
-    assert full.layers == full_checkpointing(problem) == (2,) * 5
+    assert full.layers == problem.all_layers(max(problem.heights)) == (2,) * 5
     assert (least_layers(problem, "none"), least_layers(problem, "full")) == (float("inf"), 10)
     assert choose_layers(worked((3, 1), 72), mode="none").layers == (0,) * 5
     assert choose_layers(worked((3, 1), 72), mode="full").total == 10

@@ -19,32 +19,32 @@ def work_of(seq_lens):
     return [flops(seq_len, 8, 2) for seq_len in seq_lens]
 
 
-def place(seq_lens, bucket_tokens, cp_size):
+def place(seq_lens, bucket_tokens, sp_size):
     work = work_of(seq_lens)
-    return place_by_load(seq_lens, work, bucket_tokens=bucket_tokens, cp_size=cp_size)
+    return place_by_load(seq_lens, work, bucket_tokens=bucket_tokens, sp_size=sp_size)
 
 
-def rank_tokens(seq_lens, places, cp_size):
+def rank_tokens(seq_lens, places, sp_size):
     return [
         sum(Fraction(n, p.size) for n, p in placed if p.first <= rank < p.stop)
         for placed in [list(zip(seq_lens, places, strict=True))]
-        for rank in range(cp_size)
+        for rank in range(sp_size)
     ]
 
 
-def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
+def reference(seq_lens, bucket_tokens, sp_size, *, as_printed=False):
     """Algorithms 1 and 3 line by line. Returns places, and how often it rolled back.
 
     as_printed: RollBack as in the paper's listing, RB[rank] <- RB[rank] - S + S/N for one rank.
     """
     order = sorted(range(len(seq_lens)), key=lambda i: seq_lens[i])
     work = [Fraction(w) for w in work_of(seq_lens)]
-    room, load = [Fraction(bucket_tokens)] * cp_size, [Fraction(0)] * cp_size
-    result, rollbacks, at, whole = [None] * len(seq_lens), 0, 0, Place(0, cp_size)
+    room, load = [Fraction(bucket_tokens)] * sp_size, [Fraction(0)] * sp_size
+    result, rollbacks, at, whole = [None] * len(seq_lens), 0, 0, Place(0, sp_size)
     shared = set()  # on one rank a shared sequence has the place of a local one
     while at < len(order):
         i = order[at]
-        share = Fraction(seq_lens[i], cp_size)
+        share = Fraction(seq_lens[i], sp_size)
         for rank in (load.index(min(load)), room.index(max(room))):
             if room[rank] >= seq_lens[i]:
                 result[i] = Place(rank, 1)
@@ -57,7 +57,7 @@ def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
                 result[i] = whole
                 shared.add(i)
                 room = [r - share for r in room]
-                load = [w + work[i] / cp_size for w in load]
+                load = [w + work[i] / sp_size for w in load]
             else:
                 local = [x for x in order[:at] if result[x] == Place(rank, 1) and x not in shared]
                 if not local:
@@ -67,11 +67,11 @@ def reference(seq_lens, bucket_tokens, cp_size, *, as_printed=False):
                 result[x] = whole
                 shared.add(x)
                 if as_printed:
-                    room[rank] += Fraction(seq_lens[x], cp_size) - seq_lens[x]
-                    load[rank] += work[x] / cp_size - work[x]
+                    room[rank] += Fraction(seq_lens[x], sp_size) - seq_lens[x]
+                    load[rank] += work[x] / sp_size - work[x]
                 else:
-                    room = [r - Fraction(seq_lens[x], cp_size) for r in room]
-                    load = [w + work[x] / cp_size for w in load]
+                    room = [r - Fraction(seq_lens[x], sp_size) for r in room]
+                    load = [w + work[x] / sp_size for w in load]
                     room[rank] += seq_lens[x]
                     load[rank] -= work[x]
                 continue
@@ -94,20 +94,20 @@ def test_worked_example_without_roll_back():
 
 
 @given(lengths, st.integers(1, 60), st.integers(1, 8))
-def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, cp_size):
-    allowed = {Place(0, cp_size), *(Place(rank, 1) for rank in range(cp_size))}
-    places = place(seq_lens, bucket_tokens, cp_size)
-    assert (places is not None) == (sum(seq_lens) <= cp_size * bucket_tokens)
+def test_succeeds_exactly_where_all_tokens_fit(seq_lens, bucket_tokens, sp_size):
+    allowed = {Place(0, sp_size), *(Place(rank, 1) for rank in range(sp_size))}
+    places = place(seq_lens, bucket_tokens, sp_size)
+    assert (places is not None) == (sum(seq_lens) <= sp_size * bucket_tokens)
     if places is not None:
-        assert max(rank_tokens(seq_lens, places, cp_size)) <= bucket_tokens
+        assert max(rank_tokens(seq_lens, places, sp_size)) <= bucket_tokens
         assert allowed.issuperset(places)
 
 
 @settings(max_examples=200)
 @given(lengths, st.integers(1, 60), st.sampled_from((1, 2, 4, 8)))
-def test_agrees_with_the_reference(seq_lens, bucket_tokens, cp_size):
+def test_agrees_with_the_reference(seq_lens, bucket_tokens, sp_size):
     # group sizes that are powers of two, so that loads are exact here too
-    assert place(seq_lens, bucket_tokens, cp_size) == reference(seq_lens, bucket_tokens, cp_size)[0]
+    assert place(seq_lens, bucket_tokens, sp_size) == reference(seq_lens, bucket_tokens, sp_size)[0]
 
 
 def test_roll_back_as_printed_never_works():
@@ -115,12 +115,12 @@ def test_roll_back_as_printed_never_works():
     draw, reached = random.Random(0), 0
     for _ in range(1500):
         seq_lens = [draw.randint(1, 60) for _ in range(draw.randint(2, 14))]
-        cp_size = draw.randint(2, 8)
-        bucket_tokens = -(-(sum(seq_lens) + draw.randint(0, 20)) // cp_size)
-        places, rollbacks = reference(seq_lens, bucket_tokens, cp_size, as_printed=True)
+        sp_size = draw.randint(2, 8)
+        bucket_tokens = -(-(sum(seq_lens) + draw.randint(0, 20)) // sp_size)
+        places, rollbacks = reference(seq_lens, bucket_tokens, sp_size, as_printed=True)
         if rollbacks:
             reached += 1
-            full = places and max(rank_tokens(seq_lens, places, cp_size)) > bucket_tokens
+            full = places and max(rank_tokens(seq_lens, places, sp_size)) > bucket_tokens
             assert places is None or full
     assert reached > 300
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.whole_sequences import plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -12,8 +13,7 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import Forward
-from furlong.planners.chunks.balance import by_tokens, by_work
-from furlong.planners.methods.ulysses import plan_ulysses
+from furlong.planners.chunks.balance import deal_sequences
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -59,11 +59,11 @@ def test_balanced_replicas_are_faster():
     assert seconds(plans["flops"]) < 0.95 * seconds(plans["none"])
 
 
-@pytest.mark.parametrize(("balance", "deal"), [("tokens", by_tokens), ("flops", by_work)])
-def test_replicas_hold_what_the_balance_says(balance, deal):
+@pytest.mark.parametrize("balance", ["tokens", "flops"])
+def test_replicas_hold_what_the_balance_says(balance):
     lens = sample_lengths("chatqa2", 40, 3, max_seq_len=32 * K)
     plan = plan_ulysses(lens, MODEL, sp_size=1, dp_size=4, balance=balance)
-    dealt = deal(lens, 4, *([MODEL.shape] if balance == "flops" else []))
+    dealt = deal_sequences(lens, MODEL.shape, 4, balance)
     for own, actions in zip(dealt, plan.actions, strict=True):
         chunks = [a.chunk for a in actions if isinstance(a, Forward)]
         assert sorted(s.seq_id for c in chunks for s in plan.chunks[c].slices) == sorted(own)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.whole_sequences import plan_ulysses, with_zero_3
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -13,7 +14,6 @@ from furlong.errors import ConfigError
 from furlong.planners.budget import fit
 from furlong.planners.methods import flexsp
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
 
 K = 1024

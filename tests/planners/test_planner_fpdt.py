@@ -6,6 +6,7 @@ import pytest
 from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco
 
 from furlong.cost.devices.hardware import hardware
@@ -15,7 +16,6 @@ from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.text import format_action
 from furlong.plan.values import Backward, Forward, Place, RebuildKV, Reduce, Tiers
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.orders.layer_first import stage_heights
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts

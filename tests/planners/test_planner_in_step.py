@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
+from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
@@ -16,10 +18,7 @@ from furlong.plan.passes import directions
 from furlong.plan.text import format_action, format_chunk
 from furlong.plan.values import Backward, Chunk, Forward, Slice
 from furlong.planners.chunks.balance import by_order
-from furlong.planners.chunks.micro_batches import chunk_by_chunk, similar_meet
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.skrull import plan_skrull
-from furlong.planners.methods.ulysses import plan_ulysses
+from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.simulate.clock import time_actions
@@ -130,7 +129,7 @@ def test_no_other_order_of_micro_batches_is_faster(lens, rng):
 def plans_of(seq_lens, model):
     yield plan_ulysses(seq_lens, model, dp_size=3, sp_size=2, packed=False)
     yield plan_ulysses(seq_lens, model, dp_size=4, sp_size=1, balance="tokens")
-    yield plan_skrull(seq_lens, model, dp_size=2, cp_size=2, bucket_tokens=24 * K)
+    yield plan_skrull(seq_lens, model, dp_size=2, sp_size=2, bucket_tokens=24 * K)
 
 
 @settings(max_examples=10, deadline=None)

@@ -18,9 +18,9 @@ from furlong.plan.text import parse_chunk
 from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.checkpointing import Checkpointing, full_checkpointing, peak_bytes
-from furlong.planners.infinipipe.elastic import Setting, in_a_row
-from furlong.planners.infinipipe.mesh import Work, cut_and_pack
+from furlong.planners.infinipipe.checkpointing import Checkpointing, peak_bytes
+from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
+from furlong.planners.infinipipe.mesh import SliceWork, cut_and_pack
 from furlong.planners.infinipipe.plan import plan_infinipipe, slice_numbers
 from furlong.planners.infinipipe.stage_loads import BatchLoads
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
@@ -49,7 +49,7 @@ MODEL = small_model()
 
 
 def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE):
-    groups = shard(cut_and_pack(lens, num_slices, Work(1e-3, 1)), sp_size)
+    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
     counts = [len(group) for group in groups]
     plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tiers=tiers)
     return groups, counts, BatchLoads.of(plan, counts, model.memory())
@@ -72,7 +72,7 @@ stage_heights = st.sampled_from([(6,), (3, 3), (2, 3, 1)])
 def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, tiers, draw):
     model = small_model(config, zero_stage=3)
     groups, counts, loads = loads_of(lens, num_slices, stages, sp_size, model, tiers)
-    problem = loads.problem(0, len(counts), 0.0)
+    problem = loads.pipeline(0, len(counts), 0.0)
     layers = [draw.randint(0, max(stages)) for _ in range(problem.num_diagonals)]
     plan = plan_seq1f1b(
         lens, groups, stages=stages, sp_size=sp_size, tiers=tiers,
@@ -90,14 +90,14 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     assume(len(counts) > 1)
     first = data.draw(st.integers(0, len(counts) - 1))
     stop = data.draw(st.integers(first + 1, len(counts)))
-    groups = cut_and_pack(lens, num_slices, Work(1e-3, 1))[first:stop]
+    groups = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))[first:stop]
     own = sorted({piece.seq_id for group in groups for chunk in group for piece in chunk.slices})
     part = [
         [Chunk(tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices)) for c in group]
         for group in groups
     ]
     plan = plan_seq1f1b([lens[i] for i in own], part, stages=stages)
-    problem = loads.problem(first, stop, 0.0)
+    problem = loads.pipeline(first, stop, 0.0)
     walked = [max(MODEL.memory().bytes_after(plan, rank)) for rank in range(2)]
     assert peak_bytes(problem, (0,) * problem.num_diagonals) == pytest.approx(walked, abs=16)
 
@@ -105,8 +105,8 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
 def budgets(lens, stages, num_slices, model=MODEL):
     """What the fullest rank needs with everything and with nothing recomputed, in one pipeline."""
     _, counts, loads = loads_of(lens, num_slices, stages, model=model)
-    problem = loads.problem(0, len(counts), 0.0)
-    full, none = full_checkpointing(problem), (0,) * problem.num_diagonals
+    problem = loads.pipeline(0, len(counts), 0.0)
+    full, none = problem.all_layers(max(stages)), (0,) * problem.num_diagonals
     return max(peak_bytes(problem, full)), max(peak_bytes(problem, none))
 
 
@@ -215,7 +215,7 @@ def test_pipelines_run_one_after_the_other(ranges, layers, overhead):
     groups = [
         [parse_chunk(f"0:{start}-{start + 4}") for start in (0, 4, 8)], [parse_chunk("1:0-4")]
     ]  # fmt: skip
-    setting = Setting(seq_lens=(12, 4), model=MODEL, memory=MODEL.memory(), stages=(2, 2))
+    setting = PipelineSetting(seq_lens=(12, 4), model=MODEL, memory=MODEL.memory(), stages=(2, 2))
     plan = in_a_row(setting, groups, ranges, [Checkpointing(own, 0.0) for own in layers])
     assert time_actions(plan, UnitCosts(plan)).duration_s == 12 * 4 + overhead
 

@@ -65,7 +65,6 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic():
 @pytest.mark.parametrize(
     ("sizes", "required", "change"),
     [
-        ({"sp": 4}, "divides the model's 14 query heads", "set parallel.sp to 1, 2 or 7, or auto"),
         ({"pp": 30}, "at most the model's 24 layers", "set parallel.pp to 24 or less, or auto"),
         ({"sp": 2, "pp": 5}, "multiply to the 8 devices", "use 10 devices, or change the sizes"),
     ],

@@ -12,7 +12,13 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import DataError
 from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, Work, cut, cut_and_pack, pack_balanced
+from furlong.planners.infinipipe.mesh import (
+    EQUAL_TOKENS,
+    SliceWork,
+    cut,
+    cut_and_pack,
+    pack_balanced,
+)
 from furlong.planners.infinipipe.mesh_fit import cell_seconds, fit_work
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 
@@ -25,7 +31,7 @@ def sizes(slices):
 
 def test_the_worked_mesh():
     # bounds 13.17, 20.84, 26.87, 32
-    (group,) = cut_and_pack([32], 4, Work(1, 16))
+    (group,) = cut_and_pack([32], 4, SliceWork(1, 16))
     assert [sizes(chunk.slices) for chunk in group] == [[13], [8], [6], [5]]
 
 
@@ -48,26 +54,38 @@ def test_longer_sequences_are_cut_by_the_mesh(seq_len, expected):
 def test_the_threshold_of_work_only_grows_over_buckets_with_room():
     # as printed it falls to 5 + 6 = 11 over the bucket that has no room, and the loop never ends
     behind = pack_balanced(
-        {7: 4}, [(9, 5.0), (4, 20.0)], Work(0, 1.5), most_tokens=10, most_work=20.0, max_growth=1.3
+        {7: 4},
+        [(9, 5.0), (4, 20.0)],
+        SliceWork(0, 1.5),
+        most_tokens=10,
+        most_work=20.0,
+        max_growth=1.3,
     )
     assert behind == [[], [7]]
 
 
 def test_beyond_its_limit_the_threshold_gives_way_to_a_new_bucket():
     behind = pack_balanced(
-        {7: 4}, [(9, 5.0), (4, 20.0)], Work(0, 1.5), most_tokens=10, most_work=20.0, max_growth=1.2
+        {7: 4},
+        [(9, 5.0), (4, 20.0)],
+        SliceWork(0, 1.5),
+        most_tokens=10,
+        most_work=20.0,
+        max_growth=1.2,
     )
     assert behind == [[], [], [7]]
 
 
 def test_a_bucket_is_opened_when_the_emptiest_lacks_room_for_tokens():
-    behind = pack_balanced({0: 6, 1: 5, 2: 5}, [], Work(0, 1), most_tokens=10, most_work=10)
+    behind = pack_balanced({0: 6, 1: 5, 2: 5}, [], SliceWork(0, 1), most_tokens=10, most_work=10)
     assert behind == [[0], [1, 2]]
 
 
 def test_low_work_per_token_goes_first():
     # both tails have room; the second has less work per token
-    behind = pack_balanced({5: 2}, [(4, 8.0), (4, 4.0)], Work(0, 1), most_tokens=10, most_work=99)
+    behind = pack_balanced(
+        {5: 2}, [(4, 8.0), (4, 4.0)], SliceWork(0, 1), most_tokens=10, most_work=99
+    )
     assert behind == [[], [5]]
 
 
@@ -79,7 +97,7 @@ def test_tails_take_short_sequences_and_groups_run_by_their_number_of_chunks():
 
 
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=30)
-works = st.sampled_from([EQUAL_TOKENS, Work(1, 0), Work(1, 16), Work(1e-9, 1e-6)])
+works = st.sampled_from([EQUAL_TOKENS, SliceWork(1, 0), SliceWork(1, 16), SliceWork(1e-9, 1e-6)])
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,6 +1,7 @@
 """What a device can hold at a time, and the number of recomputed layers."""
 
 import pytest
+from papers.whole_sequences import fastest_plan, packed_chunks
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
@@ -11,9 +12,7 @@ from furlong.plan.check import check
 from furlong.plan.values import Chunk, Forward, Place, Slice
 from furlong.planners.chunks.micro_batches import (
     chunk_by_chunk,
-    fastest_plan,
     fitting_tokens,
-    packed_chunks,
     peak_bytes,
     recompute_choices,
 )

@@ -8,6 +8,7 @@ import pytest
 from helpers.toy_model import gradient, obey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
@@ -25,7 +26,6 @@ from furlong.plan.values import (
     Tier,
     Tiers,
 )
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 

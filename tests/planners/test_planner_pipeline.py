@@ -6,6 +6,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
@@ -13,7 +14,6 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.text import format_action, format_chunk, parse_chunk
 from furlong.plan.values import Backward, Forward, Recompute, Recv, Reduce, Send
 from furlong.planners.chunks.groups import longest_first, packed_groups, padded_groups, whole_groups
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.simulate.clock import simulate

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -19,8 +20,6 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks.micro_batches import peak_bytes
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.skrull import plan_skrull
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.places.bound import lower_bound_s
 from furlong.planners.places.division import Division, Spot
 from furlong.planners.places.emit import plan_of
@@ -190,7 +189,7 @@ def test_ahead_of_what_it_generalises(preset):
     ulysses = plan_ulysses(lens, MODEL, dp_size=1, sp_size=4)
     assert found < seconds(plan_flexsp(lens, MODEL, pool_size=8))
     alone = replace(MODEL, training=replace(MODEL.training, replicas=1))
-    for plan in (ulysses, plan_skrull(lens, alone, dp_size=1, cp_size=4)):
+    for plan in (ulysses, plan_skrull(lens, alone, dp_size=1, sp_size=4)):
         assert found < seconds(plan, alone)
 
 

@@ -10,7 +10,10 @@ from typing import get_args
 
 import pytest
 from helpers.toy_model import gradient, obey
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco, plan_spaco
+from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.levels import PARTS
@@ -21,10 +24,6 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
 from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
-from furlong.planners.methods.skrull import plan_skrull
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
@@ -155,7 +154,7 @@ def ulysses(rng):
 
 def skrull(rng):
     seq_lens = [*lengths(rng), 3, 5]
-    sizes = {"dp_size": rng.choice((1, 2)), "cp_size": rng.choice((1, 2, 4))}
+    sizes = {"dp_size": rng.choice((1, 2)), "sp_size": rng.choice((1, 2, 4))}
     return plan_skrull(seq_lens, MODEL, bucket_tokens=rng.randint(40, 80), **sizes)
 
 

@@ -6,6 +6,8 @@ import pytest
 from helpers.counted_work import LINEAR, lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
+from papers.whole_sequences import plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
@@ -24,8 +26,6 @@ from furlong.plan.values import (
     Slice,
 )
 from furlong.planners.chunks.balance import by_cost, by_order
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.ulysses import plan_ulysses
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.simulate.clock import time_actions

@@ -11,9 +11,9 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import ConfigError
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.rules import (
     EXACT,

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise, product
 
 import pytest
+from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from furlong.planners.orders.seq1f1b import (
     backward_places,
     plan_seq1f1b,
     recompute_on_diagonals,
-    windows,
 )
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts

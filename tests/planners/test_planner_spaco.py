@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 from helpers.toy_model import gradient, obey
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco, plan_spaco
 
 from furlong.plan.check import check
@@ -13,8 +15,6 @@ from furlong.plan.passes import passes
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.text import format_action
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.sampling.plans import sample_backwards, sampled

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.whole_sequences import plan_skrull, plan_ulysses, with_zero_3
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -11,8 +12,6 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.values import Place
-from furlong.planners.methods.skrull import plan_skrull
-from furlong.planners.methods.ulysses import plan_ulysses, with_zero_3
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -64,5 +63,5 @@ def test_skrull_beats_one_sequence_at_a_time():
     model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"))
     lens = sample_lengths("wikipedia", 64, 0, max_seq_len=200 * K)
     theirs = plan_ulysses(lens, model, dp_size=4, sp_size=8, packed=False)
-    ours = plan_skrull(lens, model, dp_size=4, cp_size=8)
+    ours = plan_skrull(lens, model, dp_size=4, sp_size=8)
     assert seconds(ours, model) < 0.5 * seconds(theirs, model)

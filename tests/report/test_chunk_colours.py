@@ -4,9 +4,9 @@ import colorsys
 from itertools import combinations, pairwise
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.colours import (
     PACKED_COLOURS,

@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.curve import MemoryCurve
@@ -13,8 +15,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.text import parse_action
 from furlong.plan.values import Tiers
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.legend import legend
 from furlong.report.pictures.memory import memory_steps

@@ -7,13 +7,13 @@ import shutil
 import subprocess
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import Backward, Forward, Recompute
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines

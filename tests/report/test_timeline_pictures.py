@@ -9,6 +9,8 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+from papers.chunkflow_plan import plan_chunkflow
+from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
@@ -16,8 +18,6 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice, Tiers
-from furlong.planners.methods.chunkflow import plan_chunkflow
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.options import ChunkOptions
 from furlong.report.pictures.scene import Panel
 from furlong.report.pictures.timeline import save_timelines

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.gradients import batch, num_labels, reference_loss, take_grads, worst_relative_error
 from helpers.tiny_families import build
+from papers.chunkflow_plan import plan_chunkflow
 
 import furlong
 from furlong.errors import ConfigError, DataError, PlanError
@@ -31,7 +32,6 @@ from furlong.plan.values import (
     Tiers,
 )
 from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b

@@ -6,12 +6,12 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, Recompute, Recv, Send
 from furlong.planners.chunks.groups import whole_groups
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.simulate.clock import simulate, time_actions

@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.plan.values import ChunkPlan
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import RankSeconds, measure

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute, Recv, Send
-from furlong.planners.methods.chunkflow import plan_chunkflow
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replicas import join_replicas
 from furlong.simulate.clock import simulate, time_actions

@@ -1,1 +1,1 @@
-"""Which tokens share a chunk, and which sequences share a replica or a group of devices."""
+"""Planners of chunks: they say which tokens share one, and which sequences share a replica."""

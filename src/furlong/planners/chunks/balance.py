@@ -1,4 +1,4 @@
-"""Deal the sequences of a global batch to data-parallel replicas.
+"""Deals the sequences of a global batch to data-parallel replicas.
 
 A step is as slow as its slowest replica, and whatever is balanced decides which that is: tokens
 balance memory and matrices, work also the attention that grows with the square of a length.
@@ -15,7 +15,7 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 Balance = Literal["none", "tokens", "flops", "time"]
-"""How replicas get their sequences: in turn, of equal tokens, of equal work; or, by who plans
+"""Ways to deal sequences to replicas: in turn, of equal tokens, of equal work; or, by who plans
 them, of equal time (`by_speed`), which begins with equal work."""
 
 
@@ -27,25 +27,15 @@ def deal_sequences(
         case "none":
             return by_order(len(seq_lens), dp_size)
         case "tokens":
-            return by_tokens(seq_lens, dp_size)
+            return by_cost(seq_lens, dp_size)
         case "flops" | "time":
-            return by_work(seq_lens, dp_size, shape)
+            return by_cost(sequence_work(seq_lens, shape), dp_size)
 
 
 def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:
     """The seq_ids of each replica, dealt in turn as a plain distributed sampler does."""
     refuse_idle(num_sequences, dp_size)
     return [list(range(replica, num_sequences, dp_size)) for replica in range(dp_size)]
-
-
-def by_tokens(seq_lens: Sequence[int], dp_size: int) -> list[list[int]]:
-    """The seq_ids of each replica, of about equal tokens."""
-    return by_cost(seq_lens, dp_size)
-
-
-def by_work(seq_lens: Sequence[int], dp_size: int, shape: ModelShape) -> list[list[int]]:
-    """The seq_ids of each replica, of about equal FLOPs."""
-    return by_cost(sequence_work(seq_lens, shape), dp_size)
 
 
 def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
@@ -95,7 +85,7 @@ def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:
 
 
 def refuse_idle(num_sequences: int, dp_size: int) -> None:
-    """Raise ConfigError where there are fewer sequences than replicas, or no replicas."""
+    """Raises ConfigError where there are fewer sequences than replicas, or no replicas."""
     if 1 <= dp_size <= num_sequences:
         return
     works = f"set dp to at most {num_sequences}, or put more sequences into a step"

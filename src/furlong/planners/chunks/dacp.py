@@ -17,21 +17,21 @@ from furlong.plan.values import Place
 
 
 def place_by_load(
-    seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, cp_size: int
+    seq_lens: Sequence[int], work: Sequence[float], *, bucket_tokens: int, sp_size: int
 ) -> list[Place] | None:
     """The place of each sequence, one process or the whole group; None where they do not fit.
 
-    `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/cp_size with each; the
+    `bucket_tokens`: what a rank holds at a time (a sharded sequence counts 1/sp_size with each; the
     split into whole tokens can add one per sharded sequence). `work`: FLOPs or any other measure of
     each sequence, spread evenly.
     """
-    rooms = [bucket_tokens * cp_size] * cp_size
-    loads = [0.0] * cp_size
+    rooms = [bucket_tokens * sp_size] * sp_size
+    loads = [0.0] * sp_size
     ranks: list[int | None] = [None] * len(seq_lens)
-    local: list[deque[int]] = [deque() for _ in range(cp_size)]
+    local: list[deque[int]] = [deque() for _ in range(sp_size)]
 
     def shard(seq_id: int) -> None:
-        shared = work[seq_id] / cp_size
+        shared = work[seq_id] / sp_size
         rooms[:] = [room - seq_lens[seq_id] for room in rooms]
         loads[:] = [load + shared for load in loads]
 
@@ -41,12 +41,12 @@ def place_by_load(
         seq_id = local[rank].popleft()
         ranks[seq_id] = None
         shard(seq_id)
-        rooms[rank] += seq_lens[seq_id] * cp_size
+        rooms[rank] += seq_lens[seq_id] * sp_size
         loads[rank] -= work[seq_id]
         return True
 
     for seq_id in sorted(range(len(seq_lens)), key=seq_lens.__getitem__):
-        needed = seq_lens[seq_id] * cp_size
+        needed = seq_lens[seq_id] * sp_size
         while True:
             rank = loads.index(min(loads))
             if rooms[rank] < needed:
@@ -63,4 +63,4 @@ def place_by_load(
                 break
             if not roll_back(fullest):
                 return None
-    return [Place(0, cp_size) if rank is None else Place(rank, 1) for rank in ranks]
+    return [Place(0, sp_size) if rank is None else Place(rank, 1) for rank in ranks]

@@ -38,14 +38,14 @@ def group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[Ch
 
 
 def whole_groups(seq_lens: Sequence[int]) -> list[list[Chunk]]:
-    """Every sequence is one chunk."""
+    """A group of one chunk for every sequence."""
     return sliced_groups(seq_lens, num_slices=1)
 
 
 def padded_groups(
     seq_lens: Sequence[int], *, pad_to: int | None = None
 ) -> tuple[tuple[int, ...], list[list[Chunk]]]:
-    """Every sequence padded to `pad_to` tokens (None: as long as the longest) is one chunk.
+    """A group of one chunk for every sequence, padded to `pad_to` tokens (None: to the longest).
 
     Returns the padded lengths too: for a plan a padding token is a token, only without a label.
     """
@@ -74,8 +74,8 @@ def packed_groups(seq_lens: Sequence[int], chunk_size: int) -> list[list[Chunk]]
 def sliced_groups(
     seq_lens: Sequence[int], *, num_slices: int, quadratic: float = 0.0, linear: float = 1.0
 ) -> list[list[Chunk]]:
-    """Every sequence cut into `num_slices` chunks of equal tokens, or with `quadratic` of equal
-    work (`planners.chunks.split.split_equal_work`); Seq1F1B's two ways."""
+    """A group for every sequence, cut into `num_slices` chunks of equal tokens, or with `quadratic`
+    of equal work (`planners.chunks.split.split_equal_work`); Seq1F1B's two ways."""
     refuse_unusable(seq_lens)
     work = {"quadratic": quadratic, "linear": linear}
     return longest_first(
@@ -85,7 +85,7 @@ def sliced_groups(
 
 
 def refuse_unusable(seq_lens: Sequence[int]) -> None:
-    """Raise DataError for a batch without sequences and for a sequence without tokens."""
+    """Raises DataError for a batch without sequences and for a sequence without tokens."""
     empty = next((seq_id for seq_id, seq_len in enumerate(seq_lens) if seq_len < 1), None)
     if seq_lens and empty is None:
         return

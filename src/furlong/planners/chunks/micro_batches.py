@@ -6,15 +6,12 @@ memory says how many tokens that may have; checkpointed layers buy more tokens w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
-from furlong.plan.check import check
 from furlong.plan.values import (
-    FIRST_PROCESS,
     Action,
     Backward,
     Chunk,
@@ -24,17 +21,12 @@ from furlong.plan.values import (
     Reduce,
     Slice,
 )
-from furlong.planners.chunks.pack import pack
-from furlong.simulate.clock import time_actions
 from furlong.units import format_bytes
-
-Replicas = Sequence[Sequence[Chunk]]
-"""The chunks of each replica in their order."""
 
 
 def chunk_by_chunk(
     seq_lens: Sequence[int],
-    replicas: Replicas,
+    replicas: Sequence[Sequence[Chunk]],
     *,
     num_layers: int,
     sp_size: int = 1,
@@ -53,27 +45,9 @@ def chunk_by_chunk(
         chunks += own
         lists.append((*actions, Reduce(0)))
     return ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=(num_layers,),
-        actions=tuple(lists),
-        sp_size=sp_size,
-        regathers=regathers,
-    )
-
-
-def packed_chunks(
-    seq_ids: Sequence[int],
-    seq_lens: Sequence[int],
-    chunk_size: int | None,
-    place: Place = FIRST_PROCESS,
-) -> list[Chunk]:
-    """The sequences of one replica as chunks of at most `chunk_size` tokens, or (None) one by one;
-    all on one place."""
-    bins = [[seq_id] for seq_id in seq_ids]
-    if chunk_size is not None:
-        bins = pack({seq_id: seq_lens[seq_id] for seq_id in seq_ids}, chunk_size)
-    return [Chunk(tuple(Slice(i, 0, seq_lens[i], place) for i in own)) for own in bins]
+        seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=(num_layers,), actions=tuple(lists),
+        sp_size=sp_size, regathers=regathers,
+    )  # fmt: skip
 
 
 def chunk_seconds(
@@ -85,34 +59,17 @@ def chunk_seconds(
     dp_size: int = 1,
     recompute_layers: int = 0,
 ) -> list[float]:
-    """Forward and backward of each chunk by itself, on one of `dp_size` groups whose devices share
-    the state."""
+    """Seconds of forward and backward of each chunk by itself, on one of `dp_size` groups whose
+    devices share the state."""
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
-        seq_lens,
-        [chunks],
-        num_layers=num_layers,
-        sp_size=sp_size,
-        recompute_layers=recompute_layers,
-        regathers=model.training.regathers,
-    )
+        seq_lens, [chunks], num_layers=num_layers, sp_size=sp_size,
+        recompute_layers=recompute_layers, regathers=model.training.regathers,
+    )  # fmt: skip
     costs = model.costs(replace(plan, actions=plan.actions * dp_size))
     *cells, _ = plan.actions[0]
     seconds = [costs.compute_s(action, 0) for action in cells]
     return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
-
-
-def similar_meet(replicas: Replicas, seconds: Sequence[float]) -> Replicas:
-    """The same chunks for replicas that go in step: each one's slowest first, so that the n-th of
-    all take about equally long, and dummies behind the shorter lists. `seconds`: of every chunk, in
-    the order in which they are listed."""
-    most, left = max(map(len, replicas)), iter(seconds)
-    found = []
-    for own in replicas:
-        own_s = list(islice(left, len(own)))
-        slowest_first = sorted(range(len(own)), key=own_s.__getitem__, reverse=True)
-        found.append([own[i] for i in slowest_first] + [Chunk(())] * (most - len(own)))
-    return found
 
 
 def peak_bytes(
@@ -131,12 +88,9 @@ def peak_bytes(
     chunk = Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts)))
     num_layers = model.shape.num_layers
     plan = chunk_by_chunk(
-        (num_tokens,) * len(firsts),
-        [[chunk]],
-        num_layers=num_layers,
-        sp_size=sp_size,
+        (num_tokens,) * len(firsts), [[chunk]], num_layers=num_layers, sp_size=sp_size,
         recompute_layers=recompute_layers,
-    )
+    )  # fmt: skip
     # the other replicas share the state; one that runs is enough
     plan = replace(plan, actions=plan.actions * dp_size)
     return max(model.memory().bytes_after(plan, 0))
@@ -181,59 +135,6 @@ def fitting_tokens(
                 else:
                     high, left_high = middle, left_middle
     return low
-
-
-def fastest_plan(
-    seq_lens: Sequence[int],
-    model: CostModel,
-    deal: Callable[[int], Replicas],
-    *,
-    dp_size: int,
-    sp_size: int,
-    recompute_layers: int | None = None,
-    budget_bytes: int | None = None,
-    device_tokens: int | None = None,
-) -> ChunkPlan:
-    """The checked plan of the chunks that `deal` makes for a number of tokens per device.
-
-    `recompute_layers`: None takes the number whose plan is predicted to be fastest, of a few.
-    `device_tokens`: None takes what memory allows.
-    Raises ConfigError where the longest sequence fits with no number of recomputed layers.
-    """
-    num_layers = model.shape.num_layers
-    budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
-    layout = {"dp_size": dp_size, "sp_size": sp_size}
-    needed = -(-max(seq_lens) // sp_size) if device_tokens is None else device_tokens
-    best_s, best = float("inf"), None
-    tried = recompute_choices(num_layers) if recompute_layers is None else [recompute_layers]
-    for layers in tried:
-        tokens = fitting_tokens(model, budget, recompute_layers=layers, **layout)
-        if tokens < needed:
-            continue
-        replicas = deal(tokens if device_tokens is None else device_tokens)
-        if model.training.regathers and dp_size > 1:
-            chunks = [chunk for own in replicas for chunk in own]
-            replicas = similar_meet(
-                replicas, chunk_seconds(seq_lens, chunks, model, recompute_layers=layers, **layout)
-            )
-        plan = chunk_by_chunk(
-            seq_lens,
-            replicas,
-            num_layers=num_layers,
-            sp_size=sp_size,
-            recompute_layers=layers,
-            regathers=model.training.regathers,
-        )
-        seconds = time_actions(plan, model.costs(plan)).duration_s
-        if seconds < best_s:
-            best_s, best = seconds, plan
-        if device_tokens is not None:
-            break
-    if best is None:
-        sizes = layout | {"recompute_layers": tried[-1]}
-        raise does_not_fit(seq_lens, model, budget, device_tokens=device_tokens, **sizes)
-    check(best, model.memory(budget))
-    return best
 
 
 def recompute_choices(num_layers: int) -> list[int]:

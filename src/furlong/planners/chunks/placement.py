@@ -1,4 +1,4 @@
-"""Where the slices of a chunk are within a pool: sharded over all of it, or on one process.
+"""Places of a chunk's slices within a pool: sharded over all of it, or on one process.
 
 Sharding everything is Ulysses' way. Skrull leaves short sequences on one process, where they need
 no all-to-all; here the same is done inside chunks, whose pieces of long sequences stay sharded.
@@ -34,11 +34,9 @@ def shard_long(
 def _place(chunk: Chunk, seq_lens: Sequence[int], work: Sequence[float], sp_size: int) -> Chunk:
     whole = [s for s in chunk.slices if s.start == 0 and s.stop == seq_lens[s.seq_id]]
     places = place_by_load(
-        [s.num_tokens for s in whole],
-        [work[s.seq_id] for s in whole],
-        bucket_tokens=-(-sum(s.num_tokens for s in whole) // sp_size),
-        cp_size=sp_size,
-    )
+        [s.num_tokens for s in whole], [work[s.seq_id] for s in whole],
+        bucket_tokens=-(-sum(s.num_tokens for s in whole) // sp_size), sp_size=sp_size,
+    )  # fmt: skip
     everywhere = Place(0, sp_size)
     ids = [s.seq_id for s in whole]
     placed = dict(zip(ids, places or [everywhere] * len(ids), strict=True))

@@ -1,4 +1,4 @@
-"""Cut long sequences into pieces of equal tokens or of equal work."""
+"""Cuts long sequences into pieces of equal tokens or of equal work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def split_equal_work(
 def equal_work_bounds(
     seq_len: float, num_slices: int, *, quadratic: float, linear: float
 ) -> list[float]:
-    """Where each of `num_slices` slices stops so that all cost quadratic * x^2 + linear * x alike.
+    """Tokens at which `num_slices` slices stop so that all cost quadratic * x^2 + linear * x alike.
 
     The same idea in InfiniPipe's mesh and in Seq1F1B: f(bound j) = j / num_slices * f(seq_len).
     """

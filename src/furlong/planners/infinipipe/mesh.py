@@ -12,9 +12,8 @@ exactly.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from furlong.plan.values import Chunk, Slice
 from furlong.planners.chunks.groups import refuse_unusable
@@ -22,51 +21,30 @@ from furlong.planners.chunks.split import split_equal_work
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1, one stage)."""
+class SliceWork:
+    """Coefficients of work: tokens up to x of a sequence take quadratic * x^2 + linear * x (Eq. 1,
+    one stage)."""
 
     quadratic: float
     linear: float
 
     def of(self, start: int, stop: int) -> float:
-        """Of the tokens [start, stop) of a sequence."""
+        """Work of the tokens [start, stop) of a sequence."""
         return self.quadratic * (stop**2 - start**2) + self.linear * (stop - start)
 
 
-EQUAL_TOKENS = Work(0.0, 1.0)
-"""Balances tokens alone: the ablation without workload-balanced chunking."""
+EQUAL_TOKENS = SliceWork(0.0, 1.0)
+"""Work that balances tokens alone: the ablation without workload-balanced chunking."""
 
 
 MAX_GROWTH = 1.1
-"""To how much of its first value the threshold of time may grow; infinite in the paper."""
-
-
-@dataclass(order=True)
-class Bucket:
-    """A chunk in the making."""
-
-    rate: float = field(init=False)
-    """Work per token: high where long sequences are; buckets are ordered by it."""
-    index: int
-    work: float = field(compare=False)
-    tokens: int = field(compare=False)
-    seq_ids: list[int] = field(compare=False, default_factory=list)
-    """Of the short sequences in it."""
-
-    def __post_init__(self) -> None:
-        self.rate = self.work / self.tokens
-
-    def add(self, seq_id: int, tokens: int, work: float) -> None:
-        self.seq_ids.append(seq_id)
-        self.tokens += tokens
-        self.work += work
-        self.rate = self.work / self.tokens
+"""Multiple of its first value to which the threshold of time may grow; infinite in the paper."""
 
 
 def cut_and_pack(
     seq_lens: Sequence[int],
     num_slices: int,
-    work: Work,
+    work: SliceWork,
     *,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[Chunk]]:
@@ -78,7 +56,12 @@ def cut_and_pack(
     """
     refuse_unusable(seq_lens)
     longest = max(seq_lens)
-    mesh = [s.num_tokens for s in split_equal_work(0, longest, num_slices, **_keywords(work))]
+    mesh = [
+        s.num_tokens
+        for s in split_equal_work(
+            0, longest, num_slices, quadratic=work.quadratic, linear=work.linear
+        )
+    ]
     most_tokens = max(mesh)
     pieces = {
         seq_id: cut(seq_id, seq_len, mesh)
@@ -120,13 +103,13 @@ def cut(seq_id: int, seq_len: int, mesh: Sequence[int]) -> list[Slice]:
 def pack_balanced(
     short: dict[int, int],
     tails: Sequence[tuple[int, float]],
-    work: Work,
+    work: SliceWork,
     *,
     most_tokens: int,
     most_work: float,
     max_growth: float = MAX_GROWTH,
 ) -> list[list[int]]:
-    """For each tail, then for each new bucket, the seq_ids of the short sequences in it.
+    """The seq_ids of the short sequences behind each tail, then of those in each new bucket.
 
     `short`: tokens by seq_id, none above `most_tokens`; `tails`: (tokens, work) of buckets that are
     begun. Longest first, each goes to the bucket of least work per token that has room for its
@@ -134,25 +117,22 @@ def pack_balanced(
     `max_growth` times its first value, beyond which a bucket is opened.
     """
     limit = max_growth * most_work
-    buckets = [Bucket(i, own_work, tokens) for i, (tokens, own_work) in enumerate(tails)]
-    ordered = sorted(buckets)
+    tokens, loads = [n for n, _ in tails], [own for _, own in tails]
+    found: list[list[int]] = [[] for _ in tails]
     for seq_id in sorted(short, key=lambda seq_id: (-short[seq_id], seq_id)):
-        tokens = short[seq_id]
-        own_work = work.of(0, tokens)
-        roomy = [bucket for bucket in ordered if bucket.tokens + tokens <= most_tokens]
-        least_work = min((bucket.work for bucket in roomy), default=0.0) + own_work
+        own = work.of(0, short[seq_id])
+        roomy = [i for i, n in enumerate(tokens) if n + short[seq_id] <= most_tokens]
+        least_work = min((loads[i] for i in roomy), default=0.0) + own
         if not roomy or least_work > limit:
-            fresh = Bucket(len(buckets), own_work, tokens, [seq_id])
-            buckets.append(fresh)
-            insort(ordered, fresh)
-            continue
-        most_work = max(most_work, least_work)
-        chosen = next(bucket for bucket in roomy if bucket.work + own_work <= most_work)
-        ordered.remove(chosen)
-        chosen.add(seq_id, tokens, own_work)
-        insort(ordered, chosen)
-    return [bucket.seq_ids for bucket in buckets]
-
-
-def _keywords(work: Work) -> dict[str, float]:
-    return {"quadratic": work.quadratic, "linear": work.linear}
+            chosen = len(found)
+            found.append([])
+            tokens.append(0)
+            loads.append(0.0)
+        else:
+            most_work = max(most_work, least_work)
+            open_ones = [i for i in roomy if loads[i] + own <= most_work]
+            chosen = min(open_ones, key=lambda i: (loads[i] / tokens[i], i))
+        found[chosen].append(seq_id)
+        tokens[chosen] += short[seq_id]
+        loads[chosen] += own
+    return found

@@ -20,12 +20,12 @@ from furlong.plan.values import (
     Tiers,
 )
 from furlong.planners.infinipipe.checkpointing import Array
-from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, Work
+from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, SliceWork
 from furlong.planners.layout import first_alike
 
 
 def cell_seconds(model: CostModel, plan: ChunkPlan) -> tuple[Array, Array]:
-    """(P, K) seconds of the forward and of the backward of every cell, nothing recomputed; rank s
+    """(P, K) Seconds of the forward and of the backward of every cell, nothing recomputed; rank s
     of the plan holds stage s."""
     costs = model.costs(plan)
     alike = first_alike(model.shape, plan.stages)
@@ -48,10 +48,10 @@ def fit_work(
     stages: tuple[int, ...],
     sp_size: int = 1,
     tiers: Tiers = ON_DEVICE,
-) -> Work:
-    """a1 and a2 of the slowest stage, forward and backward together, from equal pieces of a
-    sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their size.
-    What a chunk costs however few its tokens is fitted too and left out."""
+) -> SliceWork:
+    """The paper's a1 and a2 for the slowest stage, forward and backward together, from equal pieces
+    of a sequence of `longest` tokens, about `num_slices` of them: efficiencies depend on their
+    size. What a chunk costs however few its tokens is fitted too and left out."""
     place = Place(0, sp_size)
     slices = []
     cuts = (max(1, num_slices // 2), num_slices, 2 * num_slices)
@@ -64,13 +64,9 @@ def fit_work(
         for stage in range(len(stages))
     ]
     probes = ChunkPlan(
-        seq_lens=(longest,) * len(cuts),
-        chunks=tuple(Chunk((piece,)) for piece in slices),
-        stages=stages,
-        actions=tuple(actions),
-        tiers=tiers,
-        sp_size=sp_size,
-    )
+        seq_lens=(longest,) * len(cuts), chunks=tuple(Chunk((piece,)) for piece in slices),
+        stages=stages, actions=tuple(actions), tiers=tiers, sp_size=sp_size,
+    )  # fmt: skip
     seconds = np.sum(cell_seconds(model, probes), axis=0)
     seconds = seconds[seconds.sum(axis=1).argmax()]
     start = np.array([piece.start for piece in slices], dtype=float)
@@ -79,5 +75,5 @@ def fit_work(
     scale = terms.max(axis=0)
     # errors count relative to the piece's own time
     (quadratic, linear, _), _ = nnls(terms / scale / seconds[:, None], np.ones_like(seconds))
-    fitted = Work(float(quadratic / scale[0]), float(linear / scale[1]))
+    fitted = SliceWork(float(quadratic / scale[0]), float(linear / scale[1]))
     return fitted if fitted.quadratic or fitted.linear else EQUAL_TOKENS

@@ -14,7 +14,7 @@ paper's form, a1 x^2 + a2 x.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -27,32 +27,23 @@ from furlong.planners.chunks.groups import Groups, refuse_unusable
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.checkpointing import Mode
 from furlong.planners.infinipipe.elastic import (
-    ElasticPlan,
+    InfiniPipePlan,
     NoRoom,
-    Setting,
-    TooSlow,
+    PipelineSetting,
     plan_elastic,
 )
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.layout import cut_layers, mean_attended_keys
 
-Balance = Literal["time", "tokens"]
+EqualBy = Literal["time", "tokens"]
 
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
 
 
-@dataclass(frozen=True)
-class InfiniPipePlan(ElasticPlan):
-    num_slices: int
-    """Chunks of the longest sequence."""
-    tried: tuple[tuple[int, float], ...]
-    """(num_slices, predicted_s) of every candidate that was worked out."""
-
-
 class NotFasterError(ConfigError):
-    """No plan is faster than what is to be beaten."""
+    """Error where no plan is faster than the one that is to be beaten."""
 
 
 def plan_infinipipe(
@@ -64,7 +55,7 @@ def plan_infinipipe(
     budget_bytes: int | None = None,
     stages: Sequence[int] | None = None,
     tiers: Tiers = ON_DEVICE,
-    balance: Balance = "time",
+    balance: EqualBy = "time",
     checkpointing: Mode = "adaptive",
     max_slices: int = 64,
     mip_gap: float = 0.02,
@@ -88,87 +79,75 @@ def plan_infinipipe(
     DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
     """
     refuse_unusable(seq_lens)
-    setting = Setting(
-        seq_lens=tuple(seq_lens),
-        model=model,
-        memory=model.memory(budget_bytes),
+    setting = PipelineSetting(
+        seq_lens=tuple(seq_lens), model=model, memory=model.memory(budget_bytes),
         stages=tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
-        sp_size=sp_size,
-        tiers=tiers,
-        mode=checkpointing,
-        mip_gap=mip_gap,
-        max_nodes=max_nodes,
-    )
+        sp_size=sp_size, tiers=tiers, mode=checkpointing, mip_gap=mip_gap, max_nodes=max_nodes,
+    )  # fmt: skip
     most = min(max_slices, max(seq_lens))
     numbers = [*([] if first_slices is None else [min(first_slices, most)]), *slice_numbers(most)]
     return _search(setting, balance, numbers, max_tried, beat_s, enough_s)
 
 
 def _search(
-    setting: Setting,
-    balance: Balance,
+    setting: PipelineSetting,
+    balance: EqualBy,
     numbers: Sequence[int],
     max_tried: int,
     beat_s: float,
     enough_s: float,
 ) -> InfiniPipePlan:
     """Tries slice numbers until some in a row bring nothing, or one is good enough."""
-    best: tuple[ElasticPlan, int] | None = None
+    best: InfiniPipePlan | None = None
     nearest: tuple[NoRoom, int] | None = None
     tried: list[tuple[int, float]] = []
     least_s, without_gain = inf, 0
     for num_slices in numbers:
         if without_gain >= _PATIENCE or len(tried) >= max_tried or beat_s <= enough_s:
             break
-        groups = _chunks(setting, balance, num_slices)
-        found = plan_elastic(setting, groups, beat_s=beat_s)
-        without_gain += best is not None or isinstance(found, TooSlow)
-        if isinstance(found, TooSlow):
-            if best is None and found.least_s < least_s:
-                least_s, without_gain = found.least_s, 0
-        elif isinstance(found, ElasticPlan):
+        found = plan_elastic(setting, _chunks(setting, balance, num_slices), beat_s=beat_s)
+        without_gain += best is not None or isinstance(found, float)
+        if isinstance(found, float):
+            if best is None and found < least_s:
+                least_s, without_gain = found, 0
+        elif isinstance(found, InfiniPipePlan):
             tried.append((num_slices, found.predicted_s))
             if found.predicted_s < beat_s:
-                best, beat_s, without_gain = (found, num_slices), found.predicted_s, 0
+                best, beat_s, without_gain = found, found.predicted_s, 0
+                best = replace(best, num_slices=num_slices)
         elif nearest is None or found.lacking_bytes < nearest[0].lacking_bytes:
             nearest = found, num_slices
-    if best is None and least_s < inf:
+    if best is not None:
+        check(best.plan, setting.memory)
+        return replace(best, tried=tuple(tried))
+    if least_s < inf:
         raise NotFasterError(
             given=f"a step of at least {least_s:.3g} s however it is cut",
             required=f"less than {beat_s:.3g} s",
             source="the step that InfiniPipe's plan has to beat",
             change="take the other plan",
         )
-    if best is None:
-        assert nearest is not None
-        raise _no_room(setting, *nearest)
-    check(best[0].plan, setting.memory)
-    return InfiniPipePlan(**vars(best[0]), num_slices=best[1], tried=tuple(tried))
+    assert nearest is not None
+    raise _no_room(setting, *nearest)
 
 
-def _chunks(setting: Setting, balance: Balance, num_slices: int) -> Groups:
+def _chunks(setting: PipelineSetting, balance: EqualBy, num_slices: int) -> Groups:
     work = EQUAL_TOKENS
     if balance == "time":
-        work = fit_work(
-            setting.model,
-            max(setting.seq_lens),
-            num_slices,
-            stages=setting.stages,
-            sp_size=setting.sp_size,
-            tiers=setting.tiers,
-        )
+        work = fit_work(setting.model, max(setting.seq_lens), num_slices, **setting.layout)
     return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
 
 
 def slice_numbers(most: int) -> Iterator[int]:
-    """1, 2, 3, .. and from 8 on by about a fifth more each time, up to `most`."""
+    """Slice numbers to try: 1, 2, 3, .. and from 8 on by about a fifth more each time, up to
+    `most`."""
     number = 1
     while number <= most:
         yield number
         number += max(1, (number + 2) // 5)
 
 
-def _no_room(setting: Setting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
+def _no_room(setting: PipelineSetting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
     number = "no" if setting.mode == "none" else "every"
     return DoesNotFitError(
         nearest.rank,

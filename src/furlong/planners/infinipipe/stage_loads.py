@@ -1,4 +1,4 @@
-"""What the stages of any pipeline hold, from one walk of the cost model over the whole batch.
+"""Bytes that the stages of any pipeline hold, from one walk of the cost model over a batch.
 
 InfiniPipe's Eqs. 5 to 10 with the bytes of `cost.memory` in the place of fitted constants. The
 exact walk of one plan without checkpointing gives what every forward and every backward needs for
@@ -20,7 +20,7 @@ from furlong.cost.memory.cells import StageBytes, stage_bytes
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
-from furlong.planners.infinipipe.checkpointing import Array, Problem, StageLoad
+from furlong.planners.infinipipe.checkpointing import Array, PipelineLoads, StageLoad
 from furlong.planners.orders.seq1f1b import backward_places, count_ahead
 
 
@@ -31,25 +31,20 @@ class BatchLoads:
     counts: tuple[int, ...]
     """Chunks of each group, in forward order."""
     heights: tuple[int, ...]
-    held_bytes: Array
-    """(P, K) from forward to backward: stage input and graph."""
+    kept_bytes: Array
+    """(3, P, K) Bytes of stage input and graph, from forward to backward; of stored K,V, by the
+    chunk that has a segment's first token; of the gradients of that K,V."""
     saved_bytes: Array
-    """(P, K) less for each checkpointed layer."""
+    """(P, K) Bytes less for each checkpointed layer."""
     again_bytes: Array
-    """(P, K) more while a backward recomputes."""
-    forward_bytes: Array
-    """(P, K) of a forward besides what is held: weights, optimizer, all that works."""
-    backward_bytes: Array
-    """(P, K) the same of a backward."""
-    kv_bytes: Array
-    """(P, K) stored K,V that go with a chunk's backward: the segments whose first token is in the
-    chunk."""
-    kv_gradient_bytes: Array
-    """(P, K) their gradients."""
+    """(P, K) Bytes more while a backward recomputes."""
+    own_bytes: Array
+    """(2, P, K) Static and transient bytes of a forward, and of a backward: weights, optimizer, all
+    that works."""
 
     @classmethod
     def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
-        """From a plan of all groups in one pipeline with nothing checkpointed.
+        """The loads of a plan of all groups in one pipeline with nothing checkpointed.
 
         All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
         """
@@ -63,67 +58,37 @@ class BatchLoads:
         tokens = np.array([chunk.num_tokens for chunk in plan.chunks]) / plan.sp_size
         # the input of a later stage is the message that brought it
         inputs = [cell.message if stage else cell.input for stage, cell in enumerate(cells)]
-        held = np.array(
-            [(i + cell.graph()) * tokens for i, cell in zip(inputs, cells, strict=True)]
-        )
-        saved = np.array([_saved_per_layer(cell) * tokens for cell in cells])
-        again = np.array([max(cell.graph_layers) * tokens for cell in cells])
-        kv, kv_gradients = _stored(plan, cells, memory)
-        alone = cls(
-            tuple(counts), plan.stages, held, saved, again,
-            np.zeros_like(held), np.zeros_like(held), kv, kv_gradients,
-        )  # fmt: skip
-        forward, backward = alone._besides(plan, memory)
+        held = [(i + cell.graph()) * tokens for i, cell in zip(inputs, cells, strict=True)]
+        kept = np.stack([np.array(held), *_stored(plan, cells, memory)])
+        own = np.zeros((2, *kept.shape[1:]))
+        for stage, actions in enumerate(plan.actions):
+            # what the walk finds beside what is kept
+            at = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
+            walked = np.array(memory.bytes_after(plan, stage), dtype=float)[at]
+            moments = _Moments(counts, len(plan.stages), stage)
+            beside = walked - moments.kept_bytes(kept[:, stage])
+            own[moments.is_backward.astype(int), stage, moments.acting] = beside
         return cls(
-            alone.counts, plan.stages, held, saved, again, forward, backward, kv, kv_gradients
-        )
+            tuple(counts), plan.stages, kept,
+            np.array([_saved_per_layer(cell) * tokens for cell in cells]),
+            np.array([max(cell.graph_layers) * tokens for cell in cells]), own,
+        )  # fmt: skip
 
-    def problem(self, first: int, stop: int, room_bytes: float | Array) -> Problem:
+    def pipeline(self, first: int, stop: int, room_bytes: float | Array) -> PipelineLoads:
         """The pipeline of the groups [first, stop). `room_bytes`: of a rank, or of each."""
         counts = self.counts[first:stop]
-        rooms = np.broadcast_to(np.asarray(room_bytes, dtype=float), (len(self.heights),))
-        chunks = self._chunks(first, stop)
-        loads = []
-        for stage, room in enumerate(rooms):
-            moments = _Moments(counts, len(self.heights), stage)
-            lying = self._lying(moments, first, stop, stage)
-            own = np.where(
-                moments.is_backward,
-                self.backward_bytes[stage, chunks][moments.acting],
-                self.forward_bytes[stage, chunks][moments.acting],
-            )
-            again = self.again_bytes[stage, chunks][moments.acting] * moments.is_backward
-            loads.append(
-                StageLoad(
-                    moments.alive, lying + own, moments.acting, again,
-                    self.saved_bytes[stage, chunks], float(room),
-                )
-            )  # fmt: skip
-        return Problem(counts, self.heights, tuple(loads))
-
-    def _chunks(self, first: int, stop: int) -> slice:
         start = sum(self.counts[:first])
-        return slice(start, start + sum(self.counts[first:stop]))
-
-    def _lying(self, moments: _Moments, first: int, stop: int, stage: int) -> Array:
-        """(W,) bytes of what is kept for later at each moment."""
-        chunks = self._chunks(first, stop)
-        held = moments.alive @ self.held_bytes[stage, chunks]
-        kv = moments.kv_alive @ self.kv_bytes[stage, chunks]
-        gradients = moments.kv_gradients_alive @ self.kv_gradient_bytes[stage, chunks]
-        total: Array = held + kv + gradients
-        return total
-
-    def _besides(self, plan: ChunkPlan, memory: PlanMemory) -> tuple[Array, Array]:
-        """(P, K) of every forward and every backward, what the walk finds beside what is held."""
-        found = np.zeros((2, *self.held_bytes.shape))
-        for stage, actions in enumerate(plan.actions):
-            cells = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
-            walked = np.array(memory.bytes_after(plan, stage), dtype=float)[cells]
-            moments = _Moments(self.counts, len(self.heights), stage)
-            own = walked - self._lying(moments, 0, len(self.counts), stage)
-            found[moments.is_backward.astype(int), stage, moments.acting] = own
-        return found[0], found[1]
+        chunks = slice(start, start + sum(counts))
+        loads = []
+        for stage, room in enumerate(np.broadcast_to(room_bytes, (len(self.heights),))):
+            moments = _Moments(counts, len(self.heights), stage)
+            own = self.own_bytes[moments.is_backward.astype(int), stage, start + moments.acting]
+            again = self.again_bytes[stage, chunks][moments.acting] * moments.is_backward
+            plain = moments.kept_bytes(self.kept_bytes[:, stage, chunks]) + own
+            saved = self.saved_bytes[stage, chunks]
+            alive = moments.alive[0]
+            loads.append(StageLoad(alive, plain, moments.acting, again, saved, float(room)))
+        return PipelineLoads(counts, self.heights, tuple(loads))
 
 
 class _Moments:
@@ -140,19 +105,24 @@ class _Moments:
         self.acting[starts], self.acting[stops] = chunks, chunks
         self.is_backward = np.zeros(2 * number, dtype=bool)
         self.is_backward[stops] = True
-        moment = np.arange(2 * number)[:, None]
-        self.alive: NDArray[np.bool_] = (starts <= moment) & (moment <= stops)
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        ends = moment <= stops
         # a sequence's K,V come as one with its first forward, their gradients with its first
         # backward
-        self.kv_alive: NDArray[np.bool_] = (np.repeat(starts[bounds[:-1]], counts) <= moment) & ends
-        tails = np.repeat(stops[bounds[1:] - 1], counts)
-        self.kv_gradients_alive: NDArray[np.bool_] = (tails <= moment) & ends
+        kv_starts = np.repeat(starts[bounds[:-1]], counts)
+        gradient_starts = np.repeat(stops[bounds[1:] - 1], counts)
+        begins = np.stack([starts, kv_starts, gradient_starts])[:, None]
+        moment = np.arange(2 * number)[:, None]
+        self.alive: NDArray[np.bool_] = (begins <= moment) & (moment <= stops)
+        """(3, W, K) Whether each kind of what is kept is there."""
+
+    def kept_bytes(self, kept_bytes: Array) -> Array:
+        """(W,) Bytes of what is kept for later at each moment, of (3, K)."""
+        total: Array = sum(alive @ own for alive, own in zip(self.alive, kept_bytes, strict=True))
+        return total
 
 
 def _saved_per_layer(cell: StageBytes) -> float:
-    """By which the graph shrinks with each checkpointed layer, at least: layers may differ."""
+    """Bytes per token by which the graph shrinks with each checkpointed layer at least."""
     sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
     return min(
         ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
@@ -162,7 +132,7 @@ def _saved_per_layer(cell: StageBytes) -> float:
 def _stored(
     plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
 ) -> tuple[Array, Array]:
-    """(P, K) bytes of the store's K,V and of their gradients on one process, by the chunk that
+    """(P, K) Bytes of the store's K,V and of their gradients on one process, by the chunk that
     holds a segment's first token; none where K,V are in another tier."""
     kv, gradients = np.zeros((2, len(cells), len(plan.chunks)))
     groups = plan.groups if plan.tiers.kv == "device" else {}

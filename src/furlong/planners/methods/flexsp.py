@@ -12,23 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.model import CostModel
+from furlong.cost.seconds.chunks import Array
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import recompute_choices
 from furlong.planners.places.division import Division, Spot, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.least import Least
+from furlong.planners.places.rates import Batch, Rates
 from furlong.planners.places.setting import Setting, settings
 
 _TRIED_COUNTS = 4
 """Numbers of micro-batches that are tried, from the fewest that fit."""
+_AT_A_TIME = 32
+"""Partitions that are filled together."""
+_MOST_PARTITIONS = 256
+"""Partitions that are filled for a micro-batch: all of up to 32 devices, of larger pools those of
+the least bounds."""
 _MOST_GROUPS = 64
-"""Side by side; beyond as many devices the smallest group is larger than one."""
+"""Groups side by side; beyond as many devices the smallest group is larger than one."""
 
 
 def plan_flexsp(
@@ -53,6 +61,8 @@ def plan_flexsp(
     for setting in settings(batch, budget_bytes, tried):
         found = 0
         for count in range(setting.fewest, len(seq_lens) + 1):
+            if best is not None and Least.of(setting, count).step_s >= best[0]:
+                break
             division = Division(setting, count)
             ways = list(flexsp_divisions(division))
             for spots in ways:
@@ -106,32 +116,74 @@ def _divide(
     partitions: NDArray[np.int64],
 ) -> Spots:
     """The spots of one micro-batch whose sequences come by falling length, for the best of the
-    partitions (A of them, each of up to B groups); none where no partition has room."""
+    partitions (A of them, each of up to B groups); none where no partition has room.
+
+    Partitions are tried in the order of their bounds, a few at a time, until no bound is better.
+    """
     rates, sizes = setting.rates, np.array(setting.rates.batch.sizes)
-    held = setting.held(rates.batch.added.transpose(2, 0, 1))
+    held = setting.held(rates.batch.added[list(seq_ids)].transpose(2, 0, 1))
+    alone_s = np.where(held <= setting.device_tokens, rates.alone_s[list(seq_ids)], inf)
+    bounds_s = _bounds_s(alone_s, rates, partitions)
+    by_bound = bounds_s.argsort(kind="stable")[:_MOST_PARTITIONS]
+    best_s, best, chosen = inf, 0, np.zeros(0, dtype=int)
+    for start in range(0, len(by_bound), _AT_A_TIME):
+        rows = by_bound[start : start + _AT_A_TIME]
+        if bounds_s[rows[0]] > best_s * (1 + 1e-9):
+            break
+        slowest_s, choices = _fill(alone_s, held, setting, partitions[rows])
+        least = min(range(len(rows)), key=lambda i: (slowest_s[i], rows[i]))
+        if (slowest_s[least], rows[least]) < (best_s, best):
+            best_s, best, chosen = float(slowest_s[least]), int(rows[least]), choices[:, least]
+    if best_s == inf:
+        return {}
+    kind = partitions[best]
+    firsts = [0, *accumulate(sizes[kind[kind >= 0]].tolist())]
+    return {
+        seq_id: Spot(micro_batch, int(kind[choice]), firsts[choice])
+        for seq_id, choice in zip(seq_ids, chosen.tolist(), strict=True)
+    }
+
+
+def _bounds_s(alone_s: Array, rates: Rates, partitions: NDArray[np.int64]) -> Array:
+    """(A,) seconds that the slowest group of each partition takes at least: as long as any sequence
+    where it is done first, and as all of them, evenly spread, where they keep fewest devices busy.
+
+    `alone_s`: (K, Z) of each sequence on each size, infinite where it has no room.
+    """
+    sizes = np.array(rates.batch.sizes)
+    counts = (partitions[:, :, None] == np.arange(len(sizes))).sum(axis=1)
+    kinds, of_partition = np.unique(counts > 0, axis=0, return_inverse=True)
+    longest_s, busy_s = np.zeros((2, len(kinds)))
+    for row, own in enumerate(kinds):
+        longest_s[row] = (rates.fixed_s + alone_s)[:, own].min(axis=1).max()
+        busy_s[row] = (alone_s * sizes)[:, own].min(axis=1).sum()
+    spread_s = (busy_s[of_partition] + counts @ (sizes * rates.fixed_s)) / rates.batch.pool_size
+    bounds_s: Array = np.maximum(longest_s[of_partition], spread_s)
+    return bounds_s
+
+
+def _fill(
+    alone_s: Array, held: Array, setting: Setting, partitions: NDArray[np.int64]
+) -> tuple[Array, NDArray[np.int64]]:
+    """(A,) seconds of the slowest group of each partition, infinite where there is no room, and
+    (K, A) the group of each sequence: the one that is done with it earliest.
+
+    `alone_s`, `held`: (K, Z) seconds of each sequence on each size, tokens that it takes up.
+    """
     exists = partitions >= 0
     kind = np.maximum(partitions, 0)
     room = np.where(exists, float(setting.device_tokens), -1.0)
-    busy_s = np.where(exists, rates.fixed_s[kind], np.inf)
+    busy_s = np.where(exists, setting.rates.fixed_s[kind], inf)
     rows = np.arange(len(partitions))
-    choices = []
-    for seq_id in seq_ids:
-        after = room - held[seq_id][kind]
-        done_s = np.where(after >= 0, busy_s + rates.alone_s[seq_id][kind], np.inf)
-        choice = done_s.argmin(axis=1)
+    choices = np.zeros((len(held), len(partitions)), dtype=int)
+    for place, (own_s, tokens) in enumerate(zip(alone_s, held, strict=True)):
+        after = room - tokens[kind]
+        done_s = np.where(after >= 0, busy_s + own_s[kind], inf)
+        choices[place] = choice = done_s.argmin(axis=1)
         # a partition without room keeps an infinite time from here on
         busy_s[rows, choice] = done_s[rows, choice]
         room[rows, choice] = after[rows, choice]
-        choices.append(choice)
-    slowest_s = np.where(exists, busy_s, 0.0).max(axis=1)
-    best = int(slowest_s.argmin())
-    if not np.isfinite(slowest_s[best]):
-        return {}
-    firsts = [0, *accumulate(sizes[kind[best]].tolist())]
-    return {
-        seq_id: Spot(micro_batch, int(kind[best, choice[best]]), firsts[choice[best]])
-        for seq_id, choice in zip(seq_ids, choices, strict=True)
-    }
+    return np.where(exists, busy_s, 0.0).max(axis=1), choices
 
 
 def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:

@@ -12,14 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from furlong.cost.model import CostModel
+from furlong.cost.seconds.chunks import Array
 from furlong.errors import DataError
-from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
-from furlong.planners.chunks.balance import by_cost, refuse_idle, sequence_work
+from furlong.plan.values import Chunk, Place, Slice
+from furlong.planners.chunks.balance import by_cost, sequence_work
 from furlong.planners.chunks.dacp import place_by_load
-from furlong.planners.chunks.groups import refuse_unusable
-from furlong.planners.chunks.micro_batches import fastest_plan
 from furlong.planners.chunks.placement import by_place
+from furlong.planners.places.rates import TOKENS, Batch, Rates
+
+_MOST_CHANGED = 8
+"""Sequences of a kind that are tried on another place at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ def schedule_skrull(
     work: Sequence[float],
     *,
     dp_size: int,
-    cp_size: int,
+    sp_size: int,
     bucket_tokens: int,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each replica with their places (Algs. 1 and 2, corrected).
@@ -49,11 +54,11 @@ def schedule_skrull(
     Raises DataError for a sequence that a whole group cannot hold, ConfigError for fewer sequences
     than replicas.
     """
-    _refuse_too_long(seq_lens, cp_size, bucket_tokens)
+    _refuse_too_long(seq_lens, sp_size, bucket_tokens)
     replicas = []
     for own in by_cost(work, dp_size):
         own.sort(key=seq_lens.__getitem__)
-        replicas.append(_micro_batches(own, seq_lens, work, cp_size, bucket_tokens))
+        replicas.append(_micro_batches(own, seq_lens, work, sp_size, bucket_tokens))
     return replicas
 
 
@@ -61,12 +66,13 @@ def _micro_batches(
     seq_ids: Sequence[int],
     seq_lens: Sequence[int],
     work: Sequence[float],
-    cp_size: int,
+    sp_size: int,
     bucket_tokens: int,
 ) -> list[MicroBatch]:
-    """Of one replica, whose sequences come by rising length: every m-th one, for the smallest m."""
-    sizes = {"bucket_tokens": bucket_tokens, "cp_size": cp_size}
-    capacity = bucket_tokens * cp_size
+    """The micro-batches of one replica, whose sequences come by rising length: each has every m-th
+    one, for the smallest m."""
+    sizes = {"bucket_tokens": bucket_tokens, "sp_size": sp_size}
+    capacity = bucket_tokens * sp_size
     fewest = -(-sum(seq_lens[seq_id] for seq_id in seq_ids) // capacity)
     for count in range(fewest, len(seq_ids) + 1):
         found = []
@@ -86,71 +92,96 @@ def _micro_batches(
 
 
 def micro_batch_groups(
-    seq_lens: Sequence[int], model: CostModel, *, cp_size: int, bucket_tokens: int
-) -> list[list[Chunk]]:
-    """The micro-batches of one replica with all these sequences, each a group of one chunk."""
-    work = sequence_work(seq_lens, model.shape)
-    schedule = schedule_skrull(
-        seq_lens, work, dp_size=1, cp_size=cp_size, bucket_tokens=bucket_tokens
-    )
-    return [[_chunk(batch, seq_lens)] for batch in schedule[0]]
-
-
-def plan_skrull(
     seq_lens: Sequence[int],
     model: CostModel,
     *,
-    dp_size: int,
-    cp_size: int,
-    bucket_tokens: int | None = None,
-    budget_bytes: int | None = None,
-    recompute_layers: int | None = None,
-) -> ChunkPlan:
-    """A checked plan of Skrull's micro-batches: rank d is replica d, a group of `cp_size` devices.
+    sp_size: int,
+    bucket_tokens: int,
+    recompute_layers: int = 0,
+) -> list[list[Chunk]]:
+    """The micro-batches of one replica with all these sequences, each a group of one chunk.
 
-    `bucket_tokens`: None takes what the budget allows (Eq. 12); given, the fewest layers are
-    recomputed with which it fits. `budget_bytes` of a device: None takes the hardware's.
-    `recompute_layers`: checkpointed layers; None takes the number whose plan is predicted to be
-    fastest (the paper recomputes selectively, which the plan's vocabulary does not have).
-    Raises ConfigError or DataError, with what would make it fit, where a sequence is too long.
+    Places are those of the paper's, improved by the seconds of the cost model: launches, latencies
+    and exposed all-to-alls too, which FLOPs leave out.
     """
-    refuse_unusable(seq_lens)
-    refuse_idle(len(seq_lens), dp_size)
     work = sequence_work(seq_lens, model.shape)
-
-    def deal(device_tokens: int) -> list[list[Chunk]]:
-        sizes = {"cp_size": cp_size, "bucket_tokens": device_tokens}
-        schedule = schedule_skrull(seq_lens, work, dp_size=dp_size, **sizes)
-        return [[_chunk(batch, seq_lens) for batch in replica] for replica in schedule]
-
-    return fastest_plan(
-        seq_lens,
-        model,
-        deal,
-        dp_size=dp_size,
-        sp_size=cp_size,
-        recompute_layers=recompute_layers,
-        budget_bytes=budget_bytes,
-        device_tokens=bucket_tokens,
+    ((*batches,),) = schedule_skrull(
+        seq_lens, work, dp_size=1, sp_size=sp_size, bucket_tokens=bucket_tokens
     )
+    pool = Batch.of(seq_lens, model, sp_size, gathers=False)
+    if pool.sizes[-1] == sp_size > 1:
+        rates = Rates(pool, recompute_layers)
+        batches = [faster_places(batch, rates, bucket_tokens) for batch in batches]
+    return [[chunk_of(batch, seq_lens)] for batch in batches]
 
 
-def _chunk(batch: MicroBatch, seq_lens: Sequence[int]) -> Chunk:
+def faster_places(batch: MicroBatch, rates: Rates, bucket_tokens: int) -> MicroBatch:
+    """The micro-batch with places that take fewer seconds, found from the given ones and from all
+    sequences sharded: of the slowest process the longest local sequences are sharded or moved to
+    the fastest one, or sharded ones become local there, whichever helps most, as long as any does.
+    """
+    whole = Place(0, rates.batch.pool_size)
+    starts = (batch.places, (whole,) * len(batch.places))
+    found = [_descend(batch.seq_ids, places, rates, bucket_tokens) for places in starts]
+    return MicroBatch(batch.seq_ids, min(found, key=lambda pair: pair[0])[1])
+
+
+def _descend(
+    seq_ids: Sequence[int], places: Sequence[Place], rates: Rates, bucket_tokens: int
+) -> tuple[float, tuple[Place, ...]]:
+    """Seconds and places where no single change is faster, or after as many as there are
+    sequences."""
+    added, pool_size = rates.batch.added, rates.batch.pool_size
+    now, whole = list(places), Place(0, pool_size)
+
+    def load(i: int, place: Place) -> Array:
+        own = np.zeros((added.shape[2], pool_size))
+        own[:, place.first : place.stop] = added[seq_ids[i], 0 if place.size == 1 else -1][:, None]
+        return own
+
+    loads = np.sum([load(i, place) for i, place in enumerate(now)], axis=0)
+    best_s = float(rates.seconds(loads).max(axis=-1).sum())
+    for _ in seq_ids:
+        busy_s = rates.seconds(loads).sum(axis=0)
+        slowest, fastest = Place(int(busy_s.argmax()), 1), Place(int(busy_s.argmin()), 1)
+        by_length = sorted(range(len(now)), key=lambda i: -rates.batch.seq_lens[seq_ids[i]])
+        local = [i for i in by_length if now[i] == slowest][:_MOST_CHANGED]
+        shared = [i for i in by_length if now[i] == whole]
+        shared = list(dict.fromkeys((*shared[:_MOST_CHANGED], *shared[-_MOST_CHANGED:])))
+        changes = [(i, place) for i in local for place in (whole, fastest)]
+        changes += [(i, fastest) for i in shared]
+        after = [loads + load(i, place) - load(i, now[i]) for i, place in changes]
+        fitting = [n for n, one in enumerate(after) if one[TOKENS].max() <= bucket_tokens + 1e-6]
+        if not fitting:
+            break
+        seconds = rates.seconds(np.stack([after[n] for n in fitting], axis=1))
+        steps_s = seconds.max(axis=2).sum(axis=0)
+        least = int(steps_s.argmin())
+        if steps_s[least] >= best_s * (1 - 1e-9):
+            break
+        best_s, loads = float(steps_s[least]), after[fitting[least]]
+        i, place = changes[fitting[least]]
+        now[i] = place
+    return best_s, tuple(now)
+
+
+def chunk_of(batch: MicroBatch, seq_lens: Sequence[int]) -> Chunk:
+    """The chunk of a micro-batch."""
     placed = sorted(zip(batch.seq_ids, batch.places, strict=True), key=lambda pair: pair[0])
     return Chunk(by_place(Slice(i, 0, seq_lens[i], place) for i, place in placed))
 
 
-def _refuse_too_long(seq_lens: Sequence[int], cp_size: int, bucket_tokens: int) -> None:
+def _refuse_too_long(seq_lens: Sequence[int], sp_size: int, bucket_tokens: int) -> None:
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__, default=0)
-    if not seq_lens or seq_lens[seq_id] <= cp_size * bucket_tokens:
+    if not seq_lens or seq_lens[seq_id] <= sp_size * bucket_tokens:
         return
     longest = seq_lens[seq_id]
     larger = f"a group of {-(-longest // bucket_tokens)} devices, " if bucket_tokens > 0 else ""
     raise DataError(
         given=f"sequence {seq_id} has {longest:,} tokens",
-        required=f"at most {cp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
-        f"{cp_size} devices",
+        required=f"at most {sp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
+        f"{sp_size} devices",
         source="bucket_tokens and the size of the context-parallel group",
-        change=f"{larger}{-(-longest // cp_size):,} tokens on a device (more memory, or more "
+        change=f"{larger}{-(-longest // sp_size):,} tokens on a device (more memory, or more "
         "recomputed layers), or cut the sequence",
     )

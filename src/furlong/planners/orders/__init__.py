@@ -1,1 +1,1 @@
-"""In which order chunks run: on one device, in a pipeline, layer by layer, on replicas."""
+"""The order in which every rank runs the forwards and backwards of its chunks."""

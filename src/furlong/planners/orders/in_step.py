@@ -26,9 +26,9 @@ class _Group:
 
     actions: tuple[Computing, ...]
     ways: tuple[str, ...]
-    """Of each action through the layers: f, b, or nothing."""
+    """Direction of each action through the layers: f, b, or nothing."""
     pattern: str
-    """The same in one word."""
+    """The directions in one word."""
     seconds: float
 
 
@@ -76,7 +76,7 @@ def _common(patterns: Iterable[str]) -> str:
 
 
 def _take(groups: deque[_Group], wanted: str) -> list[_Group]:
-    """Remove those that fit into `wanted` one after the other, the first ones first."""
+    """Removes and returns groups that fit into `wanted` one after the other, first ones first."""
     taken: list[_Group] = []
     left: list[_Group] = []
     pattern = ""
@@ -93,7 +93,7 @@ def _take(groups: deque[_Group], wanted: str) -> list[_Group]:
 
 
 def _places(pattern: str, wanted: str) -> list[int] | None:
-    """Where the passes of `pattern` are in `wanted`, so that dummies can do the rest: there, each
+    """Places of the passes of `pattern` in `wanted`, so that dummies can do the rest: there, each
     backward has a forward before it. As late as may be, for extra forwards come first."""
     for stop in range(len(wanted), len(pattern) - 1, -1):
         places: list[int] = []

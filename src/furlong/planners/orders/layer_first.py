@@ -4,7 +4,9 @@ All stages are on one rank (or one sp group), so nothing is sent. Between forwar
 cell keeps its stage input; K,V live for one stage at a time, and are rebuilt when the backward
 comes to it. The last stage turns around on the spot: its K,V are still there.
 
-With one stage this is SeCO's walk, with one layer per stage FPDT's. In between, a stage of h of L
+With one stage this is SeCO's walk, with one layer per stage FPDT's (Yao et al., 2024), whose own
+backward walks K,V outside and queries inside; here chunks descend, with the same gradients, and
+grouped heads spare the backward's loads too. In between, a stage of h of L
 layers holds L/h hidden states and h layers of K,V with their gradients per token: the peak is
 lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
 """

@@ -2,15 +2,20 @@
 
     plan_on_device([9000, 300], ChunkOptions(order="layer-first", stage_layers=2), num_layers=8)
 
-Chunk-first is ChunkFlow's walk over one stage (`methods.chunkflow`). Layer-first finishes a stage
-for all chunks of a group before the next (`orders.layer_first`), with the same chunks: hybrid ones
-too, which the published method (`methods.fpdt`) does not have.
+Chunk-first is ChunkFlow's walk over one stage. Layer-first finishes a stage for all chunks of a
+group before the next (`orders.layer_first`), with the same chunks: hybrid ones too, which FPDT, the
+published method, does not have.
+
+Groups run one after another, each through all stages and back. The other order, every stage over
+all groups, would hold the hidden states of the whole batch at every stage at once; it would only
+gather sharded parameters less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from furlong.plan.check import check
 from furlong.plan.values import Action, ChunkPlan, Reduce
@@ -22,27 +27,12 @@ from furlong.planners.orders.schedule import schedule_group
 
 
 def plan_on_device(
-    seq_lens: Sequence[int],
-    options: ChunkOptions,
-    *,
-    num_layers: int,
-    backward: bool = True,
-    frozen_layers: int = 0,
+    seq_lens: Sequence[int], options: ChunkOptions, *, num_layers: int, **others: Any
 ) -> ChunkPlan:
-    """A checked plan for one device; without backward a plan that only evaluates.
-
-    `frozen_layers`: first layers without a trained parameter in them or below, so that neither
-    recompute nor backward runs at stages of such layers alone. The last stage always has both, for
-    the loss is in its backward; so chunk-first, with all layers in one stage, leaves nothing out.
-    """
-    return plan_groups(
-        seq_lens,
-        group_chunks(seq_lens, options),
-        options,
-        num_layers=num_layers,
-        backward=backward,
-        frozen_layers=frozen_layers,
-    )
+    """A checked plan for one device of the chunks that `options` make; `others` as for
+    `plan_groups`."""
+    groups = group_chunks(seq_lens, options)
+    return plan_groups(seq_lens, groups, options, num_layers=num_layers, **others)
 
 
 def plan_groups(
@@ -53,29 +43,30 @@ def plan_groups(
     num_layers: int,
     backward: bool = True,
     frozen_layers: int = 0,
+    sp_size: int = 1,
 ) -> ChunkPlan:
-    """The same over chunks that are there already."""
+    """A checked plan of any groups for one device, or for one pool of `sp_size`; without backward
+    a plan that only evaluates.
+
+    `frozen_layers`: first layers without a trained parameter in them or below, so that neither
+    recompute nor backward runs at stages of such layers alone. The last stage always has both, for
+    the loss is in its backward; so chunk-first, with all layers in one stage, leaves nothing out.
+    """
     stages = stages_of(num_layers, options)
-    frozen_stages = _count_frozen(stages, frozen_layers) if backward else 0
+    ends = list(accumulate(stages))[:-1]
+    frozen_stages = sum(end <= frozen_layers for end in ends) if backward else 0
     numbered = number_chunks(groups)
     actions: list[Action] = []
     for numbers in numbered:
         actions += walk_group(
-            numbers,
-            stages,
-            options,
-            frozen_stages=frozen_stages,
-            backward=backward,
+            numbers, stages, options, frozen_stages=frozen_stages, backward=backward,
             reduces=numbers is numbered[-1],
-        )
+        )  # fmt: skip
     plan = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunk for group in groups for chunk in group),
-        stages=stages,
-        actions=(tuple(actions),),
-        tiers=options.tiers,
+        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        stages=stages, actions=(tuple(actions),), tiers=options.tiers, sp_size=sp_size,
         frozen_stages=frozen_stages,
-    )
+    )  # fmt: skip
     check(plan)
     return plan
 
@@ -92,34 +83,17 @@ def walk_group(
     stages: Sequence[int],
     options: ChunkOptions,
     *,
-    frozen_stages: int = 0,
     backward: bool = True,
     reduces: bool = False,
-    only: Collection[int] | None = None,
+    **layer_first: Any,
 ) -> list[Action]:
-    """Actions of one group; `reduces` and `only` as for `layer_first.walk_layer_first`."""
+    """The actions of one group. `reduces`: it is a rank's last one, and each stage is reduced
+    behind its last Backward; `layer_first`: more for `walk_layer_first`."""
+    dials: dict[str, Any] = {
+        "keep": options.keep, "num_retained": options.num_retained, "backward": backward,
+        "recompute_layers": min(options.recompute_layers, stages[0]),
+    }  # fmt: skip
     if options.order == "layer-first":
-        return walk_layer_first(
-            chunks,
-            stages,
-            keep=options.keep,
-            num_retained=options.num_retained,
-            recompute_layers=options.recompute_layers,
-            frozen_stages=frozen_stages,
-            backward=backward,
-            reduces=reduces,
-            only=only,
-        )
-    actions = schedule_group(
-        chunks,
-        num_retained=options.num_retained,
-        keep=options.keep,
-        backward=backward,
-        recompute_layers=min(options.recompute_layers, stages[0]),
-    )
+        return walk_layer_first(chunks, stages, reduces=reduces, **dials, **layer_first)
+    actions = schedule_group(chunks, **dials)
     return [*actions, Reduce(0)] if reduces and backward else actions
-
-
-def _count_frozen(stages: Sequence[int], frozen_layers: int) -> int:
-    """First stages wholly within the frozen layers, the last stage never."""
-    return sum(end <= frozen_layers for end in list(accumulate(stages))[:-1])

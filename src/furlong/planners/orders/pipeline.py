@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from furlong.plan.check import check
 from furlong.plan.values import (
@@ -36,8 +36,9 @@ from furlong.planners.chunks.groups import Groups
 from furlong.planners.orders.schedule import schedule_group
 
 RecomputeStart = Literal["eager", "lazy"]
-"""When a dropped chunk is recomputed: as soon as its stage is free, or after the gradient of its
-output has arrived (then it is part of the backward; never faster, and what ChunkFlow draws)."""
+"""Moments at which a dropped chunk may be recomputed: as soon as its stage is free, or after the
+gradient of its output has arrived (then it is part of the backward; never faster, and what
+ChunkFlow draws)."""
 
 
 def plan_1f1b(
@@ -45,38 +46,49 @@ def plan_1f1b(
     groups: Groups,
     *,
     stages: Sequence[int],
-    num_retained: int = 1,
-    keep: Keep = "kv",
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
-    recompute: RecomputeStart = "eager",
-    recompute_layers: int = 0,
-    backward: bool = True,
+    **dials: Any,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
 
-    `stages`: layers per stage; rank s holds stage s. Dropped chunks keep what `keep` says, the
-    others recompute `recompute_layers` of each stage; without backward the plan only evaluates.
+    `stages`: layers per stage; rank s holds stage s. `dials`: those of `state_aware_lists`.
     """
-    numbered = number_chunks(groups)
-    lists = []
-    for stage in range(len(stages)):
-        cells = _interleave(
-            [
-                schedule_group(
-                    group,
-                    num_retained=num_retained,
-                    keep=keep,
-                    backward=backward,
-                    stage=stage,
-                    recompute_layers=min(recompute_layers, stages[stage]),
-                )
-                for group in numbered
-            ],
-            num_ahead=len(stages) - 1 - stage,
-        )
-        lists.append(with_messages(cells, stage, len(stages), recompute))
+    lists = state_aware_lists(number_chunks(groups), stages, **dials)
     return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+
+
+def state_aware_lists(
+    numbered: Sequence[range],
+    stages: Sequence[int],
+    *,
+    num_retained: int = 1,
+    keep: Keep = "kv",
+    recompute: RecomputeStart = "eager",
+    recompute_layers: int = 0,
+    backward: bool = True,
+) -> list[list[Action]]:
+    """The list of every rank for groups whose chunks have the numbers `numbered`.
+
+    Dropped chunks keep what `keep` says, the others recompute `recompute_layers` of each stage;
+    without backward the plan only evaluates.
+    """
+    lists = []
+    for stage, height in enumerate(stages):
+        schedules = [
+            schedule_group(
+                group,
+                num_retained=num_retained,
+                keep=keep,
+                backward=backward,
+                stage=stage,
+                recompute_layers=min(recompute_layers, height),
+            )
+            for group in numbered
+        ]
+        cells = _interleave(schedules, num_ahead=len(stages) - 1 - stage)
+        lists.append(with_messages(cells, stage, len(stages), recompute))
+    return lists
 
 
 def _interleave(schedules: Sequence[Sequence[Action]], *, num_ahead: int) -> list[Action]:

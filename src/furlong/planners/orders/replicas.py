@@ -7,17 +7,15 @@ Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from furlong.cost.model import CostModel
+from furlong.cost.model import Computing, CostModel
 from furlong.plan.check import check
 from furlong.plan.values import (
     Action,
     Backward,
     Chunk,
     ChunkPlan,
-    Forward,
-    RebuildKV,
-    Recompute,
     Recv,
     Reduce,
     Send,
@@ -60,16 +58,11 @@ def join_replicas(
             moved = _moved(listed, first_chunk, first_rank)
             actions.append((*moved, *_missing_reduces(listed)))
     joined = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=first.stages,
-        actions=tuple(actions),
-        tiers=first.tiers,
-        sp_size=first.sp_size,
-        sampled=any(plan.sampled for plan in plans),
+        seq_lens=tuple(seq_lens), chunks=tuple(chunks), stages=first.stages, actions=tuple(actions),
+        tiers=first.tiers, sp_size=first.sp_size, sampled=any(plan.sampled for plan in plans),
         frozen_stages=first.frozen_stages,
         regathers=regathers or any(plan.regathers for plan in plans),
-    )
+    )  # fmt: skip
     check(joined)
     return joined
 
@@ -98,29 +91,20 @@ def _renamed(chunks: Iterable[Chunk], seq_ids: Sequence[int]) -> list[Chunk]:
 
 def _moved(actions: Sequence[Action], chunks: int, ranks: int) -> list[Action]:
     """The actions with chunk numbers and peers raised by so many."""
-    if not chunks and not ranks:
-        return list(actions)
     moved: list[Action] = []
     for action in actions:
         if isinstance(action, (Send, Recv)):
-            payload, chunk, peer = action.payload, action.chunk + chunks, action.peer + ranks
-            action = type(action)(payload, chunk, action.stage, peer)
-        elif isinstance(action, Forward):
-            layers = action.recompute_layers
-            action = Forward(action.chunk + chunks, action.stage, action.keep, layers)
-        elif isinstance(action, Backward):
-            factors = action.loss_factor, action.relay_factor
-            action = Backward(action.chunk + chunks, action.stage, *factors)
-        elif isinstance(action, Recompute):
-            action = Recompute(action.chunk + chunks, action.stage, action.recompute_layers)
-        elif isinstance(action, RebuildKV):
-            action = RebuildKV(action.chunk + chunks, action.stage)
-        moved.append(action)
+            chunk, peer = action.chunk + chunks, action.peer + ranks
+            moved.append(type(action)(action.payload, chunk, action.stage, peer))
+        elif isinstance(action, Computing):
+            moved.append(replace(action, chunk=action.chunk + chunks))
+        else:
+            moved.append(action)
     return moved
 
 
 def _missing_reduces(actions: Iterable[Action]) -> list[Action]:
-    """Of the stages with a Backward, those without a Reduce, in the order of their last one."""
+    """A Reduce for each stage with a Backward and without one, in the order of last Backwards."""
     trained: dict[int, None] = {}
     reduced: set[int] = set()
     for action in actions:

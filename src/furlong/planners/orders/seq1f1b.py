@@ -23,7 +23,7 @@ def plan_seq1f1b(
     groups: Groups,
     *,
     stages: Sequence[int],
-    recompute_layers: Sequence[Sequence[int]] | None = None,
+    recompute_layers: Sequence[Sequence[int]] = (),
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
 ) -> ChunkPlan:
@@ -32,20 +32,29 @@ def plan_seq1f1b(
     `stages`: layers per stage; rank s holds stage s. `recompute_layers[stage][chunk]`: how many
     layers of the cell are checkpointed, each by its own input (default none).
     """
-    numbered = number_chunks(groups)
-    lists = []
-    for stage in range(len(stages)):
-        layers = recompute_layers[stage] if recompute_layers else None
-        cells = seq1f1b_cells(numbered, len(stages), stage, layers)
-        lists.append(with_messages(cells, stage, len(stages)))
+    lists = token_level_lists(number_chunks(groups), stages, recompute_layers)
     return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+
+
+def token_level_lists(
+    numbered: Sequence[range],
+    stages: Sequence[int],
+    recompute_layers: Sequence[Sequence[int]] = (),
+) -> list[list[Action]]:
+    """The list of every rank for groups whose chunks have the numbers `numbered`."""
+    num_stages = len(stages)
+    rows = recompute_layers or [()] * num_stages
+    return [
+        with_messages(seq1f1b_cells(numbered, num_stages, stage, row), stage, num_stages)
+        for stage, row in enumerate(rows)
+    ]
 
 
 def seq1f1b_cells(
     numbered: Sequence[range],
     num_stages: int,
     stage: int,
-    recompute_layers: Sequence[int] | None = None,
+    recompute_layers: Sequence[int] = (),
 ) -> list[Action]:
     """The cells of one stage in order, for groups whose chunks have the numbers `numbered`.
 
@@ -66,12 +75,12 @@ def seq1f1b_cells(
 
 
 def count_ahead(counts: Sequence[int], num_stages: int, stage: int) -> int:
-    """Forwards before the first pair (Seq1F1B; InfiniPipe's Eq. 7 counts one more)."""
+    """Number of forwards before the first pair (Seq1F1B; InfiniPipe's Eq. 7 counts one more)."""
     return min(num_stages - 1 - stage + max(counts) - 1, sum(counts))
 
 
 def backward_places(counts: Sequence[int]) -> list[int]:
-    """For each chunk in forward order, its place in backward order (InfiniPipe's f2b).
+    """Place in backward order of each chunk in forward order (InfiniPipe's f2b).
 
     `counts`: the chunks of each group, in the order in which they run.
     """
@@ -81,25 +90,10 @@ def backward_places(counts: Sequence[int]) -> list[int]:
     return places
 
 
-def windows(counts: Sequence[int], num_stages: int, stage: int) -> list[set[int]]:
-    """The chunks whose graphs a stage holds, in forward places, each time it has most of them:
-    right before each backward up to the last one that a forward precedes."""
-    num_chunks = sum(counts)
-    num_ahead = count_ahead(counts, num_stages, stage)
-    if num_ahead == num_chunks:
-        return [set(range(num_chunks))]
-    places = backward_places(counts)
-    order = sorted(range(num_chunks), key=places.__getitem__)
-    return [
-        set(range(num_ahead + done + 1)).difference(order[:done])
-        for done in range(num_chunks - num_ahead)
-    ]
-
-
 def recompute_on_diagonals(
     layers: Sequence[int], counts: Sequence[int], num_stages: int
 ) -> list[list[int]]:
-    """recompute_layers[stage][chunk] with equal values along each diagonal of the schedule.
+    """Values for recompute_layers[stage][chunk], equal along each diagonal of the schedule.
 
     `layers` has one value per diagonal, len(chunks) + num_stages - 1 of them (InfiniPipe, Eq. 15
     and 16). To recompute in one cell of a diagonal takes as long as in all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from furlong.cost.model import CostModel
@@ -21,12 +22,12 @@ from furlong.planners.infinipipe.mesh import cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders.group_order import choose_order
+from furlong.planners.orders.one_device import plan_groups, plan_on_device
+from furlong.planners.orders.pipeline import assemble, number_chunks, state_aware_lists
+from furlong.planners.orders.seq1f1b import token_level_lists
 from furlong.planners.places.plan import plan_places
 from furlong.planners.search.dials import Cut, Dials
 
@@ -60,14 +61,18 @@ def build(
         return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
     sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
     if dials.cut in POOLED:
-        plan = POOLED[dials.cut]
-        return plan(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
+        pooled = POOLED[dials.cut]
+        return pooled(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
     match dials.walk:
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
-            return plan_fpdt(
-                seq_lens, num_layers=model.shape.num_layers, chunk_size=dials.size,
-                stage_layers=dials.stage_layers, keep=dials.keep, tiers=tiers, sp_size=sp_size,
+            options = ChunkOptions(
+                size=dials.size, num_retained=0, keep=dials.keep, tier=tiers,
+                order="layer-first", stage_layers=dials.stage_layers, hybrid=False,
+            )  # fmt: skip
+            return plan_groups(
+                seq_lens, shard(group_chunks(seq_lens, options), sp_size), options,
+                num_layers=model.shape.num_layers, sp_size=sp_size,
             )  # fmt: skip
         case "elastic":
             enough_s, slices = like or (0.0, None)
@@ -81,18 +86,22 @@ def build(
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)
             layers = dials.recompute_layers or (0,) * len(stages)
-            num_chunks = sum(map(len, groups))
-            return plan_seq1f1b(
-                lens, groups, stages=stages, tiers=tiers, sp_size=sp_size,
-                recompute_layers=[[count] * num_chunks for count in layers],
-            )  # fmt: skip
+            rows = [[count] * sum(map(len, groups)) for count in layers]
+            lists = partial(token_level_lists, stages=stages, recompute_layers=rows)
         case "state-aware":
             lens, groups = groups_of(dials, seq_lens, model)
             assert dials.num_retained is not None and dials.keep
-            return plan_1f1b(
-                lens, groups, stages=stages, num_retained=dials.num_retained, keep=dials.keep,
-                tiers=tiers, sp_size=sp_size,
-            )  # fmt: skip
+            lists = partial(
+                state_aware_lists, stages=stages, num_retained=dials.num_retained, keep=dials.keep
+            )
+    numbered = number_chunks(groups)
+    plan = assemble(lens, groups, stages, lists(numbered), tiers=tiers, sp_size=sp_size)
+    order = choose_order(plan, numbered, lists, model, dials.group_order, budget_bytes=budget_bytes)
+    if order == tuple(range(len(groups))):
+        return plan
+    groups = [groups[i] for i in order]
+    lists_of = lists(number_chunks(groups))
+    return assemble(lens, groups, stages, lists_of, tiers=tiers, sp_size=sp_size)
 
 
 def groups_of(
@@ -123,8 +132,9 @@ def groups_of(
             groups = micro_batch_groups(
                 lens,
                 model,
-                cp_size=sp_size,
+                sp_size=sp_size,
                 bucket_tokens=-(-size // sp_size),
+                recompute_layers=sum(dials.recompute_layers),
             )
             return lens, _slowest_first(groups, lens, model, sp_size)
     if dials.local:

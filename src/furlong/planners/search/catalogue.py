@@ -27,7 +27,8 @@ _SLICES = (2, 4, 8, 16)
 def chunkflow(room: Room) -> Iterator[Ladder]:
     """ChunkFlow: equal chunks, never mixed, K and ChunkSize by grid search (its section 5)."""
     for size in room.sizes:
-        yield room.retaining(room.dials("ChunkFlow", size=size, keep="kv"), least=1)
+        dials = room.in_any_order(room.dials("ChunkFlow", size=size, keep="kv"))
+        yield room.retaining(dials, least=1)
 
 
 def seco(room: Room) -> Iterator[Ladder]:
@@ -108,20 +109,21 @@ def padded_1f1b(room: Room) -> Iterator[Ladder]:
 
 def _whole_sequences(room: Room, method: str, **changes: Any) -> Iterator[Ladder]:
     dials = room.dials(method, walk="token-level", size=room.longest_tokens, **changes)
-    yield room.checkpointing(dials)
+    yield room.checkpointing(room.in_any_order(dials))
 
 
 def seq1f1b(room: Room) -> Iterator[Ladder]:
     """Seq1F1B: every sequence in as many slices, of equal tokens or of equal work."""
     for count, by_work in product(_SLICES, (False, True)):
         dials = room.dials("Seq1F1B", walk="token-level", cut="slices")
-        yield (replace(dials, slices=count, by_work=by_work),)
+        yield (replace(room.in_any_order(dials), slices=count, by_work=by_work),)
 
 
 def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
     """Seq1F1B over chunks of one size: pieces of long sequences, packed short ones."""
     for size in room.sizes:
-        yield (room.dials("Seq1F1B packed", walk="token-level", size=size),)
+        dials = room.dials("Seq1F1B packed", walk="token-level", size=size)
+        yield (room.in_any_order(dials),)
 
 
 def combined(room: Room) -> Iterator[Ladder]:
@@ -152,7 +154,7 @@ def combined(room: Room) -> Iterator[Ladder]:
 
 
 def _chunked(room: Room, **values: Any) -> Dials:
-    return room.dials("furlong", hybrid=True, **values)
+    return room.in_any_order(room.dials("furlong", hybrid=True, **values))
 
 
 PUBLISHED: dict[str, Method] = {

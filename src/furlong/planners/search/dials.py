@@ -16,6 +16,7 @@ from furlong.planners.chunks.balance import Balance
 from furlong.planners.infinipipe.checkpointing import Mode
 from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
+from furlong.planners.orders.group_order import GroupOrder
 
 Cut = Literal["tokens", "time", "slices", "packed", "padded", "placed", "places", "disjoint places"]
 """Which tokens make a chunk: pieces of `size` tokens and packed short sequences; the same of equal
@@ -49,6 +50,8 @@ class Dials:
     """Pieces of every sequence, or with equal time of the longest one."""
     hybrid: bool = False
     """Whether the tail of a cut sequence shares its chunk with whole short ones."""
+    group_order: GroupOrder = "as listed"
+    """In which order a pipeline runs its groups of chunks."""
     by_work: bool = False
     """Whether slices take equal work rather than equal tokens."""
     local: bool = False
@@ -94,6 +97,8 @@ class Dials:
             found["balanced by"] = self.balance
         if self.layout.num_devices > 1:
             found["zero"] = self.zero
+        if self.group_order != "as listed":
+            found["order of groups"] = self.group_order
         return found
 
     def _of_walk(self) -> dict[str, object]:
@@ -139,13 +144,19 @@ class Dials:
             own[name] == value if name in own else not strict for name, value in given.items()
         )
 
+    def planned_first(self) -> Dials:
+        """The dials of the plan that is made before it is worth more effort: dealt by work where
+        replicas may be dealt by time, groups as they are listed where their order may be searched.
+        """
+        balance = "flops" if self.balance == "time" else self.balance
+        return replace(self, balance=balance, group_order="as listed")
+
     def chunks_only(self) -> Dials:
         """The part of them that decides the chunks and a bound of their time; equal parts, equal
         chunks."""
         return replace(
-            self,
+            self.planned_first(),
             method="",
-            balance="flops" if self.balance == "time" else self.balance,
             walk="state-aware",
             num_retained=None,
             keep=None,

@@ -66,7 +66,7 @@ class Trial:
 
     dials: Dials
     bound_s: float
-    """No step is faster, but for replicas that are dealt by time."""
+    """No step is faster, but for replicas dealt by time and groups in a searched order."""
 
 
 @dataclass(frozen=True)

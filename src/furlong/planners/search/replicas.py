@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
@@ -22,9 +23,17 @@ from furlong.simulate.clock import time_actions
 _MOST_PLANS = 48
 """Of replicas, made while they are dealt by the time of their plans."""
 _MOST_ROUNDS = 12
+_MOST_REORDERED = 8
+"""Replicas of a plan whose order of groups is searched: the slowest ones."""
 
 Dealt = list[list[int]]
 """The seq_ids of each replica."""
+
+
+IMPROVED_LATE: tuple[tuple[str, str], ...] = (("balance", "time"), ("group_order", "searched"))
+"""Dials, and values of them that only the fastest plans get, one after the other."""
+_MOST_IMPROVED = 2
+"""Plans that get them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Replicas:
         self._limit_bytes = limit_bytes
         self._work = sequence_work(seq_lens, model.shape)
         self._dealt: dict[tuple[int, Balance], Dealt] = {}
+        self._dealt_by_time: dict[Dials, Dealt] = {}
         self._chunks: dict[Dials, tuple[Sequence[int], list[Chunk]]] = {}
         self._capacities: dict[tuple[Layout, ZeroStage, tuple[int, ...]], int] = {}
 
@@ -98,24 +108,29 @@ class Replicas:
     def plan_busiest(self, dials: Dials, beat_s: float) -> tuple[ChunkPlan, float]:
         """Its plan, which may not fit, with its seconds. Raises UserError where there is none;
         `beat_s` as for `build`."""
-        plan = self._build(dials, self.busiest(dials), beat_s)
+        plan = self._build(dials.planned_first(), self.busiest(dials), beat_s)
         costs = replica_model(dials, self._model).costs(plan)
         return plan, time_actions(plan, costs).duration_s
 
     def plan_whole(self, dials: Dials) -> Outcome:
-        """The plan of the batch; dealt by work, where it may be by time.
+        """The plan of the batch as it is planned first.
 
         Raises UserError where a replica has none that fits.
         """
-        return self._joined(_by_work(dials), self._deal(dials))
+        return self._joined(dials.planned_first(), self._deal(dials))
 
-    def plan_by_time(self, dials: Dials) -> Outcome:
-        """The same, dealt by the time of the replicas' plans."""
-        return self._joined(dials, self._deal_by_time(dials))
+    def plan_improved(self, dials: Dials) -> Outcome:
+        """The plan of the batch with all that the dials say: dealt by the time of the replicas'
+        plans, and with the order of their groups searched."""
+        by_time = dials.balance == "time"
+        return self._joined(dials, self._deal_by_time(dials) if by_time else self._deal(dials))
 
     def _deal_by_time(self, dials: Dials) -> Dealt:
         """Rounds of dealing, each by what a unit of work has taken each replica so far; the longest
         sequence stays, or replicas would only change their roles."""
+        dials = replace(dials, group_order="as listed")
+        if dials in self._dealt_by_time:
+            return self._dealt_by_time[dials]
         dealt, model = self._deal(dials), replica_model(dials, self._model)
         best: tuple[float, Dealt] = float("inf"), dealt
         for _ in range(min(_MOST_ROUNDS, max(1, _MOST_PLANS // dials.layout.dp))):
@@ -125,10 +140,24 @@ class Replicas:
                 seconds.append(time_actions(plan, model.costs(plan)).duration_s)
             best = min(best, (max(seconds), dealt))
             dealt = by_speed(self._work, dealt, seconds)
+        self._dealt_by_time[dials] = best[1]
         return best[1]
 
+    def _reorder(self, dials: Dials, dealt: Dealt, plans: list[ChunkPlan]) -> None:
+        """Searches the order of groups of the slowest replica, then of the next slowest, as long as
+        none that is searched already is slower."""
+        model, done_s = replica_model(dials, self._model), 0.0
+        left = [(time_actions(p, model.costs(p)).duration_s, i) for i, p in enumerate(plans)]
+        for step_s, i in sorted(left, reverse=True)[:_MOST_REORDERED]:
+            if step_s < done_s:
+                break
+            plans[i] = self._build(dials, self._lens(dealt[i]))
+            done_s = max(done_s, time_actions(plans[i], model.costs(plans[i])).duration_s)
+
     def _joined(self, dials: Dials, dealt: Dealt) -> Outcome:
-        plans = self._plans(dials, dealt)
+        plans = self._plans(replace(dials, group_order="as listed"), dealt)
+        if dials.group_order == "searched":
+            self._reorder(dials, dealt, plans)
         training = replace(self._model.training, zero_stage=dials.zero)
         model = replace(self._model, training=training)
         plan = plans[0]
@@ -187,11 +216,19 @@ class Replicas:
         return self._capacities[key]
 
     def _deal(self, dials: Dials) -> Dealt:
-        key = dials.layout.dp, _by_work(dials).balance
+        key = dials.layout.dp, dials.planned_first().balance
         if key not in self._dealt:
             self._dealt[key] = deal_sequences(self._seq_lens, self._model.shape, *key)
         return self._dealt[key]
 
 
-def _by_work(dials: Dials) -> Dials:
-    return replace(dials, balance="flops") if dials.balance == "time" else dials
+def improvable(
+    outcomes: Sequence[Outcome], tried: Iterable[Dials], dial: tuple[str, str]
+) -> list[tuple[Outcome, Dials]]:
+    """The fastest plans whose methods have `dial` (its name and value), and their dials with it."""
+    name, value = dial
+    change: dict[str, Any] = {name: value}
+    asked = {dials.planned_first() for dials in tried if getattr(dials, name) == value}
+    best = sorted(outcomes, key=lambda outcome: outcome.step_s)
+    open_ones = [outcome for outcome in best if outcome.dials.planned_first() in asked]
+    return [(own, replace(own.dials, **change)) for own in open_ones[:_MOST_IMPROVED]]

@@ -47,6 +47,10 @@ class Room:
             balance=self.balance, **values,
         )  # fmt: skip
 
+    def in_any_order(self, dials: Dials) -> Dials:
+        """The dials of a method that leaves the order of groups open, which tells in pipelines."""
+        return replace(dials, group_order="searched") if self.layout.pp > 1 else dials
+
     def retaining(self, dials: Dials, *, least: int = 0, all_too: bool = True) -> Ladder:
         """A rung for each number of retained chunks from `least` on, falling. `all_too`: up to all
         chunks of the longest sequence."""

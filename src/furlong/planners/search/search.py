@@ -31,14 +31,12 @@ from furlong.planners.search.catalogue import Method, combined
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
-from furlong.planners.search.replicas import Outcome, Replicas
+from furlong.planners.search.replicas import IMPROVED_LATE, Outcome, Replicas, improvable
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Of a chunk per device: smaller ones are tried where none of those before fits, or the smallest of
 them is the best."""
-_DEALT_BY_TIME = 2
-"""Plans whose replicas are dealt again by the time of their plans: the fastest ones."""
 _BETWEEN = 0.98
 """Least share of the bounds of powers of two that numbers between them may have."""
 _MOST_RIVALS = 8
@@ -67,7 +65,7 @@ def search(
         if "size" in problem.given or not state.wants_smaller(least):
             break
         below = least
-    state.deal_by_time()
+    state.improve_best()
     state.find_next_best()
     return state.found()
 
@@ -143,14 +141,15 @@ class _Search:
             except (UserError, PlanError) as error:
                 self._refused.append(Refusal(dials, error))
 
-    def deal_by_time(self) -> None:
-        """Deals the replicas of the fastest plans anew, by the time of their plans."""
-        allowed = {t.dials for t in self._trials if t.dials.balance == "time"}
-        best = sorted(self._outcomes, key=lambda outcome: outcome.step_s)
-        by_time = [replace(outcome.dials, balance="time") for outcome in best]
-        for dials in [one for one in by_time if one in allowed][:_DEALT_BY_TIME]:
-            with suppress(UserError, PlanError):  # a replica that has got more does not fit
-                self._outcomes.append(self._replicas.plan_by_time(dials))
+    def improve_best(self) -> None:
+        """Deals the replicas of the fastest plans by the time of their plans, then searches the
+        order of the groups of the fastest, where their methods allow it."""
+        tried = [trial.dials for trial in self._trials]
+        for dial in IMPROVED_LATE:
+            for outcome, dials in improvable(self._outcomes, tried, dial):
+                with suppress(UserError, PlanError):  # a replica that has got more does not fit
+                    better = self._replicas.plan_improved(dials)
+                    self._outcomes += [better] if better.step_s < outcome.step_s else []
 
     def find_next_best(self) -> None:
         """Tries, of those that were no faster, the fastest that fits."""
