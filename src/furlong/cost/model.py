@@ -56,8 +56,6 @@ class CostModel:
     shape: ModelShape
     hardware: HardwareSpec
     training: Training = field(default_factory=Training)
-    labelled_share: float = 1.0
-    """Of the tokens, those with a label: the head sees no others."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph, from a calibration."""
     heap: Heap = NO_HEAP
@@ -236,9 +234,8 @@ class PlanCosts:
     def process_seconds(self, part: Part, stage: int, table: ChunkTable) -> Array:
         """(S, C) seconds of one part of a pass on every process, for the chunks of `table`."""
         seconds = replace(self._stage_rates(stage), table=table).seconds(part)
-        if part.work in ("head", "head and back"):
-            return self._model.labelled_share * seconds
-        if self._passes_gather(stage) and "gathers" not in self._free:
+        is_head = part.work in ("head", "head and back")
+        if not is_head and self._passes_gather(stage) and "gathers" not in self._free:
             return np.maximum(seconds, self._gathers_s(part.work == "backward", stage))
         return seconds
 
