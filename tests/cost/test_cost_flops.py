@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec, hardware
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.flops import ATTENTION_BACKWARD, attended_keys, sequence_flops, stage_flops
+from furlong.cost.seconds.flops import (
+    ATTENTION_BACKWARD,
+    attended_keys,
+    sequence_flops,
+    stage_flops,
+)
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
 from furlong.planners.methods.chunkflow import plan_chunkflow

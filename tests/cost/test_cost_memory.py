@@ -59,6 +59,31 @@ def test_zero_stages_shard_one_thing_after_another():
     assert gathered == 2 * max(LLAMA8.embedding_parameters, 2 * LLAMA8.layer_parameters(0))
 
 
+def test_gradients_are_shards_under_zero_2_only_where_a_single_backward_makes_them():
+    """A plan reduces once, behind the last Backward; until then several ones add to all of them."""
+    chunks = tuple(Chunk((Slice(i, 0, 16),)) for i in range(3))
+    ranks = ((0, 1), (2,))  # replicas of one stage
+    plan = ChunkPlan(
+        (16,) * 3, chunks, (4,),
+        tuple(
+            (*(a for c in own for a in (Forward(c, 0, "all"), Backward(c, 0))), Reduce(0))
+            for own in ranks
+        ),
+    )  # fmt: skip
+    n = SHAPE.num_parameters
+    held = {
+        zero: [
+            curve(plan, rank, training=Training(zero_stage=zero)).peak["gradients"]
+            for rank in (0, 1)
+        ]
+        for zero in (0, 1, 2, 3)
+    }
+    assert held == {0: [4 * n] * 2, 1: [4 * n] * 2, 2: [4 * n, 2 * n], 3: [2 * n] * 2}
+    adapters = 4 * 4 * Lora(rank=4).layer_parameters(SHAPE, 0)
+    lora = curve(plan, training=Training(zero_stage=2, lora=Lora(rank=4)))
+    assert lora.peak["gradients"] == adapters
+
+
 def test_lora_trains_its_adapters_only():
     training = Training(lora=Lora(rank=8))
     adapters = 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))

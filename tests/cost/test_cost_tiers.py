@@ -219,7 +219,9 @@ def test_segments_die_one_by_one():
 def test_each_tier_holds_its_own(tier):
     _, curve, traffic = layer_first(2, inputs=tier, kv=tier)
     assert curve.lower_bytes == getattr(curve, tier).tolist()
-    assert max(curve.lower_bytes) > 0 == getattr(curve, {"host": "disk", "disk": "host"}[tier]).max()
+    assert (
+        max(curve.lower_bytes) > 0 == getattr(curve, {"host": "disk", "disk": "host"}[tier]).max()
+    )
     assert traffic.by_kind().keys() == {"inputs", "kv", "kv_gradients"}
 
 

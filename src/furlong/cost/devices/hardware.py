@@ -83,10 +83,6 @@ class HardwareSpec:
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
 
-    def optimizer_s(self, parameters: float) -> float:
-        """Seconds of the optimizer's step over so many trained parameters."""
-        return parameters / self.optimizer_parameters_per_s
-
 
 def hardware(name: str) -> HardwareSpec:
     """A device by name: a key of `known_hardware.KNOWN`, or `cpu` for this machine, measured now.

@@ -6,6 +6,10 @@
 
 Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
+
+A plan reduces the gradients of a stage once, with its last Backward. So ZeRO-2 holds those to which
+several Backwards add whole, as ZeRO-1 does, and replicas need not go in step; with ZeRO-3 every
+Backward reduces.
 """
 
 from __future__ import annotations
@@ -137,6 +141,16 @@ class Training:
             gradients=round(trained * self.gradient_bytes / shard[1]),
             optimizer=round(trained * self.optimizer_bytes / shard[0]),
         )
+
+    def unreduced_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], adding: frozenset[int], group_size: int
+    ) -> int:
+        """Bytes of gradients beyond their shard that wait under ZeRO-2 for the last Backward of a
+        stage, if several add to them: in `adding`."""
+        if self.zero_stage != 2:
+            return 0
+        trained = self.trained_parameters(shape, stages, adding) / self.tp_size
+        return round(trained * self.gradient_bytes * (1 - 1 / group_size))
 
     def gathered_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int

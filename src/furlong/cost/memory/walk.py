@@ -8,16 +8,14 @@ gradient, which dies with the Backward of the stage before. For K,V see `stored_
 What lives in a lower tier still has a working set on the device while an action runs: the input
 that is read and the output on its way, one layer's attention outputs (from the Recompute to the
 Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V.
-
-The gradients of a stage's weights are reduced with its last Backward (`before_last_backward`), so
-from its first one on they are whole, under ZeRO-2 too; ZeRO-3 reduces with every Backward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
-from furlong.cost.memory.cells import StageBytes
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import PARTS, Levels, Part
 from furlong.cost.memory.rules import MemoryRules
@@ -98,7 +96,10 @@ class _Walk:
         group = max(1, alike) * plan.sp_size * training.replicas
         state = training.state_bytes(self._rules.shape, plan.stages, self._held, group)
         self.levels.add("weights", state.weights)
-        self.levels.add("gradients", state.gradients)
+        backwards = Counter(a.stage for a in self._actions if isinstance(a, Backward))
+        adding = frozenset(stage for stage, count in backwards.items() if count > 1)
+        unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, adding, group)
+        self.levels.add("gradients", state.gradients + unreduced)
         self.levels.add("optimizer", state.optimizer)
         self.levels.add("buffers", overhead_bytes)
         if not any(isinstance(action, Unshard) for action in self._actions):
