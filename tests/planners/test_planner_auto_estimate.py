@@ -80,7 +80,7 @@ def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens
     plan = plan_on_device(seq_lens, options, num_layers=model.shape.num_layers)
     seconds = predict(model, plan).step_s
     assert simulated_s(model, seq_lens, groups, options) == pytest.approx(seconds, rel=1e-6)
-    estimate = TimeEstimate(model, seq_lens, groups).seconds(options)
+    estimate = TimeEstimate(model, groups).seconds(options)
     assert estimate <= 1.05 * seconds
     if options.tiers == ChunkOptions().tiers:
         assert estimate == pytest.approx(seconds, rel=0.05)

@@ -211,7 +211,7 @@ class _Search:
         """(about its seconds, its least bytes, options) of each."""
         space = self._space
         for size in sizes(space):
-            estimate = TimeEstimate(space.model, space.seq_lens, self._chunks(size))
+            estimate = TimeEstimate(space.model, self._chunks(size))
             others = sum(longest_step(space, size)) - space.longest
             bound = ByteBound(space.model, space.longest, size, others)
             for options in options_of(space, size, self._budgets.lower_tiers):
