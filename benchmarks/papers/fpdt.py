@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.devices.links import Link
 from furlong.cost.lengths import K
-from furlong.cost.memory.activations import fused
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.training import Training, ZeroStage
 from furlong.cost.model import CostModel
@@ -20,6 +19,7 @@ from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.methods.fpdt import plan_fpdt
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
+from papers.fused import fused
 from papers.tables import Row, Table, aggregate
 from papers.timing import shared_chunk
 

@@ -5,7 +5,6 @@ from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, communication_s, table_3
 
 from furlong.cost.devices.hardware import (
     THIS_CPU,
-    Efficiency,
     _free_in_control_group,
     free_ram_budget_bytes,
     hardware,
@@ -83,12 +82,6 @@ def test_a_containers_limit_counts_as_ram(tmp_path):
     assert _free_in_control_group(tmp_path) >= 2**60
     (tmp_path / "memory.max").write_text("1000\n")
     assert _free_in_control_group(tmp_path) == 470
-
-
-def test_efficiency_saturates():
-    eff = Efficiency(0.6, 256)
-    assert eff.at(256) == pytest.approx(0.3)
-    assert eff.at(100_000) == pytest.approx(0.6, rel=3e-3)
 
 
 def test_half_tokens_follow_the_roofline():

@@ -25,7 +25,7 @@ from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
 from furlong.cost.seconds.rates import Part, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.passes import Pass, passes
+from furlong.plan.passes import passes
 from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (
     ON_DEVICE,
@@ -92,14 +92,14 @@ class PlanCosts:
         self._model = model
         self._plan = plan
         self._free = free
-        self._passes: dict[tuple[type[Action], int, int], Pass] = {}
-        self._found: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
         self._unsharded: set[int] = set()
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
             for action, what in zip(actions, passes(plan, rank), strict=True):
                 if isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
-                    self._passes[type(action), action.chunk, action.stage] = what
+                    found = parts_of(what, plan.stages[action.stage])
+                    self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
                     members.setdefault(action.stage, set()).add(rank)
                 elif isinstance(action, Unshard):
@@ -114,7 +114,6 @@ class PlanCosts:
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
-        self._gathering: dict[tuple[bool, int], float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
@@ -183,16 +182,16 @@ class PlanCosts:
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
     def _reduce_at_end_s(self, stage: int) -> float:
-        """Of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights; where
-        ZeRO-3 gathers with every pass the backwards have reduced already."""
-        training = self._model.training
+        """Seconds of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights;
+        where ZeRO-3 gathers with every pass the backwards have reduced already."""
+        training, gathered_s = self._model.training, 0.0
         if self._passes_gather(stage):
             return 0.0
-        gathered = 0.0
         if training.zero_stage in (1, 2):
-            element_bytes = training.compute_bytes
-            gathered = self._collective_s("all_gather", stage, element_bytes, trained_only=True)
-        return self.reduce_s(stage) + gathered
+            gathered_s = self._collective_s(
+                "all_gather", stage, training.compute_bytes, trained_only=True
+            )
+        return self.reduce_s(stage) + gathered_s
 
     def reduce_s(self, stage: int) -> float:
         """Gradients of a stage's trained weights: reduce-scatter where they or the optimizer are
@@ -217,11 +216,8 @@ class PlanCosts:
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
     def parts(self, action: Computing) -> tuple[Part, ...]:
-        """What an action computes, as the plan's passes say."""
-        key = type(action), action.chunk, action.stage
-        if key not in self._found:
-            self._found[key] = parts_of(self._passes[key], self._plan.stages[action.stage])
-        return self._found[key]
+        """The parts of an action's pass, as the plan's passes say."""
+        return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, part: Part, stage: int) -> list[float]:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
@@ -236,16 +232,10 @@ class PlanCosts:
         seconds = replace(self._stage_rates(stage), table=table).seconds(part)
         is_head = part.work in ("head", "head and back")
         if not is_head and self._passes_gather(stage) and "gathers" not in self._free:
-            return np.maximum(seconds, self._gathers_s(part.work == "backward", stage))
+            # weights come with every pass, behind its computation (FSDP's prefetch)
+            reduced_s = self.reduce_s(stage) if part.work == "backward" else 0.0
+            return np.maximum(seconds, self.unshard_s(stage) + reduced_s)
         return seconds
-
-    def _gathers_s(self, backward: bool, stage: int) -> float:
-        """Of weights that come with every pass, behind its computation (FSDP's prefetch)."""
-        key = backward, stage
-        if key not in self._gathering:
-            reduced = self.reduce_s(stage) if backward else 0.0
-            self._gathering[key] = self.unshard_s(stage) + reduced
-        return self._gathering[key]
 
     def _passes_gather(self, stage: int) -> bool:
         """Whether every pass of a stage gathers its weights, and every backward reduces."""

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec
 from furlong.cost.devices.links import Collective, Link, Links
+from furlong.cost.files import read_object
 from furlong.cost.memory.heap import Heap
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
@@ -97,19 +98,9 @@ class Calibration:
 
 def load_calibration(file: str | Path) -> Calibration:
     """The calibration of a file. Raises ConfigError for anything that `save` has not written."""
-    source = f"the calibration file {file}"
-    again = "run furlong calibrate again"
-    try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            given=f"{file}: {error.strerror}", required="a file that can be read",
-            source="the path of the calibration", change="check the path, or run furlong calibrate",
-        ) from error  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(given=str(error), required="JSON", source=source, change=again) from error
-    version = values.pop("version", None) if isinstance(values, dict) else None
-    if version != VERSION:
+    source, again = f"the calibration file {file}", "run furlong calibrate again"
+    values = read_object(file, source=source, change=again)
+    if (version := values.pop("version", None)) != VERSION:
         raise ConfigError(
             given=f"version {version}", required=f"version {VERSION}", source=source, change=again
         )

@@ -40,9 +40,6 @@ class Efficiency:
     half_tokens: float
     """Tokens at which half of `best` is reached."""
 
-    def at(self, num_tokens: float) -> float:
-        return self.best * num_tokens / (num_tokens + self.half_tokens)
-
 
 @dataclass(frozen=True)
 class HardwareSpec:

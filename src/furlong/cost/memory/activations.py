@@ -98,15 +98,3 @@ def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Ac
         end_float32=in_float32,
         logit_bytes=loss if wide else loss + 2 * element_bytes,
     )
-
-
-def fused(shape: ModelShape) -> Activations:
-    """Saved tensors of Megatron-like training: fused norms, rotary and activation, flash attention.
-
-    Two residual tensors and two norms' outputs, q, k, v and attention's output, the outputs of the
-    MLP's matrices and its last input; logits in float32 with their gradient in place. Korthikanti
-    et al. (2022) count 34 D bytes for a two-matrix MLP of width 4 D; without dropout masks and with
-    flash attention that is 4 D + 2 N H + 2 K H + 2 F elements, 32 D bytes.
-    """
-    gated = shape.mlps[0].num_matrices == 3
-    return Activations(hidden=4, mlp=3 if gated else 2, end_hidden=2, logit_bytes=4)
