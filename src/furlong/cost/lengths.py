@@ -31,7 +31,7 @@ class LengthPreset:
     shortest_tokens: int
     source: str
     assumed: str
-    """Said of what the source does not tell."""
+    """Assumptions, for the source does not say all."""
 
     def points(self) -> tuple[tuple[int, float], ...]:
         """The whole distribution: (tokens, share of sequences with fewer), from 0 to 1."""

@@ -1,10 +1,10 @@
-"""CostModel: what a plan's actions take, composed of shape, hardware and training.
+"""CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
 
     model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
-What each action computes is what `plan.passes` says.
+Each action computes what `plan.passes` says.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from furlong.plan.values import (
 
 Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
-"""What a computing action may wait for inside: the all-to-alls of slices on several processes, the
-weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
+"""Things that a computing action may wait for inside: the all-to-alls of slices on several
+processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
+tier."""
 _NO_WAIT = Link(0.0, float("inf"))
 _CPU_KERNEL_BYTES = 3 * 2**26
 """Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
@@ -57,17 +58,17 @@ class CostModel:
     hardware: HardwareSpec
     training: Training = field(default_factory=Training)
     activation_factor: float = 1.0
-    """Measured over counted bytes of a graph, from a calibration."""
+    """Bytes of a graph that a calibration measured over those that are counted."""
     heap: Heap = NO_HEAP
-    """From a calibration."""
+    """The C library's heap, as a calibration measured it."""
 
     @property
     def device_type(self) -> str:
         return "cpu" if self.hardware.name == THIS_CPU else "cuda"
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Seconds of every action of `plan`. `free`: what takes no time, so that the difference
-        tells how long actions wait for it."""
+        """Seconds of every action of `plan`. `free`: things that take no time, so that the
+        difference tells how long actions wait for them."""
         return PlanCosts(self, plan, free)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
@@ -142,7 +143,7 @@ class PlanCosts:
         return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
 
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
-        """`copy_s` of all of a rank's actions."""
+        """Seconds as of `copy_s` of all of a rank's actions."""
         links = self._model.hardware.links
         traffic = self._model.memory().traffic(self._plan, rank)
         slowest = np.max(
@@ -177,7 +178,8 @@ class PlanCosts:
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
-        """All-gather of a stage's weights in compute dtype over its sharding group."""
+        """Seconds of the all-gather of a stage's weights in compute dtype over its sharding
+        group."""
         training = self._model.training
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
@@ -194,8 +196,8 @@ class PlanCosts:
         return self.reduce_s(stage) + gathered_s
 
     def reduce_s(self, stage: int) -> float:
-        """Gradients of a stage's trained weights: reduce-scatter where they or the optimizer are
-        sharded, else all-reduce."""
+        """Seconds in which the gradients of a stage's trained weights are reduced: a reduce-scatter
+        where they or the optimizer are sharded, else an all-reduce."""
         training = self._model.training
         kind: Collective = "reduce_scatter" if training.zero_stage else "all_reduce"
         return self._collective_s(kind, stage, training.gradient_bytes, trained_only=True)

@@ -1,4 +1,4 @@
-"""Calibration: what was measured on a machine, as a value and as a JSON file.
+"""Calibration: figures that were measured on a machine, as a value and as a JSON file.
 
 `furlong calibrate` fits it on the executor; `apply` puts it in the place of a HardwareSpec's
 assumptions. Every field may be missing: then the assumption stays.
@@ -39,7 +39,7 @@ class Calibration:
     hardware: str
     """The device that was measured, a name for `hardware`."""
     machine: str = ""
-    """Which one: a calibration of a CPU is of no use on another."""
+    """The one machine that was measured: a calibration of a CPU is of no use on another."""
     dtype: str = ""
     """Dtype of the computation."""
     measured_on: str = ""
@@ -54,17 +54,18 @@ class Calibration:
     activation_bytes_per_s: float | None = None
     optimizer_parameters_per_s: float | None = None
     activation_factor: float | None = None
-    """Measured over counted bytes of a chunk's graph."""
+    """Bytes of a chunk's graph, measured over counted."""
     heap_blocks: float | None = None
-    """See `heap.Heap`; so is the next."""
+    """The `blocks` of `heap.Heap`."""
     heap_share: float | None = None
+    """The `share` of `heap.Heap`."""
     time_error: float | None = None
     """Largest relative error of the predicted steps that the fit has not seen."""
     memory_error: float | None = None
     """Largest share of a measured peak that a prediction lacked."""
     links: dict[str, Link] = field(default_factory=dict)
-    """By the fields of `Links`: within_node, between_nodes, host, disk; and the collectives, by
-    name, such as `all_reduce` or `all_reduce between nodes`."""
+    """Links by the fields of `Links`: within_node, between_nodes, host, disk; and the collectives,
+    by name, such as `all_reduce` or `all_reduce between nodes`."""
 
     def apply(self, spec: HardwareSpec) -> HardwareSpec:
         """`spec` with what was measured in the place of what was assumed."""

@@ -47,7 +47,7 @@ class HardwareSpec:
 
     name: str
     peak_flops_per_s: float
-    """Dense, in the dtype of the computation."""
+    """FLOPs per second of dense matrices in the dtype of the computation."""
     memory_bytes: int
     reserved_bytes: int
     """Bytes of `memory_bytes` that go to the driver, the context and the allocator's gaps."""
@@ -74,7 +74,7 @@ class HardwareSpec:
     host_bytes: float = inf
     """Bytes that one device may keep in the memory of its host: its share of the node's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each figure comes from."""
+    """Source of each figure."""
 
     @property
     def budget_bytes(self) -> int:

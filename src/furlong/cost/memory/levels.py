@@ -25,10 +25,11 @@ class Levels:
         self.moved = [[0.0] * len(KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes; a column for each kind."""
         self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
-        """(name, chunk, stage) -> where it lies."""
+        """(name, chunk, stage) -> its tier, part and bytes."""
 
     def now(self) -> tuple[list[float], list[float]]:
-        """Parts on the device, then (host, disk). What passes by is gone afterwards."""
+        """Bytes of the parts on the device, then of (host, disk). Those that pass by are gone
+        after."""
         device = [self._device[part] + self._passing[part] for part in PARTS]
         self._passing = dict.fromkeys(PARTS, 0.0)
         return device, [*self._lower.values()]

@@ -30,15 +30,17 @@ class PlanMemory(MemoryRules):
         return self.curve(plan, rank).device_bytes
 
     def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
-        """The same by parts, with the host's; of a pool the process that needs most."""
+        """Bytes in every tier while each action of the rank runs; of a pool those of the process
+        that needs most."""
         return self.walk(plan, rank)[0]
 
     def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
-        """Bytes that the rank moves between tiers; of a pool the process that moves most."""
+        """Bytes that the rank moves between tiers; of a pool those of the process that moves
+        most."""
         return self.walk(plan, rank)[1]
 
     def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
-        """Both, from one walk."""
+        """The curve and the traffic, from one walk."""
         heap = self.heap.held_bytes(self.shape, self.training, plan, rank)
         overhead = self.overhead_bytes + heap
         walks = [walk(self, plan, rank, process, overhead) for process in _unlike(plan, rank)]

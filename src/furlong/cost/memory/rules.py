@@ -24,17 +24,17 @@ class MemoryRules:
     training: Training
     device_budget_bytes: int
     activations: Activations | None = None
-    """Default: what transformers' modules save (`activations.eager`)."""
+    """Tensors that a layer saves; None: those of transformers' modules (`activations.eager`)."""
     activation_factor: float = 1.0
-    """Multiplies the graphs: measured over counted bytes."""
+    """Measured over counted bytes of a graph."""
     overhead_bytes: int = 0
     """Bytes of a framework's own, counted as buffers all through the step."""
     heap: Heap = NO_HEAP
-    """The bytes that it holds are counted as buffers, too."""
+    """The C library's; the bytes that it holds are counted as buffers, too."""
     whole_logits: bool = False
     """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
     device_type: str = "cuda"
-    """cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
+    """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
 
     @property
     def tile_tokens(self) -> int | None:

@@ -88,9 +88,9 @@ class _Segments:
         self._gradients = [num_layers * stored.gradient_token_bytes * n for n in stored.sizes]
         self._kv_before = [0.0, *accumulate(self._kv)]
         self._written: dict[int, set[int]] = {}
-        """By segment that is there: the pieces that were written."""
+        """segment that is there -> its pieces that were written."""
         self._owners: dict[int, set[int]] = {}
-        """By the same: those of them that are alive."""
+        """segment that is there -> its pieces that are alive."""
         self._filling: set[int] = set()
         """Segments whose K,V are on the device."""
         self._hot: set[int] = set()

@@ -29,7 +29,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """What one rank moves; one row per action, one column per kind."""
+    """Bytes and operations of one rank; one row per action, one column per kind."""
 
     tiers: Tiers
     read: NDArray[np.float64]
@@ -37,15 +37,15 @@ class PlanTraffic:
     written: NDArray[np.float64]
     """(actions, kinds) bytes from the device to the kind's tier."""
     num_reads: NDArray[np.float64]
-    """(actions, kinds) operations."""
+    """(actions, kinds) number of operations."""
     num_writes: NDArray[np.float64]
 
     def read_bytes(self, tier: Tier) -> int:
-        """From a tier, by the whole plan."""
+        """Bytes that the whole plan reads from a tier."""
         return round(float(self.read[:, self.of(tier)].sum()))
 
     def written_bytes(self, tier: Tier) -> int:
-        """To a tier, by the whole plan."""
+        """Bytes that the whole plan writes to a tier."""
         return round(float(self.written[:, self.of(tier)].sum()))
 
     def by_kind(self) -> dict[Kind, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory and work depend on it: dtypes, optimizer, ZeRO, LoRA.
+"""The training of a model, as far as bytes and seconds depend on it: dtypes, optimizer, ZeRO, LoRA.
 
     weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4)
     gradients   of trained weights, float32 (4)
@@ -22,7 +22,7 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0, "momentum": 4.0, "sgd": 0.0, "lion": 4.0}
-"""State per trained parameter: moments in float32, or in 8 bits."""
+"""Bytes of state per trained parameter: moments in float32, or in 8 bits."""
 
 ZeroStage = Literal[0, 1, 2, 3]
 _GATHERED_LAYERS = 2
@@ -35,9 +35,9 @@ class Lora:
 
     rank: int
     attention: bool = True
-    """On the q, k, v and output matrices."""
+    """Whether the q, k, v and output matrices have them."""
     mlp: bool = False
-    """On the MLP's matrices; not on experts."""
+    """Whether the MLP's matrices have them; experts have none."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
         hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
@@ -52,7 +52,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Of one rank, between steps and all through a step."""
+    """Bytes of one device's state, between steps and all through a step."""
 
     weights: int
     gradients: int
@@ -65,12 +65,12 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained and in which dtypes; the defaults are this project's own (bf16 compute)."""
+    """Trained weights and their dtypes; the defaults are this project's own (bf16 compute)."""
 
     compute_bytes: int = 2
-    """Of a number in weights in use, activations, K and V."""
+    """Bytes of a number in weights in use, activations, K and V."""
     master_bytes: int = 4
-    """Of a trained weight's own copy beside that in compute dtype; 0 where it computes itself."""
+    """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
     gradient_bytes: int = 4
     optimizer: str = "adamw"
     zero_stage: ZeroStage = 0
@@ -80,11 +80,11 @@ class Training:
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
     kv_gradient_bytes: int = 4
-    """Of dK,dV while they wait for their own chunk."""
+    """Bytes of a number in dK,dV while they wait for their own chunk."""
 
     @classmethod
     def in_dtype(cls, dtype: str) -> Training:
-        """As `furlong train` does it: float32 weights, computing in `dtype`."""
+        """The training of `furlong train`: float32 weights, computing in `dtype`."""
         wide = {"float32": 4, "float64": 8}.get(dtype)
         if wide is None:
             return cls()
@@ -98,14 +98,14 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> float:
-        """Of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
+        """Bytes of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
         source = "the optimizer's name"
         return look_up(self.optimizer, OPTIMIZER_BYTES, kind="optimizer", source=source)
 
     def trained_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
-        """Of a rank that holds the stages `held`."""
+        """Number of trained parameters of a rank that holds the stages `held`."""
         if self.lora is None:
             return self.held_parameters(shape, stages, held)
         return sum(
@@ -117,8 +117,8 @@ class Training:
     def held_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
-        """All parameters of a rank that holds the stages `held`, adapters left out. A rank with
-        both ends shares a tied head with the embedding."""
+        """Number of parameters of a rank that holds the stages `held`, without adapters. A rank
+        with both ends shares a tied head with the embedding."""
         count = sum(shape.stage_parameters(stages, stage) for stage in held)
         both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
         return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
@@ -130,7 +130,7 @@ class Training:
         held: frozenset[int],
         group_size: int,
     ) -> StateBytes:
-        """Of a rank that holds `held`; its sharding group has `group_size` ranks."""
+        """State of a device that holds the stages `held`; `group_size` devices share it."""
         base = self.held_parameters(shape, stages, held) / self.tp_size
         trained = self.trained_parameters(shape, stages, held) / self.tp_size
         in_use = base + (trained if self.lora is not None else 0)

@@ -61,7 +61,7 @@ def walk(
 
 
 class _Walk:
-    """What one process has in use, action by action."""
+    """Bytes that one process has in use, action by action."""
 
     def __init__(self, rules: MemoryRules, plan: ChunkPlan, rank: int, process: int) -> None:
         self._rules, self._plan, self._actions = rules, plan, plan.actions[rank]
@@ -88,7 +88,7 @@ class _Walk:
         self._store = StoredKV(rules, plan, process, self.levels)
 
     def start(self, overhead_bytes: float) -> None:
-        """What is there before the first action, and stays."""
+        """Bytes that are there before the first action, and stay."""
         plan, training = self._plan, self._rules.training
         # ranks that share one stage share all of theirs, so the first one tells
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)

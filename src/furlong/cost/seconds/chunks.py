@@ -31,7 +31,7 @@ class ChunkTable:
     """window -> keys of slices on one process that are computed: the attended ones, and those that
     share a tile with them behind the mask."""
     shared_keys: dict[int | None, Array]
-    """window -> the process's part of the same of slices on larger places."""
+    """window -> the process's part of the computed keys of slices on larger places."""
     prefix_tokens: dict[int | None, Array]
     """window -> stored tokens that the process reads before its slices, in units of whole heads: a
     slice on n processes counts 1/n of its prefix."""
@@ -42,8 +42,9 @@ class ChunkTable:
 def chunk_table(
     chunks: Sequence[Chunk], windows: Sequence[int | None], sp_size: int, tile_tokens: int = 0
 ) -> ChunkTable:
-    """`windows`: those of the model's layers, repeats allowed. `tile_tokens`: keys of a tile of
-    attention; of the one that the diagonal cuts, on average half is computed in vain."""
+    """The table of some chunks. `windows`: those of the model's layers, repeats allowed.
+    `tile_tokens`: keys of a tile of attention; of the one that the diagonal cuts, on average half
+    is computed in vain."""
     kinds = list(dict.fromkeys(windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}

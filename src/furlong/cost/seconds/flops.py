@@ -34,7 +34,7 @@ class Flops:
         return self.linear + self.attention
 
     def times(self, linear: float, attention: float) -> Flops:
-        """The same work with each part as often."""
+        """So many times the work of each part."""
         return Flops(self.linear * linear, self.attention * attention)
 
 

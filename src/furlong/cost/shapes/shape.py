@@ -20,7 +20,7 @@ class ModelShape:
     """A decoder's sizes. Counts of parameters are transformers' own; see `exact`."""
 
     family: str
-    """`model_type` of the config."""
+    """The `model_type` of the config."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -39,7 +39,7 @@ class ModelShape:
     final_norm_parameters: int = 0
     head_bias_parameters: int = 0
     exact: bool = True
-    """False for a family that is not in the table and was read as if it were a Llama."""
+    """Whether the family is in the table; others are read as if they were Llamas."""
     num_positions: int | None = None
     """Positions that the model knows; None where its config names no number."""
     original_positions: int | None = None
@@ -51,7 +51,7 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """N * H."""
+        """N * H: the width of one token's queries."""
         return self.num_heads * self.head_dim
 
     @property

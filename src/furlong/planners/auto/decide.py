@@ -55,11 +55,11 @@ class Decision:
     """The choice, its reason, and the price of the next best; empty where nothing was left to
     choose."""
     searched: Searched | None = None
-    """None where nothing was searched, or nothing fits."""
+    """Outcome of the search; None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
     """The model that predicts the steps; None where the work cannot be counted."""
     figures: str = ""
-    """Where the model's seconds and bytes come from."""
+    """Origin of the model's seconds and bytes."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
@@ -145,7 +145,7 @@ def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
 
 
 def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> ConfigError:
-    """The message of a search in which nothing fits: what would."""
+    """The message of a search in which nothing fits, with the budgets that would do."""
     nearest, needs = searched.refused[0], searched.refused[0].needs
     count = len(searched.refused) + searched.num_pruned
     words = f"of {count:,} plans none fits; nearest is {dials_in_words(nearest.options)}"

@@ -40,8 +40,8 @@ A calibration whose residuals are smaller sets a smaller one."""
 _NEAR = 0.005
 """Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000
-"""Walked and simulated in all once a plan fits, twice as many while none does: then the search
-ends."""
+"""Actions that are walked and simulated in all once a plan fits, twice as many while none does:
+then the search ends."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _Search:
         self._fitting.append(Tried(options, step_s, needs, curve))
 
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
-        """(about its seconds, its least bytes, options) of each."""
+        """For each candidate its seconds, about, its least bytes, and its options."""
         space = self._space
         for size in sizes(space):
             estimate = TimeEstimate(space.model, self._chunks(size))
@@ -236,6 +236,6 @@ def _walk_of(options: ChunkOptions) -> tuple[object, ...]:
 
 
 def _num_lowered(tiers: Tiers) -> int:
-    """Kinds of memory that leave the device, for one of two plans that are as fast."""
+    """Number of kinds of memory that leave the device: of two plans as fast, fewer are better."""
     kinds = (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs)
     return sum(tier != "device" for tier in kinds)

@@ -1,4 +1,4 @@
-"""Which chunks of a plan get a backward, and with what factors (SpaCO, Li et al., 2025).
+"""The rules by which chunks of a plan get a backward, and its factors (SpaCO, Li et al., 2025).
 
 Forwards stay exact, so only the set of surviving paths is random. A contribution to the gradient
 that reaches its parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss
@@ -47,7 +47,8 @@ EXACT = Factors()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the chunks of every cut sequence are drawn. Give one of `rate` and `chunks`.
+    """A rule and a budget by which chunks of every cut sequence are drawn. Give one of `rate` and
+    `chunks`.
 
     Chunks that hold whole sequences only are always drawn: no context makes their backward dear,
     and no memory is saved. A sequence of no more chunks than the budget is computed exactly.
@@ -125,7 +126,7 @@ class Sampling:
 
 
 def sampling_of(value: object) -> Sampling | None:
-    """A Sampling, of itself or of a mapping of its fields. Raises ConfigError for anything else."""
+    """The Sampling that a value or a mapping of its fields means. Raises ConfigError for others."""
     if value is None or isinstance(value, Sampling):
         return value
     if not isinstance(value, Mapping):
