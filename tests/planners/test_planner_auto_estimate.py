@@ -29,6 +29,7 @@ MODELS = {
     "cpu": CostModel(
         ModelShape.from_config(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
     ),
+    "cpu, bfloat16": CostModel(ModelShape.from_config(SMALL), this_cpu(measured=False)),
     "lora": CostModel(
         model_shape("Qwen2.5-0.5B"), hardware("A100-80"),
         Training(lora=Lora(8, attention=True, mlp=True)),
@@ -105,7 +106,7 @@ def test_the_bound_holds_with_many_segments_in_a_lower_tier(
     assert 0.9 * walked.host_bytes <= bound.host_bytes <= walked.host_bytes
 
 
-@pytest.mark.parametrize("name", ["small", "lora", "cpu"])
+@pytest.mark.parametrize("name", ["small", "lora", "cpu", "cpu, bfloat16"])
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
 @pytest.mark.parametrize("num_retained", [0, 1, 3])
 def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, num_retained):
@@ -127,11 +128,11 @@ def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, 
         assert 0 <= walked.device_bytes - bound.device_bytes <= 2 * message
 
 
-@pytest.mark.parametrize("kind", ["kv", "inputs", "attention"])
+@pytest.mark.parametrize(("kind", "least"), [("kv", 0.5), ("inputs", 0.7), ("attention", 0.25)])
 @pytest.mark.parametrize("stage_layers", [1, 6])
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
-def test_a_slow_link_is_in_the_estimate(kind, stage_layers, keep):
-    """The seconds of its copies, where the kind is written at all: a fourth at least, never more."""
+def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
+    """The seconds of its copies, where the kind is written at all: never more than they take."""
     model = MODELS["lora"]
     links = replace(model.hardware.links, disk=Link(0.0, 1e7))
     model = replace(model, hardware=replace(model.hardware, links=links))
@@ -144,4 +145,4 @@ def test_a_slow_link_is_in_the_estimate(kind, stage_layers, keep):
     on_device_s = estimate.seconds(replace(dials, tier="device"))
     is_written = kind != "attention" or keep == "attention"
     assert (seconds > 20 * on_device_s) == is_written
-    assert seconds / 4 <= estimate.seconds(dials) <= seconds * (1 + 1e-9)
+    assert least * seconds <= estimate.seconds(dials) <= seconds * (1 + 1e-9)

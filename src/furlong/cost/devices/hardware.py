@@ -116,14 +116,14 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
     )
 
 
-def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec:
+def this_cpu(*, measured: bool = True) -> HardwareSpec:
     """This machine: memory from the system, the rate from one short float32 matrix product.
 
     Takes about a tenth of a second. `furlong calibrate` replaces the efficiencies by measured ones.
     With `measured` False the rate is a fixed one per core, for decisions that no noise may turn.
     """
     memory = psutil.virtual_memory().total
-    cores = cores or os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     peak = _measured_flops_per_s() if measured else cores * _CORE_FLOPS_PER_S
     copy = 1e10
     return HardwareSpec(
