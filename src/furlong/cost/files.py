@@ -14,10 +14,9 @@ def read_object(file: str | Path, *, source: str, change: str) -> dict[str, Any]
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        is_there = not isinstance(error, OSError)
         raise ConfigError(
-            given=f"{file}: {error if is_there else error.strerror}",
-            required="JSON" if is_there else "a file that can be read",
+            given=f"{file}: {error.strerror if isinstance(error, OSError) else error}",
+            required="JSON that can be read",
             source=source,
             change=change,
         ) from error

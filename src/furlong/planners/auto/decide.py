@@ -188,7 +188,8 @@ def _enough(needed: Mapping[str, int]) -> str:
 def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     """Options that need little, with the dials that are given."""
     size = min(1024, fixed_options(longest).size)
-    return ChunkOptions(**({"size": size, "num_retained": 0, "keep": "kv"} | dict(given)))
+    small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
+    return ChunkOptions(**(small | dict(given)))
 
 
 def dials_in_words(options: ChunkOptions) -> str:

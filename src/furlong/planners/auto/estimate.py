@@ -18,7 +18,7 @@ from furlong.cost.seconds.chunks import chunk_table
 from furlong.cost.seconds.rates import Part, parts_of
 from furlong.plan.passes import passes
 from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.plan.values import Chunk, ChunkPlan, Slice, Tier
+from furlong.plan.values import Chunk, ChunkPlan, Reduce, Reshard, Slice, Tier, Unshard
 from furlong.planners.chunks.groups import Groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of, walk_group
@@ -71,11 +71,12 @@ class TimeEstimate:
         firsts = {some[-1]: 0, some[-2]: 1, 0: 2}
         total = 0.0
         for action, what in zip(actions, passes(plan, 0), strict=True):
-            if (stage := action.stage) in counts:
-                at = firsts[action.chunk]
-                for part in parts_of(what, stages[stage]):
-                    sums = self._sums_of(stages, stage, part)
-                    total += counts[stage] * (sums[ends[at + 1]] - sums[ends[at]])
+            if isinstance(action, (Reduce, Unshard, Reshard)) or action.stage not in counts:
+                continue
+            stage, at = action.stage, firsts[action.chunk]
+            for part in parts_of(what, stages[stage]):
+                sums = self._sums_of(stages, stage, part)
+                total += counts[stage] * (sums[ends[at + 1]] - sums[ends[at]])
         return total
 
     def _sums_of(self, stages: tuple[int, ...], stage: int, part: Part) -> list[float]:
