@@ -146,24 +146,17 @@ class PlanCosts:
         """Seconds as of `copy_s` of all of a rank's actions."""
         links = self._model.hardware.links
         traffic = self._model.memory().traffic(self._plan, rank)
-        slowest = np.max(
-            [
-                operations[:, own].sum(axis=1) * link.latency_s
-                + num_bytes[:, own].sum(axis=1) / link.bytes_per_s
-                for link, own in (
-                    (links.host, traffic.of("host")),
-                    (links.disk, traffic.of("disk")),
-                )
-                for operations, num_bytes in (
-                    (traffic.num_reads, traffic.read),
-                    (traffic.num_writes, traffic.written),
-                )
-            ],
-            axis=0,
-        ).tolist()
+        slowest = np.zeros(len(self._plan.actions[rank]))
+        for own, link in ((traffic.of("host"), links.host), (traffic.of("disk"), links.disk)):
+            for operations, num_bytes in (
+                (traffic.num_reads, traffic.read), (traffic.num_writes, traffic.written),
+            ):  # fmt: skip
+                seconds = operations[:, own].sum(axis=1) * link.latency_s
+                seconds += num_bytes[:, own].sum(axis=1) / link.bytes_per_s
+                slowest = np.maximum(slowest, seconds)
         return {
             (type(action), action.chunk, action.stage): seconds
-            for action, seconds in zip(self._plan.actions[rank], slowest, strict=True)
+            for action, seconds in zip(self._plan.actions[rank], slowest.tolist(), strict=True)
             if isinstance(action, (Forward, Recompute, Backward, RebuildKV))
         }
 

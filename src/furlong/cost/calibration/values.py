@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec
-from furlong.cost.devices.links import Collective, Link, Links
+from furlong.cost.devices.links import Collective, Link
 from furlong.cost.files import read_object
 from furlong.cost.memory.heap import Heap
 from furlong.cost.model import CostModel
@@ -73,23 +73,21 @@ class Calibration:
             n: value for n in (*_RATES, *_EFFICIENCIES) if (value := getattr(self, n)) is not None
         }
         sources = dict.fromkeys((*changed, *self.links), f"measured: {self.measured_on}")
-        plain = {name: link for name, link in self.links.items() if name in _LINKS}
-        collectives = {
-            _collective(name): link for name, link in self.links.items() if name not in _LINKS
-        }
-        links: Links = replace(
-            spec.links,
-            **dict[str, Any](plain),
-            collectives={**(spec.links.collectives or {}), **collectives} or None,
-        )
+        plain: dict[str, Any] = {n: link for n, link in self.links.items() if n in _LINKS}
+        collectives = dict(spec.links.collectives or {})
+        for name in self.links.keys() - plain.keys():
+            collective: Any = name.removesuffix(_BETWEEN)
+            collectives[collective, name.endswith(_BETWEEN)] = self.links[name]
+        links = replace(spec.links, **plain, collectives=collectives or None)
         return replace(spec, links=links, sources={**spec.sources, **sources}, **changed)
 
     def apply_to(self, model: CostModel) -> CostModel:
         """A cost model with all that was measured in the place of what was assumed."""
-        names = ("activation_factor",)
-        changed = {n: value for n in names if (value := getattr(self, n)) is not None}
-        heap = Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
-        return replace(model, hardware=self.apply(model.hardware), heap=heap, **changed)
+        factor, heap = self.activation_factor, Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
+        return replace(
+            model, hardware=self.apply(model.hardware), heap=heap,
+            activation_factor=model.activation_factor if factor is None else factor,
+        )  # fmt: skip
 
     def save(self, file: str | Path) -> None:
         values = {name: value for name, value in asdict(self).items() if value not in (None, {})}
@@ -115,28 +113,17 @@ def load_calibration(file: str | Path) -> Calibration:
 
 def _from_json(values: dict[str, Any]) -> Calibration:
     known: dict[str, Any] = {name: str(values.pop(name)) for name in _TEXTS}
-    for name in _NUMBERS:
-        if name in values:
-            known[name] = _positive(name, values.pop(name))
-    for name in _EFFICIENCIES:
-        if name in values:
-            fields = values.pop(name)
-            numbers = {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
-            known[name] = Efficiency(**numbers)
+    known |= {n: _positive(n, values.pop(n)) for n in _NUMBERS if n in values}
+    known |= {n: Efficiency(**_numbers(n, values.pop(n))) for n in _EFFICIENCIES if n in values}
     links = values.pop("links", {})
     names = {*_LINKS, *(n + more for n in get_args(Collective) for more in ("", _BETWEEN))}
     if unknown := [*values, *(set(links) - names)]:
         raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
-    known["links"] = {
-        name: Link(**{key: _positive(f"{name}.{key}", value) for key, value in fields.items()})
-        for name, fields in links.items()
-    }
-    return Calibration(**known)
+    return Calibration(**known, links={n: Link(**_numbers(n, of)) for n, of in links.items()})
 
 
-def _collective(name: str) -> tuple[Any, bool]:
-    """A key of `Links.collectives`."""
-    return name.removesuffix(_BETWEEN), name.endswith(_BETWEEN)
+def _numbers(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    return {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
 
 
 def _positive(name: str, value: Any) -> float:

@@ -40,21 +40,13 @@ class PlanTraffic:
     """(actions, kinds) number of operations."""
     num_writes: NDArray[np.float64]
 
-    def read_bytes(self, tier: Tier) -> int:
-        """Bytes that the whole plan reads from a tier."""
-        return round(float(self.read[:, self.of(tier)].sum()))
-
-    def written_bytes(self, tier: Tier) -> int:
-        """Bytes that the whole plan writes to a tier."""
-        return round(float(self.written[:, self.of(tier)].sum()))
-
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """(read, written) bytes of each kind that moves at all, by the whole plan."""
-        sums = {
-            kind: (round(float(self.read[:, i].sum())), round(float(self.written[:, i].sum())))
-            for i, kind in enumerate(KINDS)
+        sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
+        rounded = {
+            kind: (round(float(read)), round(float(written))) for kind, read, written in sums
         }
-        return {kind: moved for kind, moved in sums.items() if any(moved)}
+        return {kind: moved for kind, moved in rounded.items() if any(moved)}
 
     def of(self, tier: Tier) -> list[int]:
         """The columns of the kinds that live in a tier."""

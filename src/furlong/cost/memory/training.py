@@ -17,12 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from furlong.cost.names import look_up
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
-
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0, "momentum": 4.0, "sgd": 0.0, "lion": 4.0}
-"""Bytes of state per trained parameter: moments in float32, or in 8 bits."""
 
 ZeroStage = Literal[0, 1, 2, 3]
 _GATHERED_LAYERS = 2
@@ -72,7 +68,8 @@ class Training:
     master_bytes: int = 4
     """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
     gradient_bytes: int = 4
-    optimizer: str = "adamw"
+    optimizer_bytes: int = 8
+    """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
     replicas: int = 1
@@ -96,23 +93,13 @@ class Training:
         made for it says so too."""
         return self.zero_stage == 3
 
-    @property
-    def optimizer_bytes(self) -> float:
-        """Bytes of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
-        source = "the optimizer's name"
-        return look_up(self.optimizer, OPTIMIZER_BYTES, kind="optimizer", source=source)
-
     def trained_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
         """Number of trained parameters of a rank that holds the stages `held`."""
         if self.lora is None:
             return self.held_parameters(shape, stages, held)
-        return sum(
-            self.lora.layer_parameters(shape, sum(stages[:stage]) + i)
-            for stage in held
-            for i in range(stages[stage])
-        )
+        return sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
 
     def held_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
@@ -124,11 +111,7 @@ class Training:
         return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
 
     def state_bytes(
-        self,
-        shape: ModelShape,
-        stages: tuple[int, ...],
-        held: frozenset[int],
-        group_size: int,
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> StateBytes:
         """State of a device that holds the stages `held`; `group_size` devices share it."""
         base = self.held_parameters(shape, stages, held) / self.tp_size
@@ -159,15 +142,16 @@ class Training:
         largest layers, or the head."""
         if self.zero_stage < 3 or group_size <= 1:
             return 0
-        layers = [
-            shape.layer_parameters(sum(stages[:stage]) + i)
-            for stage in held
-            for i in range(stages[stage])
-        ]
-        largest = sum(sorted(layers, reverse=True)[:_GATHERED_LAYERS])
+        layers = sorted(map(shape.layer_parameters, _layers(stages, held)), reverse=True)
+        largest = sum(layers[:_GATHERED_LAYERS])
         ends = {0, len(stages) - 1} & held
         widest = max(largest, shape.embedding_parameters if ends else 0)
         return round(widest * self.compute_bytes / self.tp_size)
+
+
+def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:
+    """The layers of the stages `held`."""
+    return [sum(stages[:stage]) + i for stage in held for i in range(stages[stage])]
 
 
 def not_in_step() -> ConfigError:
