@@ -1,5 +1,7 @@
 """Bytes of states and of every action: closed forms, the real store's peak, and the check."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,8 +61,8 @@ def test_zero_stages_shard_one_thing_after_another():
     assert gathered == 2 * max(LLAMA8.embedding_parameters, 2 * LLAMA8.layer_parameters(0))
 
 
-def test_gradients_are_shards_under_zero_2_only_where_a_single_backward_makes_them():
-    """A plan reduces once, behind the last Backward; until then several ones add to all of them."""
+def test_gradients_are_whole_until_they_are_reduced():
+    """A plan reduces once, behind the last Backward; only ZeRO-3 reduces with every one."""
     chunks = tuple(Chunk((Slice(i, 0, 16),)) for i in range(3))
     ranks = ((0, 1), (2,))  # replicas of one stage
     plan = ChunkPlan(
@@ -71,17 +73,18 @@ def test_gradients_are_shards_under_zero_2_only_where_a_single_backward_makes_th
         ),
     )  # fmt: skip
     n = SHAPE.num_parameters
-    held = {
-        zero: [
-            curve(plan, rank, training=Training(zero_stage=zero)).peak["gradients"]
-            for rank in (0, 1)
-        ]
-        for zero in (0, 1, 2, 3)
-    }
-    assert held == {0: [4 * n] * 2, 1: [4 * n] * 2, 2: [4 * n, 2 * n], 3: [2 * n] * 2}
+
+    def held(plan, **training):
+        curves = [curve(plan, rank, training=Training(**training)) for rank in (0, 1)]
+        return [found.peak["gradients"] for found in curves]
+
+    assert [held(plan, zero_stage=zero) for zero in (0, 1, 2)] == [[4 * n] * 2] * 3
+    assert held(plan, zero_stage=3) == [2 * n] * 2
     adapters = 4 * 4 * Lora(rank=4).layer_parameters(SHAPE, 0)
-    lora = curve(plan, training=Training(zero_stage=2, lora=Lora(rank=4)))
-    assert lora.peak["gradients"] == adapters
+    assert held(plan, zero_stage=2, lora=Lora(rank=4)) == [adapters] * 2
+    # without a Backward there is nothing to reduce
+    evaluated = replace(plan, actions=tuple((Forward(c, 0, "input"),) for c in (0, 2)))
+    assert held(evaluated, zero_stage=2) == [2 * n] * 2
 
 
 def test_lora_trains_its_adapters_only():

@@ -148,8 +148,8 @@ def subject_of(flags: RunFlags) -> Subject:
         seq_lens=batch.seq_lens,
         model=figures.model,
         num_devices=num_devices,
-        # ZeRO-2 only where it is asked for: gradients that several backwards add to are no shards,
-        # so that it is ZeRO-1 but for steps of one micro-batch
+        # ZeRO-2 only where it is asked for: a plan holds gradients whole until it reduces them, at
+        # the end of a step, as under ZeRO-1
         zeros=(1, 3) if num_devices > 1 and own.zero is None else (),
         budget_bytes=None if budget == "auto" else budget,
         margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE),

@@ -7,9 +7,9 @@
 Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
 
-A plan reduces the gradients of a stage once, with its last Backward. So ZeRO-2 holds those to which
-several Backwards add whole, as ZeRO-1 does, and replicas need not go in step; with ZeRO-3 every
-Backward reduces.
+A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
+ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need not go in step (DeepSpeed's reduces with
+every micro-batch); under ZeRO-3 every Backward reduces.
 """
 
 from __future__ import annotations
@@ -126,13 +126,12 @@ class Training:
         )
 
     def unreduced_bytes(
-        self, shape: ModelShape, stages: tuple[int, ...], adding: frozenset[int], group_size: int
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> int:
-        """Bytes of gradients beyond their shard that wait under ZeRO-2 for the last Backward of a
-        stage, if several add to them: in `adding`."""
+        """Bytes of gradients beyond their shard that wait under ZeRO-2 for a Reduce."""
         if self.zero_stage != 2:
             return 0
-        trained = self.trained_parameters(shape, stages, adding) / self.tp_size
+        trained = self.trained_parameters(shape, stages, held) / self.tp_size
         return round(trained * self.gradient_bytes * (1 - 1 / group_size))
 
     def gathered_bytes(

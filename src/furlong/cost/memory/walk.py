@@ -12,8 +12,6 @@ Backward all of the cell's, which its graph holds), one layer of a retained grap
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from furlong.cost.memory.curve import MemoryCurve
@@ -96,9 +94,8 @@ class _Walk:
         group = max(1, alike) * plan.sp_size * training.replicas
         state = training.state_bytes(self._rules.shape, plan.stages, self._held, group)
         self.levels.add("weights", state.weights)
-        backwards = Counter(a.stage for a in self._actions if isinstance(a, Backward))
-        adding = frozenset(stage for stage, count in backwards.items() if count > 1)
-        unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, adding, group)
+        trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
+        unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, trained, group)
         self.levels.add("gradients", state.gradients + unreduced)
         self.levels.add("optimizer", state.optimizer)
         self.levels.add("buffers", overhead_bytes)
