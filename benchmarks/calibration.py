@@ -127,7 +127,7 @@ def main() -> int:
 def _compared(step: Step, measured: dict[str, Any], calibration: Calibration) -> dict[str, float]:
     """What a calibrated model says of a step, and how far it is off."""
     shape = ModelShape.from_config(MODELS[step.model])
-    training = replace(Training.in_dtype("float32"), optimizer="sgd")  # the step has none
+    training = replace(Training.in_dtype("float32"), optimizer_bytes=0)  # the step has none
     model = calibration.apply_to(CostModel(shape, this_cpu(measured=False), training))
     options = ChunkOptions(**step.options)
     plan = plan_on_device(step.seq_lens, options, num_layers=shape.num_layers)

@@ -84,7 +84,6 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
 
 def _simulated(config: Any, plan: Any) -> Timeline:
     from furlong.cost.devices.hardware import this_cpu
-    from furlong.cost.memory.plan_memory import TierMemory
     from furlong.cost.memory.training import Training
     from furlong.cost.model import CostModel
     from furlong.cost.shapes.shape import ModelShape
@@ -93,13 +92,26 @@ def _simulated(config: Any, plan: Any) -> Timeline:
     shape = ModelShape.from_config(config.to_dict())
     cost = CostModel(shape, this_cpu(), Training.in_dtype("float32"))
     memory, costs = cost.memory(), cost.costs(plan)
-    lower = TierMemory(memory, "disk", 2**62)
+    host = memory.curve(plan, 0).disk.tolist()
     timeline = simulate(
         plan, costs, copies=costs,
-        device_bytes=[memory.bytes_after(plan, 0)], host_bytes=[lower.bytes_after(plan, 0)],
+        device_bytes=[memory.bytes_after(plan, 0)], host_bytes=[host],
     )  # fmt: skip
     state = cost.training.state_bytes(shape, plan.stages, frozenset(range(len(plan.stages))), 1)
     return _above(timeline, state.total)
+
+
+class _Lower:
+    """The bytes of a memory model that lie below the device."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def budget_bytes(self, rank: int) -> int:
+        return 2**62
+
+    def bytes_after(self, plan: Any, rank: int) -> list[int]:
+        return self._memory.curve(plan, rank).lower_bytes  # type: ignore[no-any-return]
 
 
 def _above(timeline: Timeline, floor_bytes: int) -> Timeline:

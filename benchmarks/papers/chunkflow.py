@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from furlong.cost.lengths import K, length_preset
-from furlong.cost.memory.activations import fused
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.known_models import model_shape
@@ -20,6 +19,7 @@ from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
 from papers.chunkflow_plan import plan_chunkflow
+from papers.fused import fused
 from papers.tables import Row, Table, aggregate, printed
 
 GIB = 2**30

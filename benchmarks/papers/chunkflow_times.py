@@ -8,13 +8,13 @@ from itertools import product
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.activations import fused
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.values import ChunkPlan
 from papers.chunkflow import TABLE_5, chunkflow_plan, peak_gib
+from papers.fused import fused
 from papers.tables import Bound, Row, Table
 from papers.timing import step_s, with_fixed_costs
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.devices.links import Link
 from furlong.cost.lengths import K
-from furlong.cost.memory.activations import fused
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.training import Training, ZeroStage
 from furlong.cost.model import CostModel
@@ -20,6 +19,7 @@ from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
 from papers.fpdt_plan import plan_fpdt
+from papers.fused import fused
 from papers.tables import Row, Table, aggregate
 from papers.timing import shared_chunk
 
@@ -151,7 +151,7 @@ def mfu() -> Table:
     rows, hidden, causal = [], [], []
     cost = cost_of(first, None)
     launched_s = 3 * cost.shape.num_layers * cost.hardware.layer_launch_s
-    own_s = optimizer_s(cost, plan_of(first), 0)
+    own_s = _optimizer_s(cost, plan_of(first))
     for s in STRATEGIES:
         found = 100 * counted_flops(s) / step_s(s, node_bytes_per_s)
         row = aggregate(f"{s.name}, {s.context}K", s.paper_mfu, found)
@@ -195,7 +195,11 @@ def step_s(s: Strategy, node_bytes_per_s: float | None) -> float:
         # weights once for the forward and once for the backward, which also reduces
         stages = range(len(plan.stages))
         seconds += sum(2 * costs.unshard_s(stage) + costs.reduce_s(stage) for stage in stages)
-    return seconds + optimizer_s(cost, plan, 0)
+    return seconds + _optimizer_s(cost, plan)
+
+
+def _optimizer_s(cost: CostModel, plan: ChunkPlan) -> float:
+    return optimizer_s(cost, (cost.shape.num_layers,), plan.sp_size)
 
 
 def cost_of(s: Strategy, node_bytes_per_s: float | None) -> CostModel:

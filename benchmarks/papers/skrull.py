@@ -9,7 +9,7 @@ from statistics import mean
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.activations import Activations, fused
+from furlong.cost.memory.activations import Activations
 from furlong.cost.memory.cells import StageBytes, stage_bytes
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
@@ -22,6 +22,7 @@ from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.chunks.pack import pack
 from furlong.planners.chunks.placement import by_place
 from papers import skrull_forms
+from papers.fused import fused
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from helpers.tiny_families import config_of, own_settings
+from papers.fused import fused
 
-from furlong.cost.memory.activations import eager, fused
+from furlong.cost.memory.activations import eager
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.shapes.known_models import model_shape

@@ -95,24 +95,26 @@ def test_tiles_that_the_diagonal_cuts_are_computed_whole():
 
 
 def test_the_optimizers_step():
-    assert replace(NOTHING, optimizer_parameters_per_s=2e8).optimizer_s(10**9) == 5.0
+    spec = replace(NOTHING, optimizer_parameters_per_s=2e6)
+    model = CostModel(SHAPE, spec)
+    whole = optimizer_s(model, (3,), 1)
+    assert whole == pytest.approx(SHAPE.num_parameters / 2e6)
     # a data sheet's device passes 30 bytes of each parameter through its memory
-    assert hardware("A100-80").optimizer_s(2.039e12) == pytest.approx(30)
+    assert hardware("A100-80").optimizer_parameters_per_s == pytest.approx(2.039e12 / 30)
 
+    def on(num_alike=1, **training):
+        return optimizer_s(replace(model, training=Training(**training)), (3,), num_alike) / whole
 
-def test_the_optimizers_step_of_a_shard():
-    spec = replace(NOTHING, optimizer_parameters_per_s=1e6)
-    model = CostModel(SHAPE, spec, Training())
-    whole = optimizer_s(model, PLAN, 0)
-    assert whole == pytest.approx(SHAPE.stage_parameters((3,), 0) / 1e6)
-
-    def on(plan=PLAN, **training):
-        return optimizer_s(replace(model, training=Training(**training)), plan, 0) / whole
-
-    assert on(replicas=4) == 1 and on(replicas=4, zero_stage=1) == 0.25
-    assert on(tp_size=2, zero_stage=3) == 0.5
-    two = replace(PLAN, actions=PLAN.actions * 2, sp_size=2)
-    assert on(two) == 1 and on(two, zero_stage=1) == 0.25
+    assert on(4) == on(replicas=4) == 1
+    assert on(4, zero_stage=1) == on(2, zero_stage=3, replicas=2) == on(replicas=4, zero_stage=2)
+    assert on(4, zero_stage=1) == 0.25 and on(tp_size=2, zero_stage=3) == 0.5
     adapters = Lora(rank=1)
     own = sum(adapters.layer_parameters(SHAPE, layer) for layer in range(3))
-    assert on(lora=adapters) * whole == pytest.approx(own / 1e6)
+    assert on(lora=adapters) * whole == pytest.approx(own / 2e6)
+
+
+def test_the_optimizers_step_of_a_pipeline_is_that_of_its_largest_stage():
+    model = CostModel(SHAPE, replace(NOTHING, optimizer_parameters_per_s=1e6))
+    held = [SHAPE.stage_parameters((1, 2), stage) for stage in (0, 1)]
+    assert held[0] != held[1]
+    assert optimizer_s(model, (1, 2), 1) == pytest.approx(max(held) / 1e6)

@@ -41,7 +41,6 @@ def small_model(config=SMALL, **training):
         ModelShape.from_config(config),
         hardware("A100-80"),
         Training(**training),
-        labelled_share=0.5,
     )
 
 

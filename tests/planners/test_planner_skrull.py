@@ -37,7 +37,7 @@ from furlong.planners.places.rates import TOKENS, Batch, Rates
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=2))
-LARGE = replace(MODEL, shape=model_shape("Qwen2.5-7B"))
+LARGE = replace(MODEL, shape=model_shape("Qwen2.5-7B"), training=Training(zero_stage=3))
 GIB = 2**30
 
 

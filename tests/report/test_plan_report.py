@@ -96,7 +96,11 @@ def test_memory_is_that_of_the_cost_model():
     assert report.peak_bytes == max(report.figures.peak_device_bytes)
     on_host = report_plan(build(tier="host"), costs)
     assert on_host.memory[0].host_bytes == on_host.figures.peak_host_bytes[0] > 0
-    assert on_host.memory[0].disk_bytes == 0 == on_host.traffic[0].read_bytes("disk")
+    assert (
+        on_host.memory[0].disk_bytes
+        == 0
+        == int(on_host.traffic[0].read[:, on_host.traffic[0].of("disk")].sum())
+    )
 
 
 def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
@@ -111,12 +115,12 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     assert report.figures.peak_host_bytes[0] > max(own.host_bytes, own.disk_bytes)
     page = format_report(report)
     assert "K,V on the host; stage inputs, attention on the disk; graphs on the device" in page
-    written = format_bytes(traffic.written_bytes("disk"))
+    written = format_bytes(int(traffic.written[:, traffic.of("disk")].sum()))
     assert f"attention outputs, disk: {written} written, {written} read" in page
     assert re.search(r"rank +stages .* device +host +disk", page)
     moved = json.loads(json.dumps(report.to_json()))["memory"][0]["moved"]
     assert moved.keys() == {"kv", "attention"} and moved["attention"]["tier"] == "disk"
-    assert moved["attention"]["read_bytes"] == traffic.read_bytes("disk") > 0
+    assert moved["attention"]["read_bytes"] == int(traffic.read[:, traffic.of("disk")].sum()) > 0
     on_device = format_report(report_plan(build(), model()))
     assert "all memory on the device" in on_device and "moved" not in on_device
 

@@ -85,7 +85,7 @@ def calibrate(
     spec = spec_of(device)
     if device.type == "cpu":
         spec = replace(spec, peak_flops_per_s=measured_peak(device, getattr(torch, dtype)))
-    training = replace(Training.in_dtype(dtype), optimizer="sgd")  # trials make no step
+    training = replace(Training.in_dtype(dtype), optimizer_bytes=0)  # trials make no step
     runs: dict[Trial, list[Measured]] = {}
     models: dict[TrialModel, CostModel] = {}
     rate = 0.0

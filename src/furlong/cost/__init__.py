@@ -1,1 +1,1 @@
-"""What a plan costs: FLOPs, bytes and seconds of its actions, from plain numbers."""
+"""The cost of a plan: FLOPs, bytes and seconds of its actions, from plain numbers."""

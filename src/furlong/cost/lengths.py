@@ -18,7 +18,7 @@ from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 
 K = 1024
-TooLong = Literal["drop", "truncate", "keep"]
+TooLong = Literal["drop", "truncate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LengthPreset:
     shortest_tokens: int
     source: str
     assumed: str
-    """What is not in the source."""
+    """Assumptions, for the source does not say all."""
 
     def points(self) -> tuple[tuple[int, float], ...]:
         """The whole distribution: (tokens, share of sequences with fewer), from 0 to 1."""
@@ -101,7 +101,7 @@ def sample_lengths(
     """Lengths of `count` sequences; the same for the same seed.
 
     too_long: what happens to sequences beyond `max_seq_len`: drop draws others in their place (as
-    ChunkFlow excludes them), truncate cuts them (as InfiniPipe does), keep keeps them.
+    ChunkFlow excludes them), truncate cuts them (as InfiniPipe does).
     Raises ConfigError for an unknown name, and where `max_seq_len` would drop every sequence.
     """
     preset = length_preset(name)
@@ -120,6 +120,6 @@ def sample_lengths(
         highest = float(np.interp(np.log(max_seq_len), logs, shares))
     drawn = np.random.default_rng(seed).random(count) * highest
     lengths = np.floor(np.exp(np.interp(drawn, shares, logs))).astype(np.int64)
-    if max_seq_len is not None and too_long != "keep":
+    if max_seq_len is not None:
         lengths = np.minimum(lengths, max_seq_len)
     return tuple(int(length) for length in np.maximum(lengths, 1))

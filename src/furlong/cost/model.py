@@ -1,10 +1,10 @@
-"""CostModel: what a plan's actions take, composed of shape, hardware and training.
+"""CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
 
     model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
-What each action computes is what `plan.passes` says.
+Each action computes what `plan.passes` says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
 from furlong.cost.seconds.rates import Part, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.passes import Pass, passes
+from furlong.plan.passes import passes
 from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (
     ON_DEVICE,
@@ -43,8 +43,9 @@ from furlong.plan.values import (
 
 Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
-"""What a computing action may wait for inside: the all-to-alls of slices on several processes, the
-weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another tier."""
+"""Things that a computing action may wait for inside: the all-to-alls of slices on several
+processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
+tier."""
 _NO_WAIT = Link(0.0, float("inf"))
 _CPU_KERNEL_BYTES = 3 * 2**26
 """Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
@@ -56,20 +57,18 @@ class CostModel:
     shape: ModelShape
     hardware: HardwareSpec
     training: Training = field(default_factory=Training)
-    labelled_share: float = 1.0
-    """Of the tokens, those with a label: the head sees no others."""
     activation_factor: float = 1.0
-    """Measured over counted bytes of a graph, from a calibration."""
+    """Bytes of a graph that a calibration measured over those that are counted."""
     heap: Heap = NO_HEAP
-    """From a calibration."""
+    """The C library's heap, as a calibration measured it."""
 
     @property
     def device_type(self) -> str:
         return "cpu" if self.hardware.name == THIS_CPU else "cuda"
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
-        """Seconds of every action of `plan`. `free`: what takes no time, so that the difference
-        tells how long actions wait for it."""
+        """Seconds of every action of `plan`. `free`: things that take no time, so that the
+        difference tells how long actions wait for them."""
         return PlanCosts(self, plan, free)
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
@@ -94,14 +93,14 @@ class PlanCosts:
         self._model = model
         self._plan = plan
         self._free = free
-        self._passes: dict[tuple[type[Action], int, int], Pass] = {}
-        self._found: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
         self._unsharded: set[int] = set()
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
             for action, what in zip(actions, passes(plan, rank), strict=True):
                 if isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
-                    self._passes[type(action), action.chunk, action.stage] = what
+                    found = parts_of(what, plan.stages[action.stage])
+                    self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
                     members.setdefault(action.stage, set()).add(rank)
                 elif isinstance(action, Unshard):
@@ -145,27 +144,20 @@ class PlanCosts:
         return self._copies[rank].get((type(action), action.chunk, action.stage), 0.0)
 
     def _copies_of(self, rank: int) -> dict[tuple[type[Action], int, int], float]:
-        """`copy_s` of all of a rank's actions."""
+        """Seconds as of `copy_s` of all of a rank's actions."""
         links = self._model.hardware.links
         traffic = self._model.memory().traffic(self._plan, rank)
-        slowest = np.max(
-            [
-                operations[:, own].sum(axis=1) * link.latency_s
-                + num_bytes[:, own].sum(axis=1) / link.bytes_per_s
-                for link, own in (
-                    (links.host, traffic.of("host")),
-                    (links.disk, traffic.of("disk")),
-                )
-                for operations, num_bytes in (
-                    (traffic.num_reads, traffic.read),
-                    (traffic.num_writes, traffic.written),
-                )
-            ],
-            axis=0,
-        ).tolist()
+        slowest = np.zeros(len(self._plan.actions[rank]))
+        for own, link in ((traffic.of("host"), links.host), (traffic.of("disk"), links.disk)):
+            for operations, num_bytes in (
+                (traffic.num_reads, traffic.read), (traffic.num_writes, traffic.written),
+            ):  # fmt: skip
+                seconds = operations[:, own].sum(axis=1) * link.latency_s
+                seconds += num_bytes[:, own].sum(axis=1) / link.bytes_per_s
+                slowest = np.maximum(slowest, seconds)
         return {
             (type(action), action.chunk, action.stage): seconds
-            for action, seconds in zip(self._plan.actions[rank], slowest, strict=True)
+            for action, seconds in zip(self._plan.actions[rank], slowest.tolist(), strict=True)
             if isinstance(action, (Forward, Recompute, Backward, RebuildKV))
         }
 
@@ -180,25 +172,26 @@ class PlanCosts:
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
-        """All-gather of a stage's weights in compute dtype over its sharding group."""
+        """Seconds of the all-gather of a stage's weights in compute dtype over its sharding
+        group."""
         training = self._model.training
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
     def _reduce_at_end_s(self, stage: int) -> float:
-        """Of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights; where
-        ZeRO-3 gathers with every pass the backwards have reduced already."""
-        training = self._model.training
+        """Seconds of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights;
+        where ZeRO-3 gathers with every pass the backwards have reduced already."""
+        training, gathered_s = self._model.training, 0.0
         if self._passes_gather(stage):
             return 0.0
-        gathered = 0.0
         if training.zero_stage in (1, 2):
-            element_bytes = training.compute_bytes
-            gathered = self._collective_s("all_gather", stage, element_bytes, trained_only=True)
-        return self.reduce_s(stage) + gathered
+            gathered_s = self._collective_s(
+                "all_gather", stage, training.compute_bytes, trained_only=True
+            )
+        return self.reduce_s(stage) + gathered_s
 
     def reduce_s(self, stage: int) -> float:
-        """Gradients of a stage's trained weights: reduce-scatter where they or the optimizer are
-        sharded, else all-reduce."""
+        """Seconds in which the gradients of a stage's trained weights are reduced: a reduce-scatter
+        where they or the optimizer are sharded, else an all-reduce."""
         training = self._model.training
         kind: Collective = "reduce_scatter" if training.zero_stage else "all_reduce"
         return self._collective_s(kind, stage, training.gradient_bytes, trained_only=True)
@@ -219,11 +212,8 @@ class PlanCosts:
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
     def parts(self, action: Computing) -> tuple[Part, ...]:
-        """What an action computes, as the plan's passes say."""
-        key = type(action), action.chunk, action.stage
-        if key not in self._found:
-            self._found[key] = parts_of(self._passes[key], self._plan.stages[action.stage])
-        return self._found[key]
+        """The parts of an action's pass, as the plan's passes say."""
+        return self._parts[type(action), action.chunk, action.stage]
 
     def _seconds(self, part: Part, stage: int) -> list[float]:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
@@ -238,14 +228,13 @@ class PlanCosts:
         seconds = self._stage_rates(stage).seconds(parts, table)
         gathers = self._passes_gather(stage) and "gathers" not in self._free
         for own_s, part in zip(seconds, parts, strict=True):
-            if part.work in ("head", "head and back"):
-                own_s *= self._model.labelled_share
-            elif gathers:
+            if gathers and part.work not in ("head", "head and back"):
+                # weights come with every pass, behind its computation (FSDP's prefetch)
                 np.maximum(own_s, self._gathers_s(part.work == "backward", stage), out=own_s)
         return seconds
 
     def _gathers_s(self, backward: bool, stage: int) -> float:
-        """Of weights that come with every pass, behind its computation (FSDP's prefetch)."""
+        """Seconds of the weights that come with a pass, and of gradients that go with it."""
         key = backward, stage
         if key not in self._gathering:
             reduced = self.reduce_s(stage) if backward else 0.0

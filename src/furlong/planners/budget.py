@@ -34,7 +34,7 @@ _ALONE: dict[str, str] = {
     "logits": "give it a larger memory.device, or use smaller chunks (chunks.size)",
     "buffers": "give it a larger memory.device, or use smaller chunks (chunks.size)",
 }
-"""On one device, which is all that there is."""
+"""Advice for one device, which is all that there is."""
 
 
 def advice(part: str, *, alone: bool = False) -> str:

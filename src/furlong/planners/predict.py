@@ -1,4 +1,4 @@
-"""What a plan on one device is predicted to take: seconds of its step, and bytes in every tier.
+"""Predictions for a plan on one device: seconds of its step, and bytes in every tier.
 
 predict(model, plan)                    # of a plan, to be compared with what is measured
 simulated_s(model, seq_lens, groups, options)      # seconds alone, without the whole plan
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.chunks.groups import Groups
 from furlong.planners.layout import first_alike
@@ -68,10 +69,7 @@ def simulated_s(
         whole = plan_groups(seq_lens, groups, options, num_layers=model.shape.num_layers)
         return _times(model, one_draw(whole, options)).duration_s
     stages = stages_of(model.shape.num_layers, options)
-    alike = first_alike(model.shape, stages)
-    # the first stage has token ids for an input, which no tier holds
-    count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
-    walked = {*count, *(stage + 1 for stage in count)}
+    count, walked = count_kinds(model.shape, stages)
     actions: list[Action] = []
     for numbers in number_chunks(groups):
         actions += walk_group(numbers, stages, options, only=walked)
@@ -82,6 +80,15 @@ def simulated_s(
         count[action.stage] * (stop - start)
         for action, start, stop in zip(actions, starts, starts[1:], strict=False)
     )
+
+
+def count_kinds(shape: ModelShape, stages: Sequence[int]) -> tuple[Counter[int], set[int]]:
+    """The first stage of each kind with the number of such stages, and the stages that a walk of
+    one of each kind has: also those behind them, which hand gradients back."""
+    alike = first_alike(shape, stages)
+    # the first stage has token ids for an input, which no tier holds
+    count = Counter(alike.index(kind, min(stage, 1)) for stage, kind in enumerate(alike))
+    return count, {*count, *(stage + 1 for stage in count)}
 
 
 def one_draw(plan: ChunkPlan, options: ChunkOptions) -> ChunkPlan:

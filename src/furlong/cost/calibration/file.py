@@ -1,4 +1,4 @@
-"""Where calibrations lie, and the one that belongs to a cost model, if there is one."""
+"""The files of calibrations, and the one that belongs to a cost model, if there is one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Calibrated(NamedTuple):
     model: CostModel
     calibration: Calibration | None
     words: str
-    """Which figures the model has, and how far they can be trusted."""
+    """The origin of the model's figures, and how far they can be trusted."""
 
     def margin(self, otherwise: float) -> float:
         """Share of a device's budget that plans should leave free."""

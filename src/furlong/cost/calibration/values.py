@@ -1,4 +1,4 @@
-"""Calibration: what was measured on a machine, as a value and as a JSON file.
+"""Calibration: figures that were measured on a machine, as a value and as a JSON file.
 
 `furlong calibrate` fits it on the executor; `apply` puts it in the place of a HardwareSpec's
 assumptions. Every field may be missing: then the assumption stays.
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from furlong.cost.devices.hardware import Efficiency, HardwareSpec
-from furlong.cost.devices.links import Collective, Link, Links
+from furlong.cost.devices.links import Collective, Link
+from furlong.cost.files import read_object
 from furlong.cost.memory.heap import Heap
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
@@ -38,7 +39,7 @@ class Calibration:
     hardware: str
     """The device that was measured, a name for `hardware`."""
     machine: str = ""
-    """Which one: a calibration of a CPU is of no use on another."""
+    """The one machine that was measured: a calibration of a CPU is of no use on another."""
     dtype: str = ""
     """Dtype of the computation."""
     measured_on: str = ""
@@ -53,17 +54,18 @@ class Calibration:
     activation_bytes_per_s: float | None = None
     optimizer_parameters_per_s: float | None = None
     activation_factor: float | None = None
-    """Measured over counted bytes of a chunk's graph."""
+    """Bytes of a chunk's graph, measured over counted."""
     heap_blocks: float | None = None
-    """See `heap.Heap`; so is the next."""
+    """The `blocks` of `heap.Heap`."""
     heap_share: float | None = None
+    """The `share` of `heap.Heap`."""
     time_error: float | None = None
     """Largest relative error of the predicted steps that the fit has not seen."""
     memory_error: float | None = None
     """Largest share of a measured peak that a prediction lacked."""
     links: dict[str, Link] = field(default_factory=dict)
-    """By the fields of `Links`: within_node, between_nodes, host, disk; and the collectives, by
-    name, such as `all_reduce` or `all_reduce between nodes`."""
+    """Links by the fields of `Links`: within_node, between_nodes, host, disk; and the collectives,
+    by name, such as `all_reduce` or `all_reduce between nodes`."""
 
     def apply(self, spec: HardwareSpec) -> HardwareSpec:
         """`spec` with what was measured in the place of what was assumed."""
@@ -71,23 +73,21 @@ class Calibration:
             n: value for n in (*_RATES, *_EFFICIENCIES) if (value := getattr(self, n)) is not None
         }
         sources = dict.fromkeys((*changed, *self.links), f"measured: {self.measured_on}")
-        plain = {name: link for name, link in self.links.items() if name in _LINKS}
-        collectives = {
-            _collective(name): link for name, link in self.links.items() if name not in _LINKS
-        }
-        links: Links = replace(
-            spec.links,
-            **dict[str, Any](plain),
-            collectives={**(spec.links.collectives or {}), **collectives} or None,
-        )
+        plain: dict[str, Any] = {n: link for n, link in self.links.items() if n in _LINKS}
+        collectives = dict(spec.links.collectives or {})
+        for name in self.links.keys() - plain.keys():
+            collective: Any = name.removesuffix(_BETWEEN)
+            collectives[collective, name.endswith(_BETWEEN)] = self.links[name]
+        links = replace(spec.links, **plain, collectives=collectives or None)
         return replace(spec, links=links, sources={**spec.sources, **sources}, **changed)
 
     def apply_to(self, model: CostModel) -> CostModel:
         """A cost model with all that was measured in the place of what was assumed."""
-        names = ("activation_factor",)
-        changed = {n: value for n in names if (value := getattr(self, n)) is not None}
-        heap = Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
-        return replace(model, hardware=self.apply(model.hardware), heap=heap, **changed)
+        factor, heap = self.activation_factor, Heap(self.heap_blocks or 0.0, self.heap_share or 0.0)
+        return replace(
+            model, hardware=self.apply(model.hardware), heap=heap,
+            activation_factor=model.activation_factor if factor is None else factor,
+        )  # fmt: skip
 
     def save(self, file: str | Path) -> None:
         values = {name: value for name, value in asdict(self).items() if value not in (None, {})}
@@ -97,19 +97,9 @@ class Calibration:
 
 def load_calibration(file: str | Path) -> Calibration:
     """The calibration of a file. Raises ConfigError for anything that `save` has not written."""
-    source = f"the calibration file {file}"
-    again = "run furlong calibrate again"
-    try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            given=f"{file}: {error.strerror}", required="a file that can be read",
-            source="the path of the calibration", change="check the path, or run furlong calibrate",
-        ) from error  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(given=str(error), required="JSON", source=source, change=again) from error
-    version = values.pop("version", None) if isinstance(values, dict) else None
-    if version != VERSION:
+    source, again = f"the calibration file {file}", "run furlong calibrate again"
+    values = read_object(file, source=source, change=again)
+    if (version := values.pop("version", None)) != VERSION:
         raise ConfigError(
             given=f"version {version}", required=f"version {VERSION}", source=source, change=again
         )
@@ -123,28 +113,17 @@ def load_calibration(file: str | Path) -> Calibration:
 
 def _from_json(values: dict[str, Any]) -> Calibration:
     known: dict[str, Any] = {name: str(values.pop(name)) for name in _TEXTS}
-    for name in _NUMBERS:
-        if name in values:
-            known[name] = _positive(name, values.pop(name))
-    for name in _EFFICIENCIES:
-        if name in values:
-            fields = values.pop(name)
-            numbers = {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
-            known[name] = Efficiency(**numbers)
+    known |= {n: _positive(n, values.pop(n)) for n in _NUMBERS if n in values}
+    known |= {n: Efficiency(**_numbers(n, values.pop(n))) for n in _EFFICIENCIES if n in values}
     links = values.pop("links", {})
     names = {*_LINKS, *(n + more for n in get_args(Collective) for more in ("", _BETWEEN))}
     if unknown := [*values, *(set(links) - names)]:
         raise ValueError(f"unknown: {', '.join(map(str, unknown))}")
-    known["links"] = {
-        name: Link(**{key: _positive(f"{name}.{key}", value) for key, value in fields.items()})
-        for name, fields in links.items()
-    }
-    return Calibration(**known)
+    return Calibration(**known, links={n: Link(**_numbers(n, of)) for n, of in links.items()})
 
 
-def _collective(name: str) -> tuple[Any, bool]:
-    """A key of `Links.collectives`."""
-    return name.removesuffix(_BETWEEN), name.endswith(_BETWEEN)
+def _numbers(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    return {key: _positive(f"{name}.{key}", value) for key, value in fields.items()}
 
 
 def _positive(name: str, value: Any) -> float:

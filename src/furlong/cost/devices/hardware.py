@@ -40,9 +40,6 @@ class Efficiency:
     half_tokens: float
     """Tokens at which half of `best` is reached."""
 
-    def at(self, num_tokens: float) -> float:
-        return self.best * num_tokens / (num_tokens + self.half_tokens)
-
 
 @dataclass(frozen=True)
 class HardwareSpec:
@@ -50,7 +47,7 @@ class HardwareSpec:
 
     name: str
     peak_flops_per_s: float
-    """Dense, in the dtype of the computation."""
+    """FLOPs per second of dense matrices in the dtype of the computation."""
     memory_bytes: int
     reserved_bytes: int
     """Bytes of `memory_bytes` that go to the driver, the context and the allocator's gaps."""
@@ -77,15 +74,11 @@ class HardwareSpec:
     host_bytes: float = inf
     """Bytes that one device may keep in the memory of its host: its share of the node's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each figure comes from."""
+    """Source of each figure."""
 
     @property
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
-
-    def optimizer_s(self, parameters: float) -> float:
-        """Seconds of the optimizer's step over so many trained parameters."""
-        return parameters / self.optimizer_parameters_per_s
 
 
 def hardware(name: str) -> HardwareSpec:
@@ -123,14 +116,14 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
     )
 
 
-def this_cpu(cores: int | None = None, *, measured: bool = True) -> HardwareSpec:
+def this_cpu(*, measured: bool = True) -> HardwareSpec:
     """This machine: memory from the system, the rate from one short float32 matrix product.
 
     Takes about a tenth of a second. `furlong calibrate` replaces the efficiencies by measured ones.
     With `measured` False the rate is a fixed one per core, for decisions that no noise may turn.
     """
     memory = psutil.virtual_memory().total
-    cores = cores or os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     peak = _measured_flops_per_s() if measured else cores * _CORE_FLOPS_PER_S
     copy = 1e10
     return HardwareSpec(

@@ -31,7 +31,7 @@ class Links:
     within_node: Link
     between_nodes: Link
     host: Link
-    """Between a device and the memory of its host, in one direction, with all devices at work."""
+    """Link of a device to its host's memory, in one direction, with all devices at work."""
     disk: Link
     collectives: Mapping[tuple[Collective, bool], Link] | None = None
     """Calibrated values by (collective, between nodes?); the others use the two links above."""

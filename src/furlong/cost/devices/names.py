@@ -1,4 +1,4 @@
-"""Which known device a driver's name stands for."""
+"""The known device that a driver's name stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer's graph holds between forward and backward, as multiples of its widths.
+"""The tensors of a layer's graph between forward and backward, as multiples of its widths.
 
 N H queries' width, K H keys' width, D hidden size, F MLP width that one token passes, e element
 size; log-sum-exp and experts' routes included, id and position tensors left out
@@ -17,27 +17,28 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Tensors that one layer saves, per token; e bytes an element, 4 where it says float32."""
+    """Tensors that one layer saves, per token: how many there are of each width; e bytes an
+    element, 4 where it says float32."""
 
     hidden: float
-    """Of width D, from norms and residual stream."""
+    """Tensors of width D, from norms and residual stream."""
     hidden_float32: float = 0.0
     query: float = 2.0
-    """Of width N H: q, and attention's output."""
+    """Tensors of width N H: q, and attention's output."""
     kv: float = 1.0
-    """Of width 2 K H: k and v."""
+    """Tensors of width 2 K H: k and v."""
     qk: float = 0.0
-    """Of width N H + K H, from norms of q and k."""
+    """Tensors of width N H + K H, from norms of q and k."""
     qk_float32: float = 0.0
     mlp: float = 4.0
-    """Of width F."""
+    """Tensors of width F."""
     routed: float = 0.0
-    """Of width D for every expert that the token visits."""
+    """Tensors of width D for every expert that the token visits."""
     end_hidden: float = 0.0
-    """Of width D: the final norm's, and the hidden states that the loss waits for."""
+    """Tensors of width D: the final norm's, and the hidden states that the loss waits for."""
     end_float32: float = 0.0
     logit_bytes: float = 0.0
-    """Of one logit at the peak of the loss, its gradient included."""
+    """Bytes of one logit at the peak of the loss, its gradient included."""
 
     def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
         """Bytes per token of one layer's graph."""
@@ -55,7 +56,7 @@ class Activations:
         return element_bytes * narrow + _FLOAT32 * wide
 
     def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
-        """Behind the last layer."""
+        """Bytes per token behind the last layer."""
         each = element_bytes * self.end_hidden + _FLOAT32 * self.end_float32
         return each * shape.hidden_size
 
@@ -98,15 +99,3 @@ def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Ac
         end_float32=in_float32,
         logit_bytes=loss if wide else loss + 2 * element_bytes,
     )
-
-
-def fused(shape: ModelShape) -> Activations:
-    """Saved tensors of Megatron-like training: fused norms, rotary and activation, flash attention.
-
-    Two residual tensors and two norms' outputs, q, k, v and attention's output, the outputs of the
-    MLP's matrices and its last input; logits in float32 with their gradient in place. Korthikanti
-    et al. (2022) count 34 D bytes for a two-matrix MLP of width 4 D; without dropout masks and with
-    flash attention that is 4 D + 2 N H + 2 K H + 2 F elements, 32 D bytes.
-    """
-    gated = shape.mlps[0].num_matrices == 3
-    return Activations(hidden=4, mlp=3 if gated else 2, end_hidden=2, logit_bytes=4)

@@ -1,4 +1,4 @@
-"""Bytes of one cell: what survives its forward under every `keep`, and what works while it runs.
+"""Bytes of one cell: of all that a `keep` lets survive its forward, and of what works as it runs.
 
 All figures are per token and per sp process; tokens T, query heads N, key-value heads K, head dim
 H, hidden D, MLP width F, element size e.
@@ -13,7 +13,7 @@ from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
 
 TOKEN_BYTES = 24
-"""Of one token's id, position and label, int64 each."""
+"""Bytes of one token's id, position and label, int64 each."""
 _FLOAT32 = 4
 
 
@@ -22,28 +22,28 @@ class StageBytes:
     """Bytes per token of one stage on one sp process (tp shards everything alike)."""
 
     input: float
-    """The stage input; token ids at stage 0."""
+    """Bytes of the stage input; of token ids at stage 0."""
     graph_layers: tuple[float, ...]
-    """Of each layer's graph."""
+    """Bytes of each layer's graph."""
     checkpointed: float
-    """What a layer that is recomputed alone keeps: its input."""
+    """Bytes that a layer which is recomputed alone keeps: its input."""
     attention: float
-    """One layer's attention output and log-sum-exp."""
+    """Bytes of one layer's attention output and log-sum-exp."""
     working: float
-    """Largest set of tensors at work in one layer beside what it saves."""
+    """Bytes of the largest set of tensors at work in one layer beside what it saves."""
     message: float
-    """Hidden states, or their gradient, between two stages."""
+    """Bytes of hidden states, or their gradient, between two stages."""
     kv_layer: float
-    """K and V of one layer in the store."""
+    """Bytes of K and V of one layer in the store."""
     kv_gradient_layer: float
-    """dK and dV of one layer in the store."""
+    """Bytes of dK and dV of one layer in the store."""
     ends: float
-    """Behind the last layer; last stage only."""
+    """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
     logit: float
-    """Bytes per logit of a tile; last stage only."""
+    """Bytes per logit of a tile; 0 except at the last stage."""
     head_gradient: float
-    """What autograd makes of a trained head's gradient for each tile, in bytes, before it is added
-    to the others; last stage only."""
+    """Bytes of a trained head's gradient, which autograd makes whole for each tile before it is
+    added to the others; 0 except at the last stage."""
 
     def graph(self, recompute_layers: int = 0) -> float:
         """Bytes per token of the stage's whole graph, its first layers checkpointed."""
@@ -59,7 +59,8 @@ def stage_bytes(
     activations: Activations | None = None,
     factor: float = 1.0,
 ) -> StageBytes:
-    """`activations`: default `eager`; `factor` multiplies the graphs (a calibration's)."""
+    """Bytes per token of the cells of `stage`. `activations`: default `eager`; `factor` multiplies
+    the graphs (a calibration's)."""
     element, tp = training.compute_bytes, training.tp_size
     saved = activations or eager(shape, element, training.lora)
     first = sum(stages[:stage])

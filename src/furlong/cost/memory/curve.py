@@ -1,4 +1,4 @@
-"""What a walk over a rank's actions finds: bytes in every tier, while each of them runs."""
+"""Bytes of a rank in every tier while each of its actions runs: the outcome of a walk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class MemoryCurve:
     """Bytes of one rank while each of its actions runs."""
 
     device: NDArray[np.int64]
-    """(actions, parts): the parts at the moment of the action when their sum is highest."""
+    """(actions, parts) bytes at the moment of the action when their sum is highest."""
     host: NDArray[np.int64]
-    """(actions,): what lies in the host's memory."""
+    """(actions,) bytes in the host's memory."""
     disk: NDArray[np.int64]
-    """(actions,)"""
+    """(actions,) bytes on disk."""
 
     @property
     def device_bytes(self) -> list[int]:
@@ -28,13 +28,13 @@ class MemoryCurve:
 
     @property
     def lower_bytes(self) -> list[int]:
-        """Host and disk together, as a timeline's records count them."""
+        """Bytes in host and disk together, as a timeline's records count them."""
         totals: list[int] = (self.host + self.disk).tolist()
         return totals
 
     @property
     def peak(self) -> dict[Part, int]:
-        """The parts at the action whose sum is highest."""
+        """Bytes of the parts at the action whose sum is highest."""
         if not len(self.device):
             return dict.fromkeys(PARTS, 0)
         at = int(self.device.sum(axis=1).argmax())

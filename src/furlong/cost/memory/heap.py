@@ -1,4 +1,4 @@
-"""What the C library's heap holds of freed memory, in a process that computes on a CPU.
+"""Freed memory that the C library's heap holds, in a process that computes on a CPU.
 
 glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
 back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
@@ -18,24 +18,24 @@ from furlong.plan.values import ON_DEVICE, Backward, ChunkPlan, Forward, Recompu
 
 SPARE = 0.1
 SPARE_BYTES = 2**22
-"""What a plan with a lower tier leaves free beyond what its next actions need: a share of that, and
-bytes."""
+"""Bytes that a plan with a lower tier leaves free beyond what its next actions need, and a share of
+that."""
 _LARGEST_BLOCK = 2**25
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """As it was measured; nothing where it was not, and on a GPU."""
+    """The heap as it was measured; it holds nothing where it was not, and on a GPU."""
 
     blocks: float = 0.0
-    """Freed blocks of the largest size that it holds."""
+    """Number of freed blocks of the largest size that it holds."""
     share: float = 0.0
-    """Of one layer of the largest graph, where more than one cell makes a graph: a layer's backward
-    frees its part of the graph while it takes as much for gradients."""
+    """Share that it holds of one layer of the largest graph, where more than one cell makes a
+    graph: a layer's backward frees its part of the graph while it takes as much for gradients."""
 
     def held_bytes(self, shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> int:
-        """All through a step."""
+        """Bytes that it holds all through a step."""
         if not self.blocks and not self.share:
             return 0
         largest = min(_largest_block(shape, training, plan, rank), _LARGEST_BLOCK)

@@ -1,4 +1,4 @@
-"""What one process stores of one cut sequence at one stage: tokens in segments, and their bytes."""
+"""Tokens of one cut sequence that one process stores at one stage, in segments, and their bytes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class StoredLayers:
-    """What one process stores of one sequence in those layers of a stage that share a window."""
+    """Tokens of one sequence that one process stores in the layers of a stage that share a
+    window."""
 
     tokens: StoredTokens
     window: int | None
     layers: tuple[int, ...]
-    """Numbers within the stage."""
+    """Numbers of the layers within the stage."""
     kv_token_bytes: float
-    """K and V of one token in one layer."""
+    """Bytes of K and V of one token in one layer."""
     gradient_token_bytes: float
     sizes: tuple[int, ...]
     """Tokens of each segment."""
@@ -51,7 +52,7 @@ class StoredLayers:
         return self.tokens.segments(self.tokens.seen_from(piece, self.window))
 
     def sent_to(self, piece: int) -> Sequence[int]:
-        """Those of them that take gradients from it."""
+        """The segments that a piece sees and sends gradients to."""
         parts = self.tokens.gradients_in(self.tokens.seen_from(piece, self.window))
         if len(parts) == 1:
             return self.tokens.segments(parts[0])
@@ -71,7 +72,8 @@ def stored_layers(
     process: int,
     device_type: str,
 ) -> tuple[StoredLayers, ...]:
-    """Of a cut sequence at a stage, one entry per window; none on a process without a share."""
+    """Stored tokens of a cut sequence at a stage, one entry per window; none on a process without a
+    share."""
     group = plan.groups[seq_id][: plan.num_computed[seq_id]]
     pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
     if not token_share(pieces[0], process):

@@ -29,7 +29,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """What one rank moves; one row per action, one column per kind."""
+    """Bytes and operations of one rank; one row per action, one column per kind."""
 
     tiers: Tiers
     read: NDArray[np.float64]
@@ -37,24 +37,16 @@ class PlanTraffic:
     written: NDArray[np.float64]
     """(actions, kinds) bytes from the device to the kind's tier."""
     num_reads: NDArray[np.float64]
-    """(actions, kinds) operations."""
+    """(actions, kinds) number of operations."""
     num_writes: NDArray[np.float64]
-
-    def read_bytes(self, tier: Tier) -> int:
-        """From a tier, by the whole plan."""
-        return round(float(self.read[:, self.of(tier)].sum()))
-
-    def written_bytes(self, tier: Tier) -> int:
-        """To a tier, by the whole plan."""
-        return round(float(self.written[:, self.of(tier)].sum()))
 
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """(read, written) bytes of each kind that moves at all, by the whole plan."""
-        sums = {
-            kind: (round(float(self.read[:, i].sum())), round(float(self.written[:, i].sum())))
-            for i, kind in enumerate(KINDS)
+        sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
+        rounded = {
+            kind: (round(float(read)), round(float(written))) for kind, read, written in sums
         }
-        return {kind: moved for kind, moved in sums.items() if any(moved)}
+        return {kind: moved for kind, moved in rounded.items() if any(moved)}
 
     def of(self, tier: Tier) -> list[int]:
         """The columns of the kinds that live in a tier."""

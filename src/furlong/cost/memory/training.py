@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory and work depend on it: dtypes, optimizer, ZeRO, LoRA.
+"""The training of a model, as far as bytes and seconds depend on it: dtypes, optimizer, ZeRO, LoRA.
 
     weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4)
     gradients   of trained weights, float32 (4)
@@ -6,6 +6,10 @@
 
 Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
 2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
+
+A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
+ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need not go in step (DeepSpeed's reduces with
+every micro-batch); under ZeRO-3 every Backward reduces.
 """
 
 from __future__ import annotations
@@ -13,12 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from furlong.cost.names import look_up
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
-
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0, "momentum": 4.0, "sgd": 0.0, "lion": 4.0}
-"""State per trained parameter: moments in float32, or in 8 bits."""
 
 ZeroStage = Literal[0, 1, 2, 3]
 _GATHERED_LAYERS = 2
@@ -31,9 +31,9 @@ class Lora:
 
     rank: int
     attention: bool = True
-    """On the q, k, v and output matrices."""
+    """Whether the q, k, v and output matrices have them."""
     mlp: bool = False
-    """On the MLP's matrices; not on experts."""
+    """Whether the MLP's matrices have them; experts have none."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
         hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
@@ -48,7 +48,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Of one rank, between steps and all through a step."""
+    """Bytes of one device's state, between steps and all through a step."""
 
     weights: int
     gradients: int
@@ -61,14 +61,15 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained and in which dtypes; the defaults are this project's own (bf16 compute)."""
+    """Trained weights and their dtypes; the defaults are this project's own (bf16 compute)."""
 
     compute_bytes: int = 2
-    """Of a number in weights in use, activations, K and V."""
+    """Bytes of a number in weights in use, activations, K and V."""
     master_bytes: int = 4
-    """Of a trained weight's own copy beside that in compute dtype; 0 where it computes itself."""
+    """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
     gradient_bytes: int = 4
-    optimizer: str = "adamw"
+    optimizer_bytes: int = 8
+    """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
     zero_stage: ZeroStage = 0
     lora: Lora | None = None
     replicas: int = 1
@@ -76,11 +77,11 @@ class Training:
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
     kv_gradient_bytes: int = 4
-    """Of dK,dV while they wait for their own chunk."""
+    """Bytes of a number in dK,dV while they wait for their own chunk."""
 
     @classmethod
     def in_dtype(cls, dtype: str) -> Training:
-        """As `furlong train` does it: float32 weights, computing in `dtype`."""
+        """The training of `furlong train`: float32 weights, computing in `dtype`."""
         wide = {"float32": 4, "float64": 8}.get(dtype)
         if wide is None:
             return cls()
@@ -92,41 +93,27 @@ class Training:
         made for it says so too."""
         return self.zero_stage == 3
 
-    @property
-    def optimizer_bytes(self) -> float:
-        """Of one trained parameter's state. Raises ConfigError for an unknown optimizer."""
-        source = "the optimizer's name"
-        return look_up(self.optimizer, OPTIMIZER_BYTES, kind="optimizer", source=source)
-
     def trained_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
-        """Of a rank that holds the stages `held`."""
+        """Number of trained parameters of a rank that holds the stages `held`."""
         if self.lora is None:
             return self.held_parameters(shape, stages, held)
-        return sum(
-            self.lora.layer_parameters(shape, sum(stages[:stage]) + i)
-            for stage in held
-            for i in range(stages[stage])
-        )
+        return sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
 
     def held_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
     ) -> int:
-        """All parameters of a rank that holds the stages `held`, adapters left out. A rank with
-        both ends shares a tied head with the embedding."""
+        """Number of parameters of a rank that holds the stages `held`, without adapters. A rank
+        with both ends shares a tied head with the embedding."""
         count = sum(shape.stage_parameters(stages, stage) for stage in held)
         both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
         return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
 
     def state_bytes(
-        self,
-        shape: ModelShape,
-        stages: tuple[int, ...],
-        held: frozenset[int],
-        group_size: int,
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> StateBytes:
-        """Of a rank that holds `held`; its sharding group has `group_size` ranks."""
+        """State of a device that holds the stages `held`; `group_size` devices share it."""
         base = self.held_parameters(shape, stages, held) / self.tp_size
         trained = self.trained_parameters(shape, stages, held) / self.tp_size
         in_use = base + (trained if self.lora is not None else 0)
@@ -138,6 +125,15 @@ class Training:
             optimizer=round(trained * self.optimizer_bytes / shard[0]),
         )
 
+    def unreduced_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Bytes of gradients beyond their shard that wait under ZeRO-2 for a Reduce."""
+        if self.zero_stage != 2:
+            return 0
+        trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        return round(trained * self.gradient_bytes * (1 - 1 / group_size))
+
     def gathered_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> int:
@@ -145,15 +141,16 @@ class Training:
         largest layers, or the head."""
         if self.zero_stage < 3 or group_size <= 1:
             return 0
-        layers = [
-            shape.layer_parameters(sum(stages[:stage]) + i)
-            for stage in held
-            for i in range(stages[stage])
-        ]
-        largest = sum(sorted(layers, reverse=True)[:_GATHERED_LAYERS])
+        layers = sorted(map(shape.layer_parameters, _layers(stages, held)), reverse=True)
+        largest = sum(layers[:_GATHERED_LAYERS])
         ends = {0, len(stages) - 1} & held
         widest = max(largest, shape.embedding_parameters if ends else 0)
         return round(widest * self.compute_bytes / self.tp_size)
+
+
+def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:
+    """The layers of the stages `held`."""
+    return [sum(stages[:stage]) + i for stage in held for i in range(stages[stage])]
 
 
 def not_in_step() -> ConfigError:

@@ -33,7 +33,7 @@ class ChunkTable:
     """window -> keys of slices on one process that are computed: the attended ones, and those that
     share a tile with them behind the mask."""
     shared_keys: dict[int | None, Array]
-    """window -> the process's part of the same of slices on larger places."""
+    """window -> the process's part of the computed keys of slices on larger places."""
     prefix_tokens: dict[int | None, Array]
     """window -> stored tokens that the process reads before its slices, in units of whole heads: of
     a prefix it counts the share of the heads that it keeps."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan, Forward
 
 
-def optimizer_s(model: CostModel, plan: ChunkPlan, rank: int) -> float:
-    """Seconds that one device of a rank takes to update its trained parameters; under ZeRO those
-    of its shard. A plan's own seconds end before it."""
+def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> float:
+    """Seconds in which the slowest device of a layout updates its trained parameters.
+
+    `stages`: layers of each rank of the pipeline. `num_alike`: processes that hold the same stage,
+    dp x sp, beside the replicas of the model's training; under ZeRO each updates its share. All
+    plans of a layout and a ZeRO stage have the same; their own seconds end before it.
+    """
     training = model.training
-    held = frozenset(a.stage for a in plan.actions[rank] if isinstance(a, Forward))
-    trained = training.trained_parameters(model.shape, plan.stages, held) / training.tp_size
-    if training.zero_stage:
-        alike = sum(
-            any(isinstance(a, Forward) and a.stage in held for a in actions)
-            for actions in plan.actions
-        )
-        trained /= alike * plan.sp_size * training.replicas
-    return model.hardware.optimizer_s(trained)
+    trained = max(
+        training.trained_parameters(model.shape, stages, frozenset((stage,)))
+        for stage in range(len(stages))
+    )
+    shards = num_alike * training.replicas if training.zero_stage else 1
+    return trained / (training.tp_size * shards * model.hardware.optimizer_parameters_per_s)

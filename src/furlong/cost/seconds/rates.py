@@ -38,11 +38,11 @@ back: the language model head and the loss with their gradients."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a pass computes of one kind."""
+    """Work of one kind that a pass does."""
 
     work: Work
     layers: int = 0
-    """Of "first layers"."""
+    """Number of the "first layers"."""
     remembered: int = 0
     """First layers whose attention does not run: its results are handed back."""
 
@@ -73,10 +73,10 @@ class StageRates:
     training: Training
     flops: StageFlops
     sp_links: Mapping[int, Link]
-    """size of a place -> that of its all-to-all."""
+    """size of a place -> the link of its all-to-all."""
     tp_link: Link
     stream: Link | None = None
-    """Where K,V come from, if not from the device."""
+    """Link over which K,V come, if not from the device."""
     segment_tokens: int = 8192
     """Tokens of a segment of K,V, which travels as one."""
     lora_per_token: int = 0

@@ -2,7 +2,9 @@
 
 Published models are given by the keys of their own config.json on the hub. The GPT models of
 InfiniPipe and FPDT are described by their sizes only: a two-matrix MLP of width 4 D and full heads
-is what GPT-3 has; biases, vocabulary and the tied head are assumptions.
+is what GPT-3 has; biases, vocabulary and the tied head are assumptions. 2.7B, 6.7B and 13B are of
+Brown et al. 2020, Table 2.1 (13B with 5,120 for 5,140, divisible by 40 heads); InfiniPipe names 7B,
+taken as 6.7B, and 30B, of which it checkpoints 55 layers: 60 layers of 6,656, as LLaMA has them.
 """
 
 from __future__ import annotations
@@ -79,17 +81,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT-7B": _gpt(4096, 32, 32),
     "GPT-13B": _gpt(5120, 40, 40),
     "GPT-30B": _gpt(6656, 60, 52),
-}
-
-SOURCES = {
-    "Qwen2.5-*": "config.json of Qwen/Qwen2.5-* on the Hugging Face hub",
-    "Qwen3-*": "config.json of Qwen/Qwen3-* on the Hugging Face hub",
-    "Llama-*": "config.json of meta-llama/* on the Hugging Face hub",
-    "GPT-2.7B, GPT-6.7B, GPT-13B": "GPT-3's sizes (Brown et al. 2020, Table 2.1; 13B with 5,120 "
-    "for 5,140, divisible by 40 heads)",
-    "GPT-7B": "InfiniPipe names it; taken as GPT-6.7B",
-    "GPT-30B": "InfiniPipe names it and checkpoints 55 of its layers: 60 layers of 6,656, as LLaMA "
-    "has them; InfiniPipe does not print its sizes",
 }
 
 

@@ -17,7 +17,7 @@ class Mlp:
     width: int
     """Columns of one expert, or of the dense MLP."""
     num_matrices: int = 3
-    """3 with a gate (SwiGLU and its kin), 2 without."""
+    """Number of matrices: 3 with a gate (SwiGLU and its kin), 2 without."""
     num_experts: int = 1
     num_active: int = 1
     """Experts that one token visits."""

@@ -5,14 +5,13 @@ N query heads, K key-value heads, H head dim, D hidden size, F MLP width, V voca
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.cost.files import read_object
 from furlong.cost.shapes.config_values import check_values, rope_original
 from furlong.cost.shapes.layers import Mlp, attention_vectors, layer_mlps, layer_windows
-from furlong.errors import ConfigError
 from furlong.families import FAMILIES, family_of
 from furlong.plan.values import inner_size
 
@@ -22,7 +21,7 @@ class ModelShape:
     """A decoder's sizes. Counts of parameters are transformers' own; see `exact`."""
 
     family: str
-    """`model_type` of the config."""
+    """The `model_type` of the config."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -41,7 +40,7 @@ class ModelShape:
     final_norm_parameters: int = 0
     head_bias_parameters: int = 0
     exact: bool = True
-    """False for a family that is not in the table and was read as if it were a Llama."""
+    """Whether the family is in the table; others are read as if they were Llamas."""
     num_positions: int | None = None
     """Positions that the model knows; None where its config names no number."""
     original_positions: int | None = None
@@ -53,7 +52,7 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """N * H."""
+        """N * H: the width of one token's queries."""
         return self.num_heads * self.head_dim
 
     @property
@@ -164,27 +163,6 @@ class ModelShape:
         """The shape of a config.json, or of the folder that holds one. Raises ConfigError."""
         path = Path(file)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                given=f"{path}: {error.strerror}",
-                required="a config.json that can be read",
-                source="the model's name",
-                change="check the path, or name a folder that holds config.json",
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                given=f"{path}: {error}",
-                required="JSON",
-                source="the model's config",
-                change="mend the line that is named",
-            ) from error
-        if not isinstance(config, dict):
-            raise ConfigError(
-                given=f"{path} holds a {type(config).__name__}",
-                required="one JSON object",
-                source="the model's config",
-                change="give the model's config.json",
-            )
+        change = "give a model's config.json, or a folder that holds it"
+        config = read_object(path, source="the model's name", change=change)
         return cls.from_config(config, str(path))

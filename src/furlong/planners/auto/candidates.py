@@ -34,7 +34,7 @@ class Space:
     most_chunks: int = 512
     """Most chunks of the longest sequence."""
     most_cells: int = 2048
-    """The same, layer-first: more take longer to walk than all else together."""
+    """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
 
 
 def sizes(space: Space) -> list[int]:
@@ -68,8 +68,8 @@ def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[Chunk
 
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
-    """Chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all layers is
-    chunk-first, but for keep=input, whose K,V it need not rebuild."""
+    """Orders: chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all
+    layers is chunk-first, but for keep=input, whose K,V it need not rebuild."""
     given, num_layers = space.given, space.model.shape.num_layers
     order = given.get("order", "layer-first" if "stage_layers" in given else None)
     if order != "layer-first":
@@ -153,5 +153,5 @@ def groups_of_steps(
 
 
 def _moved(chunk: Chunk, first: int) -> Chunk:
-    """The same slices of sequences that are numbered from `first` on."""
+    """The chunk with its sequences numbered from `first` on."""
     return Chunk(tuple(replace(piece, seq_id=piece.seq_id + first) for piece in chunk.slices))

@@ -55,11 +55,11 @@ class Decision:
     """The choice, its reason, and the price of the next best; empty where nothing was left to
     choose."""
     searched: Searched | None = None
-    """None where nothing was searched, or nothing fits."""
+    """Outcome of the search; None where nothing was searched, or nothing fits."""
     model: CostModel | None = None
     """The model that predicts the steps; None where the work cannot be counted."""
     figures: str = ""
-    """Where the model's seconds and bytes come from."""
+    """Origin of the model's seconds and bytes."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
@@ -145,46 +145,44 @@ def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
 
 
 def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> ConfigError:
-    """The message of a search in which nothing fits: what would."""
-    nearest = searched.refused[0]
+    """The message of a search in which nothing fits, with the budgets that would do."""
+    nearest, needs = searched.refused[0], searched.refused[0].needs
     count = len(searched.refused) + searched.num_pruned
     words = f"of {count:,} plans none fits; nearest is {dials_in_words(nearest.options)}"
-    needs, limits = nearest.needs, (budgets.host_bytes, budgets.disk_bytes)
-    if needs.device_bytes > budgets.limit_bytes:
-        error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes)
-        enough = ceil(needs.device_bytes / (1 - budgets.margin))
-        own = format_bytes(budgets.device_bytes)
-        also = "".join(
-            f", with {_amount(tier, used)}"
-            for tier, used, limit in zip(("host", "disk"), needs[1:], limits, strict=True)
-            if limit is not None and used > limit
-        )
-        # no run has smaller ones: that advice would lead nowhere
-        part = "state" if alone and nearest.options.size <= SMALLEST_CHUNK else error.part
+    limits = {
+        "device": budgets.limit_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes,
+    }  # fmt: skip
+    lacking = {
+        tier: used
+        for (tier, limit), used in zip(limits.items(), needs, strict=True)
+        if limit is not None and used > limit
+    }
+    if "device" not in lacking:
+        tier, used = next(iter(lacking.items()))
         return ConfigError(
-            given=f"{words}, whose {error.given}",
-            required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
-            source=f"the search over {count:,} plans of one device",
-            change=f"{advice(part, alone=alone)}; {_enough('device', enough)}{also}",
+            given=f"{words}, which needs {format_bytes(used)} on the {tier}",
+            required=f"at most {format_bytes(limits[tier] or 0)}",
+            source=f"memory.{tier}",
+            change="leave more on the device (chunks.tier), or less to keep (chunks.keep);"
+            f" {_enough({tier: used})}",
         )
-    tier = "host" if needs.host_bytes > (limits[0] or 0) and limits[0] is not None else "disk"
-    used, limit = (needs[1], limits[0]) if tier == "host" else (needs[2], limits[1])
+    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes)
+    lacking["device"] = ceil(needs.device_bytes / (1 - budgets.margin))
+    own = format_bytes(budgets.device_bytes)
+    # no run has smaller chunks: that advice would lead nowhere
+    part = "state" if alone and nearest.options.size <= SMALLEST_CHUNK else error.part
     return ConfigError(
-        given=f"{words}, which needs {format_bytes(used)} on the {tier}",
-        required=f"at most {format_bytes(limit or 0)}",
-        source=f"memory.{tier}",
-        change=f"leave more on the device (chunks.tier), or less to keep (chunks.keep);"
-        f" {_enough(tier, used)}",
+        given=f"{words}, whose {error.given}",
+        required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
+        source=f"the search over {count:,} plans of one device",
+        change=f"{advice(part, alone=alone)}; {_enough(lacking)}",
     )
 
 
-def _enough(tier: str, num_bytes: int) -> str:
-    """The smallest budget with which a plan fits, rounded up to a MiB."""
-    return f"the smallest that would do is {_amount(tier, num_bytes)}"
-
-
-def _amount(tier: str, num_bytes: int) -> str:
-    return f"memory.{tier}: {-(-num_bytes // 2**20)}MiB"
+def _enough(needed: Mapping[str, int]) -> str:
+    """The smallest budgets with which a plan fits, rounded up to a MiB."""
+    amounts = (f"memory.{tier}: {-(-used // 2**20)}MiB" for tier, used in needed.items())
+    return f"the smallest that would do is {', with '.join(amounts)}"
 
 
 def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
@@ -195,7 +193,7 @@ def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
 
 
 def dials_in_words(options: ChunkOptions) -> str:
-    """Its dials as text, each as its name and value."""
+    """The dials of a plan as text, each as its name and value."""
     return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())
 
 
@@ -217,14 +215,11 @@ def _change(ratio: float) -> str:
 
 def training_of(model: ModelConfig) -> Training:
     """The trained weights of a run and their dtypes, on one device."""
-    training = Training.in_dtype(model.dtype)
-    lora = model.lora
+    training, lora = Training.in_dtype(model.dtype), model.lora
     if lora is None:
         return training
-    if lora.target_modules == "all-linear":
-        return replace(training, lora=Lora(lora.rank, attention=True, mlp=True))
-    named = set(lora.target_modules)
-    attention, mlp = bool(named & _ATTENTION), bool(named - _ATTENTION)
+    named = {"all"} if lora.target_modules == "all-linear" else set(lora.target_modules)
+    attention, mlp = "all" in named or bool(named & _ATTENTION), bool(named - _ATTENTION)
     return replace(training, lora=Lora(lora.rank, attention=attention, mlp=mlp))
 
 

@@ -3,7 +3,7 @@
     found = search_device(Space(model, ...), Budgets(24 * 2**30, disk_bytes=10**12))
     found.best.options, found.best.step_s, found.best.needs
 
-Every candidate has closed forms (`auto_estimate`): those whose least bytes exceed a budget are left
+Every candidate has closed forms (`auto.estimate`): those whose least bytes exceed a budget are left
 out, the others are taken by their estimated seconds, simulated, and walked on the longest sequence,
 which must fit. Work is bounded by counts, never by a clock: equal questions have equal answers.
 
@@ -40,8 +40,8 @@ A calibration whose residuals are smaller sets a smaller one."""
 _NEAR = 0.005
 """Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000
-"""Walked and simulated in all once a plan fits, twice as many while none does: then the search
-ends."""
+"""Actions that are walked and simulated in all once a plan fits, twice as many while none does:
+then the search ends."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,10 @@ class Budgets:
 
     @property
     def lower_tiers(self) -> tuple[Tier, ...]:
-        """Those that are there, besides the device."""
-        budgets: tuple[tuple[Tier, int | None], ...] = (
-            ("host", self.host_bytes),
-            ("disk", self.disk_bytes),
-        )
-        return tuple(tier for tier, budget in budgets if budget != 0)
+        """The tiers that are there, besides the device."""
+        tiers: tuple[Tier, ...] = ("host", "disk")
+        budgets = self.host_bytes, self.disk_bytes
+        return tuple(tier for tier, budget in zip(tiers, budgets, strict=True) if budget != 0)
 
     def hold(self, needs: Needs) -> bool:
         """Whether each tier has room for what is needed of it."""
@@ -98,13 +96,13 @@ class Searched:
     """The outcome of a search."""
 
     tried: tuple[Tried, ...]
-    """Those that fit, the chosen one first, then by their seconds."""
+    """The plans that fit, the chosen one first, then by their seconds."""
     refused: tuple[Tried, ...]
-    """Those that do not fit after all, the one that lacks least first."""
+    """The plans that do not fit after all, the one that lacks least first."""
     alike: int
     """Plans of the chosen one's order, heights and tiers within the slack of its time."""
     num_pruned: int
-    """Left out by their bounds: their least bytes, or their seconds."""
+    """Candidates that were left out by their bounds: their least bytes, or their seconds."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
 
@@ -177,7 +175,7 @@ class _Search:
         return min(self._fitting, key=lambda t: (t.step_s, _num_lowered(t.options.tiers)))
 
     def _ranked(self) -> tuple[tuple[Tried, ...], int]:
-        """Those that fit: the chosen one, then the others by their seconds."""
+        """The plans that fit, the chosen one first, then by seconds; and how many are alike."""
         if not self._fitting:
             return (), 0
         fastest = self._fastest
@@ -208,23 +206,22 @@ class _Search:
         self._fitting.append(Tried(options, step_s, needs, curve))
 
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
-        """(about its seconds, its least bytes, options) of each."""
+        """For each candidate its seconds, about, its least bytes, and its options."""
         space = self._space
         for size in sizes(space):
-            estimate = TimeEstimate(space.model, space.seq_lens, self._chunks(size))
+            estimate = TimeEstimate(space.model, self._chunks(size))
             others = sum(longest_step(space, size)) - space.longest
             bound = ByteBound(space.model, space.longest, size, others)
             for options in options_of(space, size, self._budgets.lower_tiers):
                 yield estimate.seconds(options), bound.needs(options), options
 
     def _simulated(self, options: ChunkOptions) -> int:
-        """Actions of a chunk in a simulation, about: layer-first that of four stages, of a draw all
-        of them."""
+        """Number of actions of a chunk in a simulation, about: layer-first those of four stages, of
+        a draw of all."""
         if options.order == "chunk-first":
             return 3
-        if options.sampling is None:
-            return 14
-        return 4 * len(stages_of(self._space.model.shape.num_layers, options))
+        num_stages = len(stages_of(self._space.model.shape.num_layers, options))
+        return 14 if options.sampling is None else 4 * num_stages
 
     def _chunks(self, size: int) -> list[list[Chunk]]:
         if size not in self._groups:
@@ -239,6 +236,6 @@ def _walk_of(options: ChunkOptions) -> tuple[object, ...]:
 
 
 def _num_lowered(tiers: Tiers) -> int:
-    """Kinds of memory that leave the device, for one of two plans that are as fast."""
+    """Number of kinds of memory that leave the device: of two plans as fast, fewer are better."""
     kinds = (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs)
     return sum(tier != "device" for tier in kinds)

@@ -1,1 +1,1 @@
-"""Which chunks of a plan get a backward (SpaCO): rules, plans, what is refused."""
+"""The draw of the chunks that get a backward (SpaCO): rules, plans, refusals."""

@@ -22,7 +22,8 @@ _Cells = Mapping[tuple[int, int], int]
 
 
 def sampled(plan: ChunkPlan, sampling: Sampling, labelled: Collection[int] = ()) -> ChunkPlan:
-    """A checked plan of the same walk with a draw of its chunks; see `draw_chunks`."""
+    """A checked plan of the same walk with a draw of its chunks; `labelled` as for
+    `draw_chunks`."""
     drawn = draw_chunks(plan, sampling, labelled)
     return sample_backwards(plan, drawn, report_loss=sampling.report_loss)
 
@@ -72,17 +73,12 @@ def sample_backwards(
 
 def _retained(plan: ChunkPlan, trained: Mapping[int, Factors]) -> _Cells:
     """The cells of cut sequences that keep their graph, with the layers of it that run again."""
-    graphs = {
-        (action.chunk, action.stage): action.recompute_layers
-        for actions in plan.actions
-        for action in actions
-        if isinstance(action, Recompute) or (isinstance(action, Forward) and action.keep == "all")
-    }
-    again = {
-        (action.chunk, action.stage)
-        for actions in plan.actions
-        for action in actions
-        if isinstance(action, Recompute)
+    every = [action for actions in plan.actions for action in actions]
+    again = {(a.chunk, a.stage): a.recompute_layers for a in every if isinstance(a, Recompute)}
+    graphs = again | {
+        (a.chunk, a.stage): a.recompute_layers
+        for a in every
+        if isinstance(a, Forward) and a.keep == "all"
     }
     retained = {}
     for group in plan.groups.values():
@@ -106,7 +102,7 @@ def _sampled_action(
     computed: Collection[int],
     retained: _Cells,
 ) -> Action | None:
-    """What becomes of an action; None where it falls away."""
+    """The action that takes the place of one; None where it falls away."""
     match action:
         case Forward(chunk) | Send("activation", chunk) | Recv("activation", chunk) if (
             chunk not in computed

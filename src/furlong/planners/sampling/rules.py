@@ -1,4 +1,4 @@
-"""Which chunks of a plan get a backward, and with what factors (SpaCO, Li et al., 2025).
+"""The rules by which chunks of a plan get a backward, and its factors (SpaCO, Li et al., 2025).
 
 Forwards stay exact, so only the set of surviving paths is random. A contribution to the gradient
 that reaches its parameters through h earlier chunks needs h + 1 drawn chunks, the one with the loss
@@ -34,10 +34,12 @@ _LEAST_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What one Backward multiplies its chunk's own loss and the dK,dV of later chunks by."""
+    """The factors of one Backward."""
 
     loss_factor: float = 1.0
+    """Multiplies the chunk's own loss."""
     relay_factor: float = 1.0
+    """Multiplies the dK,dV of later chunks."""
 
 
 EXACT = Factors()
@@ -45,7 +47,8 @@ EXACT = Factors()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the chunks of every cut sequence are drawn. Give one of `rate` and `chunks`.
+    """A rule and a budget by which chunks of every cut sequence are drawn. Give one of `rate` and
+    `chunks`.
 
     Chunks that hold whole sequences only are always drawn: no context makes their backward dear,
     and no memory is saved. A sequence of no more chunks than the budget is computed exactly.
@@ -65,21 +68,40 @@ class Sampling:
     """Whether chunks that are not drawn compute their loss, at the price of the rest of their
     forward. Without it the loss of a step is estimated from the drawn ones."""
     seed: int | None = None
-    """Another one every step; a sequence's draw depends on it and on its place in the batch alone.
-    None: drawn from torch's generator."""
+    """Decides, with its place in the batch, a sequence's draw; another one every step. None: drawn
+    from torch's generator."""
 
     def __post_init__(self) -> None:
-        _check_budget(self.rate, self.chunks)
-        if self.rule not in get_args(Rule):
-            raise _unusable(f"rule = {self.rule!r}", f"one of {', '.join(get_args(Rule))}")
-        if self.rule == "unbiased":
-            _check_unbiased(self.label_rate, self.cap)
-        else:
-            _check_fixed(self.rule, self.chunks, self.label_rate, self.cap)
-        if not isinstance(self.report_loss, bool):
-            raise _unusable(f"report_loss = {self.report_loss!r}", "true or false")
-        if self.seed is not None and not _is_whole(self.seed):
-            raise _unusable(f"seed = {self.seed!r}", "a whole number, or none")
+        rate, chunks, rule, is_free = self.rate, self.chunks, self.rule, self.rule == "unbiased"
+        is_rate = f"a number above 0, of at least {_LEAST_RATE}, and at most 1"
+        for is_wrong, given, required, *change in (
+            ((rate is None) == (chunks is None),
+             f"rate = {rate}, chunks = {chunks}", "one of rate and chunks"),
+            (not (rate is None or _is_number(rate, _LEAST_RATE, 1)), f"rate = {rate!r}", is_rate),
+            (not (chunks is None or _is_whole(chunks, 1)),
+             f"chunks = {chunks!r}", "a whole number of at least 1"),
+            (rule not in get_args(Rule), f"rule = {rule!r}", f"one of {', '.join(get_args(Rule))}"),
+            (not (self.label_rate is None or _is_number(self.label_rate, _LEAST_RATE, 1)),
+             f"label_rate = {self.label_rate!r}", is_rate),
+            (is_free and self.cap is not None, f"cap = {self.cap!r} with rule unbiased",
+             "no cap: a smaller relay factor would make the estimate biased",
+             "remove cap, or set rule to fixed"),
+            (not is_free and self.label_rate is not None,
+             f"label_rate = {self.label_rate!r} with rule {rule}",
+             "no label_rate: all chunks of a sequence are as likely",
+             "remove label_rate, or set rule to unbiased"),
+            (not is_free and chunks == 1, f"chunks = 1 with rule {rule}",
+             "at least 2: the gradient of a single chunk has no other to go through",
+             "draw more chunks, or set rule to unbiased"),
+            (not (self.cap is None or _is_number(self.cap, 1)), f"cap = {self.cap!r}",
+             "a number of at least 1", "raise cap, or leave it out"),
+            (not isinstance(self.report_loss, bool),
+             f"report_loss = {self.report_loss!r}", "true or false"),
+            (not (self.seed is None or _is_whole(self.seed)),
+             f"seed = {self.seed!r}", "a whole number, or none"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise _unusable(given, required, *change)
 
     def share(self, num_chunks: int) -> float:
         """The budget of a sequence of so many chunks, as a share of them."""
@@ -89,21 +111,22 @@ class Sampling:
         return self.rate
 
     def probabilities(self, has_labels: Sequence[bool]) -> list[float]:
-        """Of drawing each chunk of a sequence, by whether it has labels, under `unbiased`."""
+        """Probabilities of drawing the chunks of a sequence, by whether each has labels, under
+        `unbiased`."""
         rate = self.share(len(has_labels))
         labelled = 1.0 if self.label_rate is None else self.label_rate
         return [1.0 if rate == 1 else labelled if has else rate for has in has_labels]
 
     def num_drawn(self, num_chunks: int) -> int:
-        """Chunks of a sequence that `fixed` and `paper` draw: at least two, of one that has them,
-        for a single one has nobody to send gradients to."""
+        """Number of chunks of a sequence that `fixed` and `paper` draw: at least two where it has
+        them, for a single one has nobody to send gradients to."""
         if self.chunks is not None:
             return min(self.chunks, num_chunks)
         return min(num_chunks, max(2, round(self.share(num_chunks) * num_chunks)))
 
 
 def sampling_of(value: object) -> Sampling | None:
-    """A Sampling, of itself or of a mapping of its fields. Raises ConfigError for anything else."""
+    """The Sampling that a value or a mapping of its fields means. Raises ConfigError for others."""
     if value is None or isinstance(value, Sampling):
         return value
     if not isinstance(value, Mapping):
@@ -115,8 +138,8 @@ def sampling_of(value: object) -> Sampling | None:
 
 
 def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> dict[int, Factors]:
-    """The drawn positions of one sequence, for each of whose chunks it is said whether it has
-    labels."""
+    """Positions and factors of the drawn chunks of one sequence; `has_labels`: which of its chunks
+    have labels."""
     num_chunks = len(has_labels)
     if sampling.rule == "unbiased":
         chances = sampling.probabilities(has_labels)
@@ -127,7 +150,7 @@ def draw(has_labels: Sequence[bool], sampling: Sampling, rng: random.Random) -> 
 
 
 def fixed_factors(sampling: Sampling, num_chunks: int) -> Factors:
-    """a and c of the rules that draw exactly n of k chunks."""
+    """The a and c of the rules that draw exactly n of k chunks."""
     num_drawn = sampling.num_drawn(num_chunks)
     if num_drawn == num_chunks:
         return EXACT
@@ -150,7 +173,8 @@ def survival(num_chunks: int, num_drawn: int, hops: int) -> float:
 
 
 def expected_weight(num_chunks: int, num_drawn: int, hops: int, factors: Factors) -> float:
-    """a c^h times its survival: 1 where the draw is unbiased for that many hops."""
+    """The weight a c^h of a contribution times its survival: 1 where the draw is unbiased for that
+    many hops."""
     weight = factors.loss_factor * factors.relay_factor**hops
     return weight * survival(num_chunks, num_drawn, hops)
 
@@ -175,55 +199,13 @@ def draw_chunks(
     return drawn | dict.fromkeys(whole, EXACT)
 
 
-def _check_budget(rate: object, chunks: object) -> None:
-    if (rate is None) == (chunks is None):
-        raise _unusable(f"rate = {rate}, chunks = {chunks}", "one of rate and chunks")
-    if rate is not None:
-        _check_rate("rate", rate)
-    elif not _is_whole(chunks) or chunks < 1:  # type: ignore[operator]
-        raise _unusable(f"chunks = {chunks!r}", "a whole number of at least 1")
+def _is_whole(value: object, lowest: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
 
 
-def _check_unbiased(label_rate: object, cap: object) -> None:
-    if label_rate is not None:
-        _check_rate("label_rate", label_rate)
-    if cap is not None:
-        raise _unusable(
-            f"cap = {cap!r} with rule unbiased",
-            "no cap: a smaller relay factor would make the estimate biased",
-            "remove cap, or set rule to fixed",
-        )
-
-
-def _check_fixed(rule: str, chunks: int | None, label_rate: object, cap: object) -> None:
-    if label_rate is not None:
-        raise _unusable(
-            f"label_rate = {label_rate!r} with rule {rule}",
-            "no label_rate: all chunks of a sequence are as likely",
-            "remove label_rate, or set rule to unbiased",
-        )
-    if chunks == 1:
-        raise _unusable(
-            f"chunks = 1 with rule {rule}",
-            "at least 2: the gradient of a single chunk has no other to go through",
-            "draw more chunks, or set rule to unbiased",
-        )
-    if cap is not None and (not _is_number(cap) or not 1 <= cap < math.inf):  # type: ignore[operator]
-        raise _unusable(f"cap = {cap!r}", "a number of at least 1", "raise cap, or leave it out")
-
-
-def _check_rate(name: str, rate: object) -> None:
-    if not _is_number(rate) or not _LEAST_RATE <= rate <= 1:  # type: ignore[operator]
-        required = f"a number above 0, of at least {_LEAST_RATE}, and at most 1"
-        raise _unusable(f"{name} = {rate!r}", required)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_number(value: object, lowest: float, highest: float = math.inf) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and lowest <= value <= highest and value < math.inf  # type: ignore[operator]
 
 
 def _unusable(

@@ -1,4 +1,4 @@
-"""What a run says of its sample: its words, and the refusal of one that leaves no chunk out.
+"""Words for a run's sample, and the refusal of one that leaves no chunk out.
 
 Such a run would compute exact gradients, which is hardly what its user means.
 """
@@ -19,42 +19,41 @@ def check_sampling(
     `has_unlabelled`: whether a chunk of some sequence that is cut may be without labels.
     """
     num_chunks = -(-longest // size)
-    if num_chunks == 1:
-        raise _meaningless(
-            f"chunks.size = {size:,}, and a longest sequence of {longest:,} tokens",
-            "a sequence of several chunks: those of a single one are always computed exactly",
-            "chunks.size and chunks.sample",
-            "lower chunks.size",
-        )
-    if sampling.chunks is not None and sampling.chunks >= num_chunks:
-        raise _meaningless(
-            f"chunks.sample.chunks = {sampling.chunks:,}, and {num_chunks:,} chunks of the longest"
-            f" sequence ({longest:,} tokens)",
-            f"at most {num_chunks - 1:,}: else every chunk is drawn",
-            "chunks.sample.chunks",
-            "lower chunks.sample.chunks or chunks.size",
-        )
-    if sampling.share(num_chunks) == 1:
-        raise _meaningless(
-            f"chunks.sample.rate = {sampling.rate}",
-            "a rate below 1: else every chunk is drawn",
-            "chunks.sample.rate",
-            "lower chunks.sample.rate",
-        )
-    if sampling.rule == "unbiased":
-        _check_labels(sampling, has_unlabelled)
-    elif sampling.num_drawn(num_chunks) == num_chunks:
-        raise _meaningless(
-            f"chunks.sample.rate = {sampling.rate}, which draws {num_chunks:,} of the"
-            f" {num_chunks:,} chunks of the longest sequence ({longest:,} tokens)",
-            f"a rate that leaves one out; rule {sampling.rule} draws two at least",
-            "chunks.sample.rate",
-            "lower chunks.sample.rate or chunks.size",
-        )
+    rate, all_of_them = sampling.rate, f"{num_chunks:,} chunks of the longest sequence"
+    is_free = sampling.rule == "unbiased"
+    for is_wrong, keys, given, required, change in (
+        (num_chunks == 1, "size and chunks.sample",
+         f"chunks.size = {size:,}, and a longest sequence of {longest:,} tokens",
+         "a sequence of several chunks: those of a single one are always computed exactly",
+         "lower chunks.size"),
+        (sampling.chunks is not None and sampling.chunks >= num_chunks, "sample.chunks",
+         f"chunks.sample.chunks = {sampling.chunks}, and {all_of_them} ({longest:,} tokens)",
+         f"at most {num_chunks - 1:,}: else every chunk is drawn",
+         "lower chunks.sample.chunks or chunks.size"),
+        (sampling.share(num_chunks) == 1, "sample.rate", f"chunks.sample.rate = {rate}",
+         "a rate below 1: else every chunk is drawn", "lower chunks.sample.rate"),
+        (not is_free and sampling.num_drawn(num_chunks) == num_chunks, "sample.rate",
+         f"chunks.sample.rate = {rate}, which draws {num_chunks:,} of the {all_of_them}"
+         f" ({longest:,} tokens)",
+         f"a rate that leaves one out; rule {sampling.rule} draws two at least",
+         "lower chunks.sample.rate or chunks.size"),
+        (is_free and not has_unlabelled and sampling.label_rate in (None, 1), "sample.label_rate",
+         "chunks.sample with rule unbiased and labels in every chunk, as plain text has them",
+         "chunks.sample.label_rate below 1: chunks with labels are drawn at that rate, by default"
+         " all of them",
+         "set chunks.sample.label_rate, such as 0.5, or chunks.sample.rule to fixed"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ConfigError(
+                given=given,
+                required=required,
+                source=f"chunks.{keys}",
+                change=f"{change}, or remove chunks.sample: the run computes the same, exactly",
+            )
 
 
 def sampling_in_words(sampling: Sampling) -> str:
-    """Its keys, each as its name and value; those at their defaults left out, but for the rule."""
+    """The keys of a sample, each as its name and value; defaults left out, but for the rule."""
     budget = "rate" if sampling.chunks is None else "chunks"
     words = [f"{budget} {getattr(sampling, budget)}", f"rule {sampling.rule}"]
     words += [
@@ -66,7 +65,7 @@ def sampling_in_words(sampling: Sampling) -> str:
 
 
 def num_drawn(plan: ChunkPlan) -> int:
-    """Chunks whose backward counts; where none was drawn, one runs with factors of 0."""
+    """Number of chunks whose backward counts; where none was drawn, one runs with factors of 0."""
     return len(
         {
             action.chunk
@@ -75,19 +74,3 @@ def num_drawn(plan: ChunkPlan) -> int:
             if isinstance(action, Backward) and (action.loss_factor or action.relay_factor)
         }
     )
-
-
-def _check_labels(sampling: Sampling, has_unlabelled: bool) -> None:
-    if not has_unlabelled and sampling.label_rate in (None, 1):
-        raise _meaningless(
-            "chunks.sample with rule unbiased and labels in every chunk, as plain text has them",
-            "chunks.sample.label_rate below 1: chunks with labels are drawn at that rate, by"
-            " default all of them",
-            "chunks.sample.label_rate",
-            "set chunks.sample.label_rate, such as 0.5, or chunks.sample.rule to fixed",
-        )
-
-
-def _meaningless(given: str, required: str, source: str, change: str) -> ConfigError:
-    exactly = "or remove chunks.sample: the run computes the same, exactly"
-    return ConfigError(given=given, required=required, source=source, change=f"{change}, {exactly}")
