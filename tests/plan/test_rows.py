@@ -1,4 +1,4 @@
-"""Rows of chunks: every token has one owner, both ends of an exchange agree, tokens are in order."""
+"""Rows of chunks: every token has one owner, both ends of an exchange agree, order is kept."""
 
 import random
 from dataclasses import replace

@@ -20,6 +20,7 @@ from math import gcd
 from furlong.plan.values import Chunk, Slice
 
 Run = tuple[int, int, int]
+"""Consecutive rows: (whose they are, start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)

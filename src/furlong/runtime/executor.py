@@ -31,9 +31,10 @@ from furlong.plan.values import (
 from furlong.runtime.cell import Cell, KVReady, require_each_layer
 from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
+from furlong.runtime.exchange import PoolExchange
 from furlong.runtime.heap import FreedMemory, process_heap
 from furlong.runtime.inputs import ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, open_store
+from furlong.runtime.layout import chunk_pieces, open_store, rows_on
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
@@ -60,8 +61,12 @@ class Executor:
         pools: Pools,
         comms: Comms,
         rank: int = 0,
+        process: int = 0,
+        exchange: PoolExchange | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
+        """`process`: the number of this one among those that obey the rank's actions together, and
+        `exchange` what they exchange by."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -74,7 +79,8 @@ class Executor:
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
-        self._inputs = BatchInputs(plan, rank, sequences, model.device)
+        rows_of, self._exchange = rows_on(model, plan, process), exchange
+        self._inputs = BatchInputs(plan, rank, sequences, model.device, rows_of)
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
@@ -86,8 +92,9 @@ class Executor:
         self._live: dict[tuple[int, int], LiveCell] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(
-            model, () if self._last_backward else plan.seq_lens, estimates=not plan.report_loss
-        )
+            model, () if self._last_backward else plan.seq_lens,
+            estimates=not plan.report_loss, exchange=exchange,
+        )  # fmt: skip
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
@@ -101,7 +108,8 @@ class Executor:
         try:
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
                 self._recorder.begin()
-                self._expect_next(index)
+                for following in self._actions[index + 1 : index + 2]:
+                    self._hidden.expect_for(following)
                 self._obey(action, what)
                 for chunk, stage in kv_dead[index]:
                     self._free_kv(chunk, stage)
@@ -172,8 +180,7 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(live, at, what)
                         if what.loss:
-                            chunk = self._plan.chunks[action.chunk]
-                            self._head.evaluate(hidden, self._inputs.of(action.chunk), chunk)
+                            self._head.evaluate(hidden, self._inputs.of(action.chunk))
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
@@ -243,6 +250,8 @@ class Executor:
             gradient = self._head.gradient(
                 live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
             )
+            if self._last_backward[action.stage] is action:
+                self._head.end(live.output)
             self._pull(live.output, gradient)
         else:
             following = action.chunk, action.stage + 1
@@ -277,20 +286,11 @@ class Executor:
         if self._ledger.holds("input", *at):
             self._hidden.drop(at)
 
-    def _expect_next(self, index: int) -> None:
-        """Begin to bring the hidden states that the next action reads."""
-        if index + 1 < len(self._actions):
-            match self._actions[index + 1]:
-                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                    self._hidden.expect((chunk, stage))
-                case Backward(chunk, stage):
-                    self._hidden.expect((chunk, stage + 1))
-
     def _open(self, chunk: int, stage: int) -> Cell:
-        slices = self._inputs.of(chunk).slices
-        pieces = chunk_pieces(self._plan, chunk, slices)
-        layers = self._stages[stage].layers
-        return Cell(slices, pieces, self._store, self._backend, self._attention, layers)
+        return Cell(
+            self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
+            self._backend, self._attention, self._stages[stage].layers, self._exchange,
+        )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:
         self._ledger.release("kv", chunk, stage)

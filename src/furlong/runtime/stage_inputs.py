@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from furlong.kv.pools.contract import Handle, Lease, Pool
+from furlong.plan.values import Action, Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.ledger import Ledger
 
 _Cell = tuple[int, int]
@@ -50,6 +51,14 @@ class StageInputs:
         """Forget the cell's input, or its gradient."""
         self._ledger.release("input" if self._ledger.holds("input", *cell) else "gradient", *cell)
         self._pool.drop(self._handles.pop(cell))
+
+    def expect_for(self, action: Action) -> None:
+        """Begin to bring the hidden states that an action reads."""
+        match action:
+            case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                self.expect((chunk, stage))
+            case Backward(chunk, stage):
+                self.expect((chunk, stage + 1))
 
     def expect(self, cell: _Cell) -> None:
         """Begin to bring what is there of a cell."""
