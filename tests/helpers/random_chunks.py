@@ -23,7 +23,7 @@ def random_chunks(
     for seq_id in range(num_sequences):
         place = random_place(draw, sp_size)
         seq_len = draw.randint(1, max_tokens)
-        pieces = min(seq_len, draw.choice((1, 1, 2, num_chunks)))
+        pieces = min(seq_len, num_chunks, draw.choice((1, 1, 2, num_chunks)))
         first = draw.randint(0, num_chunks - pieces)
         taken = {(first + i, place) for i in range(1, pieces)}
         if prefixed & taken:

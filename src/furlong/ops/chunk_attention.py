@@ -82,7 +82,7 @@ def store_kv(
     """Store what `layer_kv` keeps of k and v (K, T, H), where attention does not run."""
     with torch.no_grad():
         levels = [
-            LevelAttention(level, exchange, k.shape[0], k.shape[0])
+            LevelAttention(level, exchange, 0, k.shape[0])
             for level in rows.exchanged
             if any(layer_kv.keeps(placed.index) for placed in level.slices)
         ]

@@ -132,7 +132,6 @@ def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
     """Local rows (M, t, H) of each tensor -> (u, t, w, H), for each process of a block."""
     u, parts = level.block_size, []
     for x in tensors:
-        x = x[:, slice(*level.local)]
         if x.shape[0] % u:  # fewer heads than processes: copies
             x = x.repeat_interleave(u // x.shape[0], 0)
         parts.append(x.unflatten(0, (u, -1)).transpose(1, 2))
@@ -145,7 +144,7 @@ def _joined(x: Tensor, num_heads: int) -> Tensor:
     x = x.transpose(0, 1).reshape(rows, u * width, head_dim)
     if u * width == num_heads:
         return x
-    return x.view(rows, num_heads, -1, head_dim).to(_wide(x)).sum(2)
+    return x.view(rows, num_heads, u * width // num_heads, head_dim).to(_wide(x)).sum(2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -33,6 +33,7 @@ class LevelAttention:
     def __init__(
         self, level: Level, exchange: Exchange | None, num_heads: int, num_kv_heads: int
     ) -> None:
+        """`num_heads`: query heads of the layer, 0 if keys and values alone travel."""
         assert exchange is not None, f"a place of {level.size} processes needs an exchange"
         u = level.block_size
         if num_heads % u or (num_kv_heads % u and u % num_kv_heads):
