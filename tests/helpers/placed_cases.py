@@ -71,8 +71,8 @@ def random_case(seed: int, sp_size: int, heads: Sequence[tuple[int, int]]) -> Pl
     family = draw.choice(("llama", "llama", "mistral", "gpt_oss"))
     q_heads, kv_heads = draw.choice(heads)
     options = ChunkOptions(
-        size=8, keep=draw.choice(("kv", "attention", "input")), num_retained=draw.choice((0, 1, 2, 9)),
-        recompute_layers=draw.choice((0, 0, 1)),
+        size=8, keep=draw.choice(("kv", "attention", "input")),
+        num_retained=draw.choice((0, 1, 2, 9)), recompute_layers=draw.choice((0, 0, 1)),
     )  # fmt: skip
     changes = {
         "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 2,
