@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.gradients import batch, num_labels, take_grads
-from helpers.placed import OfAPool, obey, plan_of
+from helpers.placed import OfAPool, obey, on_one, plan_of
 from helpers.random_chunks import random_chunks
 from helpers.switch import DeadlockError, Switch, SwitchExchange, run_pool
 from helpers.tiny_families import build
@@ -173,9 +173,7 @@ def test_a_recompute_exchanges_nothing_that_is_remembered(keep, expected):
     model = build("llama")
     lens = [12]
     chunks = [Chunk((Slice(0, a, b, Place(0, 2)),)) for a, b in ((0, 7), (7, 12))]
-    plan = plan_of(
-        lens, chunks, 2, ChunkOptions(size=8, keep=keep, num_retained=0), num_layers=3
-    )
+    plan = plan_of(lens, chunks, 2, ChunkOptions(size=8, keep=keep, num_retained=0), num_layers=3)
     copies, sequences = [model, deepcopy(model)], batch(lens)
 
     def process(exchange: SwitchExchange) -> list[int]:
@@ -201,14 +199,11 @@ def test_gradients_on_the_switch_are_those_of_one_process():
     sequences = batch(lens)
     copies = [deepcopy(model) for _ in range(5)]
     options = ChunkOptions(size=8)
-    alone = Chunk(tuple(replace(s, place=Place(0, 1)) for s in NESTED.slices))
-    one = plan_of(lens, [alone], 1, options, num_layers=3)
+    one = plan_of(lens, on_one([NESTED]), 1, options, num_layers=3)
     loss, _ = obey(copies[4], one, sequences, None)
     truth = take_grads(copies[4])
     four = plan_of(lens, [NESTED], 4, options, num_layers=3)
-    found = run_pool(
-        Switch(4), lambda x: obey(copies[x.process], four, sequences, x, x.process)
-    )
+    found = run_pool(Switch(4), lambda x: obey(copies[x.process], four, sequences, x, x.process))
     assert [loss_sum for loss_sum, _ in found] == pytest.approx([loss] * 4, rel=1e-12)
     grads = [take_grads(copy) for copy in copies[:4]]
     for name, expected in truth.items():

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers.placed_cases import Found, PlacedCase, oddities, random_case, run_cases
+from helpers.gradients import batch
+from helpers.placed import obey, on_one, plan_of
+from helpers.placed_cases import (
+    Found,
+    PlacedCase,
+    gloo_exchange,
+    model_of,
+    oddities,
+    random_case,
+    run_cases,
+)
 from helpers.ranks import run_ranks
 
 from furlong.planners.options import ChunkOptions
+from furlong.planners.sampling.plans import sampled
+from furlong.planners.sampling.rules import Sampling
 
 BOUND = 1e-10
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -86,6 +98,9 @@ FOUR = [
                changes={"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}),
     PlacedCase("gathered, disk", NESTED, kept("attention", tier="disk"), family="gpt_oss",
                changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
+    PlacedCase("blocks without a row, disk", [on(0, 4, (0, t, t + 1)) for t in range(3)],
+               kept("attention", 0, tier="disk"),
+               changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
     PlacedCase("local and sharded, host", dacp(4), kept(tier="host")),
     PlacedCase("evaluation", NESTED, backward=False),
 ]  # fmt: skip
@@ -128,6 +143,27 @@ def test_pool_of_four(case, four):
 
 def test_rows_of_one_process_alone_are_not_exchanged(two):
     assert two["all on one process"].num_exchanges == 0
+
+
+def sampled_loss(rank: int) -> tuple[float, float]:
+    """The estimate of a step that draws chunks, in a pool of two and on one process."""
+    case = PlacedCase("", ulysses(2), masked=(range(4), range(3)))
+    exchange, found = gloo_exchange(rank, 2), []
+    for sp_size in (2, 1):
+        chunks = case.placed if sp_size == 2 else on_one(case.placed)
+        plan = plan_of(case.lens, chunks, sp_size, case.options, num_layers=3)
+        drawing = Sampling(chunks=2, rule="fixed", seed=1)
+        plan = sampled(plan, drawing)
+        assert 0 < len(plan.trained) < len(plan.chunks)
+        sequences = batch(case.lens, masked=case.masked)
+        given = (exchange, rank) if sp_size == 2 else (None, 0)
+        found.append(obey(model_of(case), plan, sequences, *given)[0])
+    return found[0], found[1]
+
+
+def test_a_loss_that_is_estimated_is_that_of_all_processes():
+    pools, one = zip(*run_ranks(sampled_loss, num_ranks=2), strict=True)
+    assert pools == pytest.approx(one, rel=1e-12) and pools[0] > 0
 
 
 HEADS = {4: [(4, 2), (8, 4), (4, 1), (2, 2)], 8: [(8, 4), (8, 2), (4, 2), (2, 1)]}

@@ -13,7 +13,7 @@ from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.check import check
-from furlong.plan.values import Chunk, ChunkPlan, RebuildKV
+from furlong.plan.values import FIRST_PROCESS, Chunk, ChunkPlan, RebuildKV
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of, walk_group
 from furlong.runtime.comms import Alone
@@ -44,6 +44,11 @@ def plan_of(
     plan = replace(plan, actions=(tuple(read),))
     check(plan)
     return plan
+
+
+def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same chunks on a single process."""
+    return [Chunk(tuple(replace(s, place=FIRST_PROCESS) for s in chunk.slices)) for chunk in chunks]
 
 
 def obey(
