@@ -98,7 +98,7 @@ FOUR = [
                changes={"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}),
     PlacedCase("gathered, disk", NESTED, kept("attention", tier="disk"), family="gpt_oss",
                changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
-    PlacedCase("blocks without a row, disk", [on(0, 4, (0, t, t + 1)) for t in range(3)],
+    PlacedCase("inner places without a row, disk", [on(0, 4, (0, t, t + 1)) for t in range(3)],
                kept("attention", 0, tier="disk"),
                changes={"num_attention_heads": 2, "num_key_value_heads": 1}),
     PlacedCase("local and sharded, host", dacp(4), kept(tier="host")),

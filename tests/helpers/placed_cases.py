@@ -96,8 +96,8 @@ def oddities(case: PlacedCase, sp_size: int) -> Counter[str]:
         for process in range(sp_size):
             rows = rows_of(chunk, process, sp_size=sp_size, q_heads=heads[0], kv_heads=heads[1])
             found["processes without a token"] += not rows.tokens
-            found["gathered levels"] += sum(level.num_blocks > 1 for level in rows.levels)
-            found["copied heads"] += sum(x.block_size > heads[1] for x in rows.levels)
+            found["gathered levels"] += sum(level.num_inner > 1 for level in rows.levels)
+            found["copied heads"] += sum(x.inner_size > heads[1] for x in rows.levels)
             found["processes of three levels"] += len(rows.levels) >= 3
             found["empty shares"] += sum(x.local[0] == x.local[1] for x in rows.levels)
     return found

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import pytest
 from helpers.random_chunks import random_chunks
 
-from furlong.plan.rows import ChunkRows, Level, block_size_of, rows_of
+from furlong.plan.rows import ChunkRows, Level, inner_size_of, rows_of
 from furlong.plan.values import Chunk, Place, Slice, place_sizes
 
 HEADS = [(4, 2), (8, 4), (8, 1), (2, 2), (6, 2), (3, 3), (12, 3)]
@@ -81,45 +81,45 @@ def test_members_of_a_place_agree_and_their_parts_are_equal():
             levels = [level for _, level in members(pool, place)]
             for member, level in enumerate(levels):
                 expected = replace(levels[0], member=member, local=level.local, slices=level.slices)
-                assert level == expected, "shares, blocks and runs of keys are everybody's"
+                assert level == expected, "shares and runs of keys are everybody's"
                 assert level.local[1] - level.local[0] == level.shares[member]
-            for block in range(levels[0].num_blocks):
-                u = level.block_size
-                in_block = levels[0].shares[block * u : (block + 1) * u]
-                assert max(in_block) - min(in_block) <= 1
-            blocks, slices = levels[0].block_rows, levels[0].slices
-            assert max(blocks) - min(blocks) <= 2 * len(slices)
+            for inner in range(levels[0].num_inner):
+                u = level.inner_size
+                within = levels[0].shares[inner * u : (inner + 1) * u]
+                assert max(within) - min(within) <= 1
+            inners, slices = levels[0].inner_rows, levels[0].slices
+            assert max(inners) - min(inners) <= 2 * len(slices)
 
 
 def test_what_is_received_is_in_the_order_of_tokens():
-    """Queries of a block, and keys of all blocks, as peers send them one behind the other."""
-    seen = {"gathered": 0, "empty shares": 0, "nothing": 0, "two segments": 0}
+    """Queries of an inner place, and keys of all of them, as peers send them."""
+    seen = {"gathered": 0, "empty shares": 0, "nothing": 0, "two stretches": 0}
     for chunk, _, pool in draws(3):
         seen["nothing"] += sum(not rows.tokens for rows in pool)
         for place in {piece.place for piece in chunk.slices}:
             both = members(pool, place)
-            u = both[0][1].block_size
+            u = both[0][1].inner_size
             sent = [tokens_of(rows, level.local) for rows, level in both]
-            blocks = [list(chain(*sent[b : b + u])) for b in range(0, place.size, u)]
+            inners = [list(chain(*sent[b : b + u])) for b in range(0, place.size, u)]
             for _, level in both:
-                queries = blocks[level.block]
+                queries = inners[level.inner]
                 assert len(queries) == level.num_queries
                 covered = []
                 for placed in level.slices:
                     piece = chunk.slices[placed.index]
                     assert piece.start == placed.start
-                    for segment in placed.segments:
-                        given = queries[segment.start : segment.stop]
+                    for stretch in placed.stretches:
+                        given = queries[stretch.start : stretch.stop]
                         assert given and given == [
-                            (piece.seq_id, segment.position + i) for i in range(len(given))
+                            (piece.seq_id, stretch.position + i) for i in range(len(given))
                         ]
-                        covered += range(segment.start, segment.stop)
-                    seen["two segments"] += len(placed.segments) == 2
+                        covered += range(stretch.start, stretch.stop)
+                    seen["two stretches"] += len(placed.stretches) == 2
                 assert covered == list(range(level.num_queries)), "squares cover all query rows"
                 keys = queries
-                if level.num_blocks > 1:
+                if level.num_inner > 1:
                     seen["gathered"] += 1
-                    keys = [t for b, start, stop in level.key_runs for t in blocks[b][start:stop]]
+                    keys = [t for b, start, stop in level.key_runs for t in inners[b][start:stop]]
                 for placed in level.slices:
                     piece = chunk.slices[placed.index]
                     assert keys[slice(*placed.keys)] == [
@@ -135,7 +135,7 @@ def test_what_is_received_is_in_the_order_of_tokens():
     [
         (4, 8, 4, 4),
         (4, 8, 2, 4),  # each key-value head twice
-        (8, 4, 2, 4),  # two blocks
+        (8, 4, 2, 4),  # two inner places
         (8, 40, 8, 8),
         (16, 40, 8, 8),
         (4, 40, 10, 2),  # 10 heads are not divided by 4, nor 4 by them
@@ -146,17 +146,17 @@ def test_what_is_received_is_in_the_order_of_tokens():
     ],
 )
 def test_heads_are_divided_among_as_many_as_can(size, q_heads, kv_heads, expected):
-    assert block_size_of(size, q_heads, kv_heads) == expected
+    assert inner_size_of(size, q_heads, kv_heads) == expected
 
 
-def test_blocks_of_a_long_sequence_see_equally_many_keys():
-    """Each has an early and a late part: without that the last block would have all the work."""
+def test_inner_places_of_a_long_sequence_see_equally_many_keys():
+    """Each has an early and a late part: without that the last one would have all the work."""
     chunk = Chunk((Slice(0, 0, 1024, Place(0, 8)),))
     seen = []
     for process in (0, 2, 4, 6):
         rows = rows_of(chunk, process, sp_size=8, q_heads=2, kv_heads=2)
         (placed,) = rows.levels[0].slices
-        seen.append(sum(t + 1 for s in placed.segments for t in range(
+        seen.append(sum(t + 1 for s in placed.stretches for t in range(
             s.position, s.position + s.stop - s.start)))  # fmt: skip
     assert max(seen) / min(seen) < 1.01
 

@@ -121,7 +121,7 @@ class _Call:
         slices = self.rows.own.slices
         parts = []
         for part in _halves(slices) if self.rows.exchanged else (slices,):
-            own = slice(part[0].segments[0].start, part[-1].segments[-1].stop)
+            own = slice(part[0].stretches[0].start, part[-1].stretches[-1].stop)
             parts.append((self.attention(part, own.start), own))
         return parts
 
@@ -211,7 +211,8 @@ class _SinkGradients:
     """Gradients of a layer's sinks (N,), to which the own heads and rows of a process add."""
 
     def __init__(self, sinks: Tensor | None) -> None:
-        self._sinks, self._total = sinks, sinks
+        self._sinks = sinks
+        self._total: Tensor | None = None
 
     def add(self, dout: Tensor, out: Tensor, lse: Tensor, heads: slice = slice(None)) -> None:
         """dout, out (n, T, H) and lse (n, T) of some heads."""
@@ -219,17 +220,14 @@ class _SinkGradients:
             return
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         share = torch.exp(self._sinks[heads].to(lse.dtype)[:, None] - lse)
-        if self._total is self._sinks:
+        if self._total is None:
             self._total = torch.zeros_like(self._sinks, dtype=lse.dtype)
-        assert self._total is not None
         self._total[heads] -= (share * delta).sum(-1)
 
     def total(self) -> Tensor | None:
-        if self._sinks is None or self._total is None:
+        if self._sinks is None:
             return None
-        if self._total is self._sinks:
-            return torch.zeros_like(self._sinks)
-        return self._total.to(self._sinks.dtype)
+        return torch.zeros_like(self._sinks) if self._total is None else self._total.to(self._sinks)
 
 
 def _backward(
@@ -244,10 +242,7 @@ def _backward(
         return [dq, dk.to(k.dtype), dv.to(v.dtype)]
     levels = call.levels(q.shape[0], k.shape[0])
     for level in levels:
-        if call.is_known:
-            level.start((dout, out, q), (k, v))
-        else:
-            level.start((dout,), ())
+        level.start((dout, out, q) if call.is_known else (dout,), (k, v) if call.is_known else ())
     num_rows, is_empty = dout.shape[1], not call.rows.num_tokens
     grads = [_token_major(x, num_rows, zeros=is_empty) for x in (q, k, v)]
     own = slice(*call.rows.own.local) if call.rows.own else slice(num_rows, num_rows)
@@ -256,12 +251,12 @@ def _backward(
     for number in range(2):
         if number < len(parts):
             attention, rows = parts[number]
-            own_dout, own_out = dout[:, own][:, rows], out[:, rows]
+            given = dout[:, own], q, k, v, out
+            dout_, q_, k_, v_, out_ = (x[:, rows] for x in given)
             found = attention.backward(
-                own_dout, q[:, rows], k[:, rows], v[:, rows], own_out, lses[number], None,
-                needs_kv=needs_kv,
-            )  # fmt: skip
-            dsinks.add(own_dout, own_out, lses[number])
+                dout_, q_, k_, v_, out_, lses[number], None, needs_kv=needs_kv
+            )
+            dsinks.add(dout_, out_, lses[number])
             for grad, part in zip(grads, found, strict=True):
                 grad[:, own][:, rows] = part
         if number == 0:

@@ -1,13 +1,14 @@
 """How the rows of a level travel between the processes of its place.
 
 On the way in a process sends its rows of queries, one part of their heads to each process of its
-block, and its rows of keys and values, one part of theirs to each process of the place (a head that
-several processes need goes to each of them). What comes in from a block is in the order of its
-rows. The way back goes the same roads: parts of heads are put together again, and what several
-processes return of one head, or of gathered keys, is added up.
+inner place (`furlong.plan.rows`), and its rows of keys and values, one part of theirs to each
+process of the place; a head that several processes need goes to each of them. What comes in from an
+inner place is in the order of its rows. The way back goes the same roads: parts of heads are put
+together again, and what several processes return of one head, or of gathered keys, is added up.
 
-    u  processes of a block;  t  local rows;  L  rows of a block;  S  those of all blocks;  H  head
-    dim;  M, m  heads of a tensor, and those of them that one process gets;  w  heads of several
+    u  processes of an inner place;  t  local rows;  L  rows of an inner place;  S  those of all;
+    M, m  heads of a tensor, and those of them that one process gets;  w  m of several tensors
+    together;  H  head dim
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Exchange(Protocol):
 def send_in(
     exchange: Exchange, level: Level, queries: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> Callable[[], Tensor]:
-    """Start the way in of local rows: `queries` (M, t, H) within the block, `keys` to all."""
-    to_block = _split(level, (*queries, *keys))
-    to_others = _split(level, keys) if keys and level.num_blocks > 1 else to_block[:, :, :0]
-    parts = [to_block if b == level.block else to_others for b in range(level.num_blocks)]
+    """Start the way in of local rows: `queries` (M, t, H) to the inner place, `keys` to all."""
+    to_inner = _split(level, (*queries, *keys))
+    to_others = _split(level, keys) if keys and level.num_inner > 1 else to_inner[:, :, :0]
+    parts = [to_inner if b == level.inner else to_others for b in range(level.num_inner)]
     x = torch.cat([part.flatten(0, 2) for part in parts]) if len(parts) > 1 else parts[0]
-    rows, widths = num_local(level), _widths(level, to_block.shape[2], to_others.shape[2])
+    rows, widths = num_local(level), _widths(level, to_inner.shape[2], to_others.shape[2])
     return exchange.start(
         x.reshape(-1, x.shape[-1]), [rows * width for width in widths],
         _products(level.shares, widths), level.size,
@@ -51,44 +52,44 @@ def send_in(
 
 
 def received(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-    """By block, the rows (w, L, H) that came in: of all tensors from the process's own block, of
+    """By inner place, the rows (w, L, H) that came in: of all tensors from the process's own, of
     keys from the others. `queries`, `keys`: the heads of each tensor before it was sent."""
     narrow = sum(part_of(level, heads) for heads in keys)
     wide = narrow + sum(part_of(level, heads) for heads in queries)
     found, start = [], 0
-    for block, rows in enumerate(level.block_rows):
-        width = wide if block == level.block else narrow
+    for inner, rows in enumerate(level.inner_rows):
+        width = wide if inner == level.inner else narrow
         part = x[start : start + rows * width]
         found.append(part.view(rows, width, x.shape[-1]).transpose(0, 1))
         start += rows * width
     return found
 
 
-def in_token_order(level: Level, blocks: Sequence[Tensor]) -> Tensor:
-    """Gathered rows (w, S, H) in token order, of each block's (w, L, H)."""
-    return torch.cat([blocks[block][:, start:stop] for block, start, stop in level.key_runs], 1)
+def in_token_order(level: Level, inners: Sequence[Tensor]) -> Tensor:
+    """Gathered rows (w, S, H) in token order, of (w, L, H) by inner place."""
+    return torch.cat([inners[inner][:, start:stop] for inner, start, stop in level.key_runs], 1)
 
 
-def by_block(level: Level, x: Tensor) -> list[Tensor]:
-    """Rows (w, L, H) of each block, of gathered rows (w, S, H) in token order."""
-    found = [x.new_empty((x.shape[0], rows, x.shape[2])) for rows in level.block_rows]
+def by_inner_place(level: Level, x: Tensor) -> list[Tensor]:
+    """Rows (w, L, H) of each inner place, of gathered rows (w, S, H) in token order."""
+    found = [x.new_empty((x.shape[0], rows, x.shape[2])) for rows in level.inner_rows]
     row = 0
-    for block, start, stop in level.key_runs:
-        found[block][:, start:stop] = x[:, row : row + stop - start]
+    for inner, start, stop in level.key_runs:
+        found[inner][:, start:stop] = x[:, row : row + stop - start]
         row += stop - start
     return found
 
 
 def send_back(
-    exchange: Exchange, level: Level, blocks: Sequence[Sequence[Tensor]]
+    exchange: Exchange, level: Level, inners: Sequence[Sequence[Tensor]]
 ) -> Callable[[], Tensor]:
-    """Start the way back of tensors (m, L, H) by block: those of the process's own block, and of
+    """Start the way back of tensors (m, L, H) by inner place: those of the process's own, and of
     the others as many of keys as came in."""
-    each = [sum(x.shape[0] for x in tensors) for tensors in blocks]
-    other = next((width for block, width in enumerate(each) if block != level.block), 0)
-    parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in blocks if tensors]
+    each = [sum(x.shape[0] for x in tensors) for tensors in inners]
+    other = next((width for inner, width in enumerate(each) if inner != level.inner), 0)
+    parts = [torch.cat([x.transpose(0, 1) for x in tensors], 1) for tensors in inners if tensors]
     x = torch.cat([part.flatten(0, 1) for part in parts]) if len(parts) > 1 else parts[0]
-    rows, widths = num_local(level), _widths(level, each[level.block], other)
+    rows, widths = num_local(level), _widths(level, each[level.inner], other)
     return exchange.start(
         x.reshape(-1, x.shape[-1]), _products(level.shares, widths),
         [rows * width for width in widths], level.size,
@@ -97,17 +98,17 @@ def send_back(
 
 def returned(level: Level, x: Tensor, queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
     """Local rows (t, M, H) of each tensor that came back; `queries` and `keys` as in `received`."""
-    u, rows, head_dim = level.block_size, num_local(level), x.shape[-1]
+    u, rows, head_dim = level.inner_size, num_local(level), x.shape[-1]
     narrow = [part_of(level, heads) for heads in keys]
     wide = [part_of(level, heads) for heads in queries] + narrow
-    of_keys: list[Tensor] = []  # from each block
+    of_keys: list[Tensor] = []  # from each inner place
     found, start = [], 0
-    for block in range(level.num_blocks):
-        widths = wide if block == level.block else narrow
+    for inner in range(level.num_inner):
+        widths = wide if inner == level.inner else narrow
         stop = start + u * rows * sum(widths)
         parts = x[start:stop].view(u, rows, sum(widths), head_dim)
         start = stop
-        if block == level.block:
+        if inner == level.inner:
             found = list(parts[:, :, : sum(wide) - sum(narrow)].split(wide[: len(queries)], 2))
         of_keys.append(parts[:, :, sum(widths) - sum(narrow) :])
     joined = [_joined(part, heads) for part, heads in zip(found, queries, strict=True)]
@@ -125,12 +126,12 @@ def num_local(level: Level) -> int:
 
 def part_of(level: Level, num_heads: int) -> int:
     """Heads of a tensor that one process gets."""
-    return max(1, num_heads // level.block_size)
+    return max(1, num_heads // level.inner_size)
 
 
 def _split(level: Level, tensors: Sequence[Tensor]) -> Tensor:
-    """Local rows (M, t, H) of each tensor -> (u, t, w, H), for each process of a block."""
-    u, parts = level.block_size, []
+    """Local rows (M, t, H) of each tensor -> (u, t, w, H), for each process of an inner place."""
+    u, parts = level.inner_size, []
     for x in tensors:
         if x.shape[0] % u:  # fewer heads than processes: copies
             x = x.repeat_interleave(u // x.shape[0], 0)
@@ -153,10 +154,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _widths(level: Level, own: int, other: int) -> list[int]:
-    """Heads that travel between the process and each one of the place, of its own block and of
-    others."""
+    """Heads that travel between the process and each one of the place: `own` within its inner
+    place, else `other`."""
     return [
-        own if member // level.block_size == level.block else other
+        own if member // level.inner_size == level.inner else other
         for member in range(level.size)
     ]  # fmt: skip
 

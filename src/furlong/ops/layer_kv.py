@@ -1,4 +1,4 @@
-"""What the attention of a chunk asks of the store, and how a layer forms its scores.
+"""The store as the attention of a chunk sees it, and how a layer forms its scores.
 
 K key-value heads of the process, S keys of a prefix block, H head dim
 """

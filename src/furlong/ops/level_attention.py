@@ -14,7 +14,7 @@ from torch import Tensor
 from furlong.errors import UnsupportedModelError
 from furlong.ops.exchange import (
     Exchange,
-    by_block,
+    by_inner_place,
     in_token_order,
     part_of,
     received,
@@ -35,7 +35,7 @@ class LevelAttention:
     ) -> None:
         """`num_heads`: query heads of the layer, 0 if keys and values alone travel."""
         assert exchange is not None, f"a place of {level.size} processes needs an exchange"
-        u = level.block_size
+        u = level.inner_size
         if num_heads % u or (num_kv_heads % u and u % num_kv_heads):
             raise UnsupportedModelError(
                 given=f"attention with {num_heads} query and {num_kv_heads} key-value heads, which "
@@ -52,7 +52,7 @@ class LevelAttention:
     @property
     def heads(self) -> slice:
         """This process's query heads."""
-        inner = self.level.member % self.level.block_size
+        inner = self.level.member % self.level.inner_size
         return slice(inner * self._n, (inner + 1) * self._n)
 
     def start(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
@@ -64,8 +64,8 @@ class LevelAttention:
     def store(self, layer_kv: LayerKV, window: int | None) -> None:
         """Store keys and values that came in without queries."""
         x = self._arrived()
-        blocks = received(self.level, x, (), self._keys)
-        kv = in_token_order(self.level, blocks) if len(blocks) > 1 else blocks[0]
+        inners = received(self.level, x, (), self._keys)
+        kv = in_token_order(self.level, inners) if len(inners) > 1 else inners[0]
         store_slices(self.level.slices, kv[: self._m], kv[self._m :], layer_kv, window)
 
     def forward(
@@ -102,8 +102,8 @@ class LevelAttention:
             (dout, out, q), k, v, gathered = self._unpacked(x, 3)
         else:
             (q,), k, v, gathered = self._unpacked(before[0], 1)
-            blocks = received(self.level, x, (self._queries,), ())
-            dout, out = blocks[self.level.block], before[1]
+            inners = received(self.level, x, (self._queries,), ())
+            dout, out = inners[self.level.inner], before[1]
         if gathered is not None:
             gathered = Gathered(
                 gathered.k, gathered.v, *(_zeros(y, lse) for y in (gathered.k, gathered.v))
@@ -113,8 +113,8 @@ class LevelAttention:
             self._send_back((dq, dk.to(q.dtype), dv.to(q.dtype)), ())
         else:
             assert gathered.dk is not None and gathered.dv is not None
-            keys = by_block(self.level, torch.cat((gathered.dk, gathered.dv)))
-            keys[self.level.block] += torch.cat((dk, dv))
+            keys = by_inner_place(self.level, torch.cat((gathered.dk, gathered.dv)))
+            keys[self.level.inner] += torch.cat((dk, dv))
             self._send_back((dq,), [x.to(q.dtype) for x in keys])
         return dout, out
 
@@ -132,17 +132,17 @@ class LevelAttention:
     ) -> tuple[Sequence[Tensor], Tensor, Tensor, Gathered | None]:
         """Query tensors (n, L, H), k and v (m, L, H) of the same rows, and what was gathered."""
         level, m = self.level, self._m
-        blocks = received(level, x, (self._queries,) * num_queries, self._keys)
-        *queries, k, v = blocks[level.block].split((self._n,) * num_queries + (m, m))
-        if level.num_blocks == 1:
+        inners = received(level, x, (self._queries,) * num_queries, self._keys)
+        *queries, k, v = inners[level.inner].split((self._n,) * num_queries + (m, m))
+        if level.num_inner == 1:
             return queries, k, v, None
-        kv = in_token_order(level, [block[-2 * m :] for block in blocks])
+        kv = in_token_order(level, [inner[-2 * m :] for inner in inners])
         return queries, k, v, Gathered(kv[:m], kv[m:])
 
     def _send_back(self, own: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """`own` (w, L, H) within the block, `keys` (w, L, H) of each block to it."""
-        each = [[y] for y in keys] or [[] for _ in range(self.level.num_blocks)]
-        each[self.level.block] = [*own, *each[self.level.block]]
+        """`own` (w, L, H) within the inner place, `keys` (w, L, H) of each inner place to it."""
+        each = [[y] for y in keys] or [[] for _ in range(self.level.num_inner)]
+        each[self.level.inner] = [*own, *each[self.level.inner]]
         self._way = send_back(self._exchange, self.level, each)
 
 

@@ -6,7 +6,7 @@ Own rows are causal and see nothing of one another; the prefix of a slice is rea
 from the store, in any order. Partial results are merged by log-sum-exp; the backward uses the
 merged output and log-sum-exp for every block, as flash attention does.
 
-Where keys and values were gathered (`furlong.plan.rows`), a segment of a slice also sees the keys
+Where keys and values were gathered (`furlong.plan.rows`), a stretch of a slice also sees the keys
 of its own chunk that lie before it. They are one more block without a mask.
 
     T query rows, S gathered keys, N query heads, K key-value heads, all of this process; H head dim
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from furlong.ops.backend import Backend, Block, lse_dtype, merge_
 from furlong.ops.layer_kv import AttentionRule, LayerKV
-from furlong.plan.rows import PlacedSlice, Segment
+from furlong.plan.rows import PlacedSlice, Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def store_slices(
 @dataclass(frozen=True, slots=True)
 class SliceAttention:
     """The attention of some slices in one layer. `first_row`: the row, among those that the
-    segments count, of the first one that is given."""
+    stretches count, of the first one that is given."""
 
     slices: Sequence[PlacedSlice]
     layer_kv: LayerKV
@@ -64,7 +64,7 @@ class SliceAttention:
     ) -> tuple[Tensor, Tensor]:
         """q (N, T, H), k and v (K, T, H) of the same rows -> out (N, T, H), lse (N, T)."""
         squares = self._squares()
-        if not squares:  # a block may have no row of a few tokens
+        if not squares:  # an inner place may have no row of a few tokens
             return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
         own = self.rule.block(0)
         if len(squares) == 1:
@@ -72,7 +72,7 @@ class SliceAttention:
         else:
             out, lse = self.backend.packed_forward(q, k, v, squares, own)
         for placed in self.slices:
-            if placed.segments:
+            if placed.stretches:
                 self._merge_earlier(placed, q, out, lse, gathered)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
@@ -86,15 +86,15 @@ class SliceAttention:
         """Merge what a slice's rows see before them into its out and lse."""
         whole = self._rows(placed)
         wide = _Wide(out, whole, lse.dtype)
-        for segment, block, keys in self._before_in_chunk(placed):
+        for stretch, block, keys in self._before_in_chunk(placed):
             assert gathered is not None
-            rows = self._seeing(segment, block, keys.stop - keys.start)
+            rows = self._seeing(stretch, block, keys.stop - keys.start)
             of = gathered.k[:, keys], gathered.v[:, keys]
             wide.merge(rows, lse, *self.backend.forward(q[:, rows], *of, block))
         for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=False):
-            for segment in placed.segments:
-                block = self.rule.block(piece.distance + segment.position - placed.start)
-                rows = self._seeing(segment, block, piece.k.shape[1])
+            for stretch in placed.stretches:
+                block = self.rule.block(piece.distance + stretch.position - placed.start)
+                rows = self._seeing(stretch, block, piece.k.shape[1])
                 wide.merge(rows, lse, *self.backend.forward(q[:, rows], piece.k, piece.v, block))
             del piece  # done with, before the next is asked for
         wide.end()
@@ -116,7 +116,7 @@ class SliceAttention:
         else:
             dq, dk, dv = self.backend.packed_backward(dout, q, k, v, out, lse, squares, own)
         for placed in self.slices:
-            if placed.segments:
+            if placed.stretches:
                 self._add_earlier(placed, (dout, q, out, lse), dq, gathered, needs_kv)
             if needs_kv:
                 self._add_relayed(placed, dk, dv, gathered)
@@ -131,17 +131,17 @@ class SliceAttention:
         `whole` is dout, q, out (N, T, H) and lse (N, T).
         """
         wide = _Wide(dq, self._rows(placed), whole[3].dtype)
-        for segment, block, keys in self._before_in_chunk(placed):
+        for stretch, block, keys in self._before_in_chunk(placed):
             assert gathered is not None and gathered.dk is not None and gathered.dv is not None
             of = gathered.k[:, keys], gathered.v[:, keys]
-            dk, dv = self._part_backward(segment, block, whole, *of, wide)
+            dk, dv = self._part_backward(stretch, block, whole, *of, wide)
             gathered.dk[:, keys] += dk
             gathered.dv[:, keys] += dv
         for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=needs_kv):
             sent: tuple[Tensor, Tensor] | None = None
-            for segment in placed.segments:
-                block = self.rule.block(piece.distance + segment.position - placed.start)
-                part = self._part_backward(segment, block, whole, piece.k, piece.v, wide)
+            for stretch in placed.stretches:
+                block = self.rule.block(piece.distance + stretch.position - placed.start)
+                part = self._part_backward(stretch, block, whole, piece.k, piece.v, wide)
                 sent = part if sent is None else (sent[0] + part[0], sent[1] + part[1])
                 del part
             if needs_kv and sent is not None:
@@ -150,11 +150,11 @@ class SliceAttention:
         wide.end()
 
     def _part_backward(
-        self, segment: Segment, block: Block, whole: tuple[Tensor, ...],
+        self, stretch: Stretch, block: Block, whole: tuple[Tensor, ...],
         k: Tensor, v: Tensor, wide: _Wide,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dk, dv of earlier keys k, v (K, S, H) from a segment, whose dq is added."""
-        rows = self._seeing(segment, block, k.shape[1])
+        """dk, dv of earlier keys k, v (K, S, H) from a stretch, whose dq is added."""
+        rows = self._seeing(stretch, block, k.shape[1])
         dout, q, out, lse = (x[:, rows] for x in whole)
         dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, block)
         wide.add(rows, dq)
@@ -176,29 +176,29 @@ class SliceAttention:
         dv[:, kept] += dv_relayed
 
     def _squares(self) -> list[slice]:
-        """The rows of each segment, which see themselves causally."""
+        """The rows of each stretch, which see themselves causally."""
         first = self.first_row
-        segments = (segment for placed in self.slices for segment in placed.segments)
-        return [slice(s.start - first, s.stop - first) for s in segments]
+        stretches = (stretch for placed in self.slices for stretch in placed.stretches)
+        return [slice(s.start - first, s.stop - first) for s in stretches]
 
     def _rows(self, placed: PlacedSlice) -> slice:
-        """The rows of a slice's segments, which lie behind one another."""
-        first, last = placed.segments[0], placed.segments[-1]
+        """The rows of a slice's stretches, which lie behind one another."""
+        first, last = placed.stretches[0], placed.stretches[-1]
         return slice(first.start - self.first_row, last.stop - self.first_row)
 
-    def _before_in_chunk(self, placed: PlacedSlice) -> Iterator[tuple[Segment, Block, slice]]:
+    def _before_in_chunk(self, placed: PlacedSlice) -> Iterator[tuple[Stretch, Block, slice]]:
         """Segments with the gathered keys of their own slice that lie before them."""
-        for segment in placed.segments:
-            before = segment.position - placed.start
+        for stretch in placed.stretches:
+            before = stretch.position - placed.start
             if before:
                 keys = slice(placed.keys[0], placed.keys[0] + before)
-                yield segment, self.rule.block(before), keys
+                yield stretch, self.rule.block(before), keys
 
-    def _seeing(self, segment: Segment, block: Block, num_keys: int) -> slice:
-        """The first of a segment's rows, which see a key of the block; the others are past the
+    def _seeing(self, stretch: Stretch, block: Block, num_keys: int) -> slice:
+        """The first of a stretch's rows, which see a key of the block; the others are past the
         window."""
-        start = segment.start - self.first_row
-        return slice(start, start + block.visible_rows(segment.stop - segment.start, num_keys))
+        start = stretch.start - self.first_row
+        return slice(start, start + block.visible_rows(stretch.stop - stretch.start, num_keys))
 
 
 class _Wide:

@@ -3,11 +3,11 @@
 A level is what a process has in common with one place: the rows of all slices of a chunk that lie
 on it, one slice behind the other. Before the exchange each process of the place has an equal part
 of these rows with all heads; after it, all rows with its part of the heads. Where the place is
-larger than the heads can be divided, it falls into blocks of equally many processes: queries stay
-within a block, keys and values are gathered by all. Pure integers: inputs, attention, messages and
-losses read them here, and none of them decides anew.
+larger than the heads can be divided, it falls into inner places of equally many processes: queries
+stay within an inner place, keys and values are gathered by all. Pure integers: inputs, attention,
+messages and losses read them here, and none of them decides anew.
 
-    s  processes of the place;  u  those among which heads are divided;  c = s / u  blocks
+    s  processes of the place;  u  those among which heads are divided;  c = s / u  inner places
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Run = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Stretch:
     """Consecutive tokens of a slice among the query rows of a level."""
 
     start: int
@@ -41,8 +41,8 @@ class PlacedSlice:
     """Its number among the slices of the chunk."""
     start: int
     """Position of its first token in its sequence."""
-    segments: tuple[Segment, ...]
-    """Its query rows: all of them in one segment, or those of a block in at most two."""
+    stretches: tuple[Stretch, ...]
+    """Its query rows: all of them in one stretch, or those of an inner place in at most two."""
     keys: tuple[int, int]
     """Its rows among the keys and values in token order."""
 
@@ -59,9 +59,9 @@ class Level:
 
     size: int
     """Processes of the place; 1: the rows are the process's own, and nothing is exchanged."""
-    block_size: int
+    inner_size: int
     """Processes among which heads are divided; where it is less than `size`, there are several
-    such blocks, and keys and values are gathered."""
+    such inner places, and keys and values are gathered."""
     member: int
     """The process's number in the place."""
     local: tuple[int, int]
@@ -70,28 +70,28 @@ class Level:
     """Rows of each process of the place before the exchange."""
     slices: tuple[PlacedSlice, ...]
     key_runs: tuple[Run, ...] = ()
-    """The keys in token order as (block, start, stop) of what comes from each block; empty where
-    nothing is gathered, since they then come in token order."""
+    """The keys in token order as (number, start, stop) of what comes from each inner place; empty
+    where nothing is gathered, since they then come in token order."""
 
     @property
-    def num_blocks(self) -> int:
-        return self.size // self.block_size
+    def num_inner(self) -> int:
+        return self.size // self.inner_size
 
     @property
-    def block(self) -> int:
-        """The process's block."""
-        return self.member // self.block_size
+    def inner(self) -> int:
+        """The number of the process's inner place."""
+        return self.member // self.inner_size
 
     @cached_property
-    def block_rows(self) -> tuple[int, ...]:
-        """Rows of each block."""
-        u = self.block_size
-        return tuple(sum(self.shares[b * u : (b + 1) * u]) for b in range(self.num_blocks))
+    def inner_rows(self) -> tuple[int, ...]:
+        """Rows of each inner place."""
+        u = self.inner_size
+        return tuple(sum(self.shares[b * u : (b + 1) * u]) for b in range(self.num_inner))
 
     @property
     def num_queries(self) -> int:
-        """Query rows after the exchange: those of the process's block."""
-        return self.block_rows[self.block]
+        """Query rows after the exchange: those of the process's inner place."""
+        return self.inner_rows[self.inner]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ChunkRows:
             row += run[2] - run[1]
 
 
-def block_size_of(size: int, q_heads: int, kv_heads: int) -> int:
+def inner_size_of(size: int, q_heads: int, kv_heads: int) -> int:
     """Processes of a place among which heads are divided: the most that take equally many query
     heads each, and whole key-value heads or copies of one."""
     both = gcd(size, q_heads)
@@ -153,7 +153,7 @@ def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads:
     row = 0
     for size in sorted(by_size, reverse=True):
         member = process - by_size[size][0][1].place.first
-        u = block_size_of(size, q_heads, kv_heads)
+        u = inner_size_of(size, q_heads, kv_heads)
         level, runs = _level(by_size[size], size, u, member, row)
         levels.append(level)
         tokens += runs
@@ -165,34 +165,34 @@ def _level(
     slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int
 ) -> tuple[Level, list[Run]]:
     """A level whose local rows begin at `row`, and the runs of its local tokens."""
-    num_blocks, own_block = size // u, member // u
-    blocks = [_block_runs([piece for _, piece in slices], b, num_blocks) for b in range(num_blocks)]
-    totals = [sum(stop - start for _, start, stop in runs) for runs in blocks]
+    num_inner, own_inner = size // u, member // u
+    inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
+    totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
     shares = [
-        totals[b] * (i + 1) // u - totals[b] * i // u for b in range(num_blocks) for i in range(u)
+        totals[b] * (i + 1) // u - totals[b] * i // u for b in range(num_inner) for i in range(u)
     ]
-    inner, total = member % u, totals[own_block]
+    inner, total = member % u, totals[own_inner]
     part = range(total * inner // u, total * (inner + 1) // u)
     level = Level(
         size, u, member, (row, row + len(part)), tuple(shares),
-        _placed(slices, blocks[own_block]), _key_runs(blocks) if num_blocks > 1 else (),
+        _placed(slices, inners[own_inner]), _key_runs(inners) if num_inner > 1 else (),
     )  # fmt: skip
-    numbered = [(slices[at][1].seq_id, start, stop) for at, start, stop in blocks[own_block]]
+    numbered = [(slices[at][1].seq_id, start, stop) for at, start, stop in inners[own_inner]]
     return level, _cut(numbered, part)
 
 
-def _block_runs(slices: Sequence[Slice], block: int, num_blocks: int) -> list[Run]:
-    """(number, start, stop) of the tokens that a block has of each slice, by position.
+def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run]:
+    """(number, start, stop) of the tokens that an inner place has of each slice, by position.
 
-    Of 2c parts of a slice block b has b and 2c-1-b: an early one, which sees little, and a late
-    one, so that all blocks see equally much.
+    Of 2c parts of a slice the inner place b has b and 2c-1-b: an early one, which sees little, and
+    a late one, so that all see equally much.
     """
-    if num_blocks == 1:
+    if num_inner == 1:
         return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]
     runs: list[Run] = []
-    last = 2 * num_blocks - 1
+    last = 2 * num_inner - 1
     for at, piece in enumerate(slices):
-        for part in (block, last - block):
+        for part in (inner, last - inner):
             start, stop = (piece.num_tokens * p // (last + 1) for p in (part, part + 1))
             if start < stop:
                 runs.append((at, piece.start + start, piece.start + stop))
@@ -200,28 +200,28 @@ def _block_runs(slices: Sequence[Slice], block: int, num_blocks: int) -> list[Ru
 
 
 def _placed(slices: Sequence[tuple[int, Slice]], runs: Sequence[Run]) -> tuple[PlacedSlice, ...]:
-    """The slices of a level with the query rows of a block, whose tokens are `runs`."""
-    segments: list[list[Segment]] = [[] for _ in slices]
+    """The slices of a level with the query rows of an inner place, whose tokens are `runs`."""
+    stretches: list[list[Stretch]] = [[] for _ in slices]
     row = 0
     for at, start, stop in runs:
-        segments[at].append(Segment(row, row + stop - start, start))
+        stretches[at].append(Stretch(row, row + stop - start, start))
         row += stop - start
     found = []
     key = 0
-    for (index, piece), own in zip(slices, segments, strict=True):
+    for (index, piece), own in zip(slices, stretches, strict=True):
         keys = (key, key + piece.num_tokens)
         found.append(PlacedSlice(index, piece.start, tuple(own), keys))
         key = keys[1]
     return tuple(found)
 
 
-def _key_runs(blocks: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
-    """Where the tokens of all slices, in order, lie among the rows of each block."""
+def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
+    """Where the tokens of all slices, in order, lie among the rows of each inner place."""
     found: list[tuple[tuple[int, int], Run]] = []
-    for block, runs in enumerate(blocks):
+    for inner, runs in enumerate(inners):
         row = 0
         for at, start, stop in runs:
-            found.append(((at, start), (block, row, row + stop - start)))
+            found.append(((at, start), (inner, row, row + stop - start)))
             row += stop - start
     return tuple(run for _, run in sorted(found))
 

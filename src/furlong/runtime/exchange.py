@@ -46,6 +46,6 @@ class AllToAll:
 
 
 def _arrived(work: dist.Work, into: Tensor, sent: Tensor) -> Tensor:
-    """What comes in, when it is there; `sent` lives until it has gone."""
+    """Rows that come in, when they are there; `sent` lives until it has gone."""
     work.wait()
     return into
