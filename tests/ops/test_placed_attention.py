@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -108,7 +109,11 @@ def check(
                 plan, wholes, rule, sinks, backend(), exchange, is_known=is_known, dtype=dtype
             )
 
-    for found, own_dsinks in run_pool(Switch(sp_size), process):
+    with ExitStack() as stack:  # a prefix comes key by key, some behind a window
+        for name in ("_MAX_FORWARD_TOKENS", "_MAX_BACKWARD_TOKENS"):
+            stack.enter_context(patch(f"furlong.kv.store.{name}", 1))
+        outcomes = run_pool(Switch(sp_size), process)
+    for found, own_dsinks in outcomes:
         for rows, given in found:
             for (s, a, b), row in rows.runs():
                 for mine, truth in zip(given, truths[s], strict=True):
@@ -137,9 +142,9 @@ CHUNKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (8, 8), (4, 1), (2, 1), (3, 3), (1, 1)])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 1), (3, 3)])
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (1, None), (6, 2.0)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (1, 2.0)])
 def test_places_give_the_whole_and_all_its_gradients(heads, is_known, window, softcap):
     rule = AttentionRule(0.4, window, softcap)
     check(CHUNKS, LENS, rule, Reference, heads=heads, is_known=is_known, with_sinks=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from furlong.ops.backend import Backend, Block, lse_dtype, merge_
-from furlong.ops.layer_kv import AttentionRule, LayerKV
+from furlong.ops.layer_kv import AttentionRule, LayerKV, PrefixBlock
 from furlong.plan.rows import PlacedSlice, Stretch
 
 
@@ -86,15 +86,12 @@ class SliceAttention:
         """Merge what a slice's rows see before them into its out and lse."""
         whole = self._rows(placed)
         wide = _Wide(out, whole, lse.dtype)
-        for stretch, block, keys in self._before_in_chunk(placed):
+        for rows, block, keys in self._seeing_in_chunk(placed):
             assert gathered is not None
-            rows = self._seeing(stretch, block, keys.stop - keys.start)
             of = gathered.k[:, keys], gathered.v[:, keys]
             wide.merge(rows, lse, *self.backend.forward(q[:, rows], *of, block))
         for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=False):
-            for stretch in placed.stretches:
-                block = self.rule.block(piece.distance + stretch.position - placed.start)
-                rows = self._seeing(stretch, block, piece.k.shape[1])
+            for rows, block in self._seeing(placed, piece):
                 wide.merge(rows, lse, *self.backend.forward(q[:, rows], piece.k, piece.v, block))
             del piece  # done with, before the next is asked for
         wide.end()
@@ -131,17 +128,16 @@ class SliceAttention:
         `whole` is dout, q, out (N, T, H) and lse (N, T).
         """
         wide = _Wide(dq, self._rows(placed), whole[3].dtype)
-        for stretch, block, keys in self._before_in_chunk(placed):
+        for rows, block, keys in self._seeing_in_chunk(placed):
             assert gathered is not None and gathered.dk is not None and gathered.dv is not None
             of = gathered.k[:, keys], gathered.v[:, keys]
-            dk, dv = self._part_backward(stretch, block, whole, *of, wide)
+            dk, dv = self._part_backward(rows, block, whole, *of, wide)
             gathered.dk[:, keys] += dk
             gathered.dv[:, keys] += dv
         for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=needs_kv):
             sent: tuple[Tensor, Tensor] | None = None
-            for stretch in placed.stretches:
-                block = self.rule.block(piece.distance + stretch.position - placed.start)
-                part = self._part_backward(stretch, block, whole, piece.k, piece.v, wide)
+            for rows, block in self._seeing(placed, piece):
+                part = self._part_backward(rows, block, whole, piece.k, piece.v, wide)
                 sent = part if sent is None else (sent[0] + part[0], sent[1] + part[1])
                 del part
             if needs_kv and sent is not None:
@@ -150,11 +146,10 @@ class SliceAttention:
         wide.end()
 
     def _part_backward(
-        self, stretch: Stretch, block: Block, whole: tuple[Tensor, ...],
-        k: Tensor, v: Tensor, wide: _Wide,
+        self, rows: slice, block: Block, whole: tuple[Tensor, ...], k: Tensor, v: Tensor,
+        wide: _Wide,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dk, dv of earlier keys k, v (K, S, H) from a stretch, whose dq is added."""
-        rows = self._seeing(stretch, block, k.shape[1])
+        """dk, dv of earlier keys k, v (K, S, H) from some rows, whose dq is added."""
         dout, q, out, lse = (x[:, rows] for x in whole)
         dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, block)
         wide.add(rows, dq)
@@ -186,19 +181,30 @@ class SliceAttention:
         first, last = placed.stretches[0], placed.stretches[-1]
         return slice(first.start - self.first_row, last.stop - self.first_row)
 
-    def _before_in_chunk(self, placed: PlacedSlice) -> Iterator[tuple[Stretch, Block, slice]]:
-        """Segments with the gathered keys of their own slice that lie before them."""
+    def _seeing(self, placed: PlacedSlice, piece: PrefixBlock) -> Iterator[tuple[slice, Block]]:
+        """The rows of a slice that see a block of its prefix, and how.
+
+        Of each stretch they are the first ones; the others are past the window.
+        """
+        for stretch in placed.stretches:
+            distance = piece.distance + stretch.position - placed.start
+            rows, block = self._first_rows(stretch, distance, piece.k.shape[1])
+            if rows.start < rows.stop:  # a kernel may divide by their number
+                yield rows, block
+
+    def _seeing_in_chunk(self, placed: PlacedSlice) -> Iterator[tuple[slice, Block, slice]]:
+        """The same for the gathered keys of the slice itself that lie before a stretch."""
         for stretch in placed.stretches:
             before = stretch.position - placed.start
-            if before:
-                keys = slice(placed.keys[0], placed.keys[0] + before)
-                yield stretch, self.rule.block(before), keys
+            rows, block = self._first_rows(stretch, before, before)
+            if rows.start < rows.stop and before:
+                yield rows, block, slice(placed.keys[0], placed.keys[0] + before)
 
-    def _seeing(self, stretch: Stretch, block: Block, num_keys: int) -> slice:
-        """The first of a stretch's rows, which see a key of the block; the others are past the
-        window."""
-        start = stretch.start - self.first_row
-        return slice(start, start + block.visible_rows(stretch.stop - stretch.start, num_keys))
+    def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
+        """Those of a stretch that see keys, of which the first one lies `distance` before it."""
+        block, start = self.rule.block(distance), stretch.start - self.first_row
+        num_seeing = block.visible_rows(stretch.stop - stretch.start, num_keys)
+        return slice(start, start + num_seeing), block
 
 
 class _Wide:
