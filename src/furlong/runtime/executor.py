@@ -79,7 +79,7 @@ class Executor:
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
-        rows_of, self._exchange = rows_on(model, plan, process), exchange
+        rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
         self._inputs = BatchInputs(plan, rank, sequences, model.device, rows_of)
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)

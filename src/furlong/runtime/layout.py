@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from furlong.errors import PlanError
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
+from furlong.ops.exchange import Exchange
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cell import Piece
 from furlong.runtime.pools import Pools
 
 
-def rows_on(model: CausalLM, plan: ChunkPlan, process: int) -> Callable[[Chunk], ChunkRows]:
-    """The rows of each chunk of a plan that a process of the pool has."""
+def rows_on(
+    model: CausalLM, plan: ChunkPlan, process: int = 0, exchange: Exchange | None = None
+) -> Callable[[Chunk], ChunkRows]:
+    """The rows of each chunk of a plan that a process of the pool has.
+
+    Raises PlanError for a pool of several processes without an exchange.
+    """
+    if plan.sp_size > 1 and exchange is None:
+        raise PlanError(
+            f"the plan is for pools of {plan.sp_size} processes, between which nothing exchanges"
+        )
     q_heads, kv_heads = model.heads if plan.sp_size > 1 else (1, 1)
     return partial(
         rows_of, process=process, sp_size=plan.sp_size, q_heads=q_heads, kv_heads=kv_heads

@@ -185,7 +185,7 @@ def chunked_forwards(
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
     what = Pass("graph", writes_kv=True)
     watch.leaves.clear()
-    rows_of = rows_on(model, plan, process=0)
+    rows_of = rows_on(model, plan)
     inputs = [chunk_inputs(rows_of(chunk), sequences, model.device) for chunk in chunks]
     hidden = [own.input_ids for own in inputs]
     with model.installed():
