@@ -18,6 +18,8 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
+from furlong.plan.rows import ChunkRows, rows_of
+from furlong.plan.values import Chunk, Slice
 from furlong.runtime import chunk_inputs, executor
 from furlong.runtime.cell import Cell
 from furlong.verify import run as verify_run
@@ -121,8 +123,10 @@ def test_a_loss_that_is_a_mean_of_means_is_found(
 def test_sequences_that_see_each_other_are_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_slice(slices: Any, *rest: Any, **given: Any) -> Cell:
-        return Cell((slice(0, slices[-1].stop),), *rest, **given)
+    def one_slice(rows: ChunkRows, *rest: Any, **given: Any) -> Cell:
+        chunk = Chunk((Slice(0, 0, rows.num_tokens),))
+        whole = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
+        return Cell(whole, *rest, **given)
 
     monkeypatch.setattr(executor, "Cell", one_slice)
     finding = run(check_isolation, llama)

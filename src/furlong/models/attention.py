@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from furlong.errors import FurlongError, UnsupportedModelError
-from furlong.ops.chunk_attention import AttentionRule
+from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"

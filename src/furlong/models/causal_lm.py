@@ -52,6 +52,20 @@ class CausalLM:
         return next(self.model.parameters()).device
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key-value heads of every layer."""
+        num_heads = getattr(self.config, "num_attention_heads", None)
+        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+        if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+            raise UnsupportedModelError(
+                given=f"{self.name}, whose config has not one number of heads for all layers",
+                required="equal heads, which the processes of a pool divide among them",
+                source="num_attention_heads and num_key_value_heads of the model's config",
+                change="use parallel: {sp: 1}",
+            )
+        return num_heads, num_kv_heads
+
+    @property
     def num_input_ids(self) -> int:
         """Token ids that have an embedding: 0 to this number less one."""
         return int(self.base.get_input_embeddings().weight.shape[0])

@@ -12,6 +12,7 @@ from torch import Tensor
 from furlong.models.attention import KVReady
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
+from furlong.ops.exchange import Exchange
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
@@ -33,8 +34,8 @@ from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
 from furlong.runtime.heap import FreedMemory, process_heap
-from furlong.runtime.inputs import ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, open_store
+from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
+from furlong.runtime.layout import chunk_pieces, open_store, rows_on
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
@@ -63,8 +64,12 @@ class Executor:
         comms: Comms,
         rank: int = 0,
         num_labels: int | None = None,
+        process: int = 0,
+        exchange: Exchange | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
+        """`process`: the number of this one among those that obey the rank's actions together, and
+        `exchange` what they exchange by."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank = model, plan, rank
@@ -77,8 +82,9 @@ class Executor:
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
-        self._inputs = BatchInputs(plan, rank, sequences, model.device)
-        self._num_labels = num_labels or self._inputs.num_valid_tokens
+        self._num_labels = num_labels or count_valid_tokens(sequences)
+        rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
+        self._inputs = BatchInputs(plan, rank, sequences, model.device, rows_of)
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
@@ -179,8 +185,7 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(live, at, what)
                         if what.loss:
-                            chunk = self._plan.chunks[action.chunk]
-                            self._head.evaluate(hidden, self._inputs.of(action.chunk), chunk)
+                            self._head.evaluate(hidden, self._inputs.of(action.chunk))
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
@@ -248,6 +253,8 @@ class Executor:
             gradient = self._head.gradient(
                 live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
             )
+            if not self._head.num_labels and self._last_backward[action.stage] is action:
+                self._head.no_rows(live.output)
             self._pull(action, live.output, gradient)
         else:
             following = action.chunk, action.stage + 1
@@ -287,10 +294,10 @@ class Executor:
             self._hidden.drop(at)
 
     def _open(self, chunk: int, stage: int) -> Cell:
-        slices = self._inputs.of(chunk).slices
-        pieces = chunk_pieces(self._plan, chunk, slices)
-        layers = self._stages[stage].layers
-        return Cell(slices, pieces, self._store, self._backend, self._attention, layers)
+        return Cell(
+            self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
+            self._backend, self._attention, self._stages[stage].layers, self._exchange,
+        )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:
         self._ledger.release("kv", chunk, stage)

@@ -21,13 +21,13 @@ from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
-from furlong.ops.chunk_attention import AttentionRule
+from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.chunk_inputs import chunk_inputs
 from furlong.runtime.inputs import ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, piece_lens
+from furlong.runtime.layout import chunk_pieces, piece_lens, rows_on
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
@@ -185,15 +185,16 @@ def chunked_forwards(
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
     what = Pass("graph", writes_kv=True)
     watch.leaves.clear()
-    inputs = [chunk_inputs(chunk, sequences, model.device) for chunk in chunks]
+    rows_of = rows_on(model, plan)
+    inputs = [chunk_inputs(rows_of(chunk), sequences, model.device) for chunk in chunks]
     hidden = [own.input_ids for own in inputs]
     with model.installed():
         for stage in model.stages(heights):
             for index, own in enumerate(inputs):
                 num_leaves = len(watch.leaves)
                 cell = WatchedCell(
-                    own.slices, chunk_pieces(plan, index, own.slices), store, backend,
-                    DevicePool(arena), stage.layers,
+                    own.rows, chunk_pieces(plan, index), store, backend, DevicePool(arena),
+                    stage.layers,
                 )  # fmt: skip
                 hidden[index] = stage.run(hidden[index], own.position_ids, cell, what)
                 require_each_layer(model.name, cell.attended, stage.layers)
