@@ -1,0 +1,1 @@
+"""Several processes: how one of them exchanges with the others."""
