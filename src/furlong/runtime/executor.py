@@ -64,15 +64,15 @@ class Executor:
     ) -> None:
         comms.accept(plan)
         check(plan)
-        self._model, self._plan, self._rank = model, plan, rank
-        self._divisor, self._backend = num_valid_tokens, backend
-        self._pools, self._comms = pools, comms
+        self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
+        self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = model.stages(plan.stages)
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
+        model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
         self._store = open_store(plan, pools)

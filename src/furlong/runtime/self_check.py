@@ -25,8 +25,8 @@ from torch import Tensor
 
 from furlong.errors import UnsupportedModelError, UserError
 from furlong.models.causal_lm import CausalLM
+from furlong.models.held import uncuttable
 from furlong.models.rope import num_positions
-from furlong.models.stage import uncuttable
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.runtime.rng import RNGState, replayed
@@ -82,7 +82,7 @@ def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None 
         if len(heights) == 1:
             raise
         # whole, it has passed already
-        raise uncuttable(model, error.given.removeprefix(model.name).lstrip()) from error
+        raise uncuttable(model.name, error.given.removeprefix(model.name).lstrip()) from error
     finally:
         for module, training in modes:
             module.training = training

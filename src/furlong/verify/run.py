@@ -82,8 +82,8 @@ def _model_config(run: RunConfig) -> Any:
     rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
     source = check_folder(run.model.name)
     config = read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
-    with torch.device("meta"):  # what cannot be built is told of this model, not of its shrunk copy
-        model_of_config(config, source, dtype=torch.float32)
+    # what cannot be built is told of this model, not of its shrunk copy
+    model_of_config(config, source, dtype=torch.float32)
     return config
 
 
