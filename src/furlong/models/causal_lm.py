@@ -87,10 +87,14 @@ class CausalLM:
     def num_frozen_layers(self) -> int:
         """First layers of the decoder without a trained parameter in them or below.
 
-        Parameters beside the layers count as below: whether they are is the family's own affair.
+        Parameters beside the layers count as below: whether they are is the family's own affair. A
+        process that does not hold the first layers has none below but tied embeddings, and cannot
+        count frozen layers of other stages: the least of all processes is the model's number.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
+        if self.held.start:
+            others = [p for p in others if p is self.tied_weight]
         if any(p.requires_grad for p in others):
             return 0
         trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)

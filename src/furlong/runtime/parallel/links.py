@@ -67,8 +67,6 @@ class Outgoing:
         self._todo: deque[Message] = deque()
         self._held: deque[tuple[str, Future[None] | Work, Tensor | None]] = deque()
         self._most: int | None = None
-        self.most_held = 0
-        """Most send buffers held at a time, since the start."""
 
     @property
     def num_held(self) -> int:
@@ -93,7 +91,6 @@ class Outgoing:
         else:
             # the thread's own reference to x ends with its wait
             self._held.append((text, self._waiter.submit(_wait, work, x), None))
-        self.most_held = max(self.most_held, self.num_held)
 
     def drain(self, most: int | None = 0) -> None:
         """Wait until at most so many sends are under way (None: forget those that have gone)."""
@@ -149,11 +146,8 @@ class Links:
         `waiters`: the threads of the outgoing ends, which `close` ends."""
         self._ways, self._waiters = ways, waiters
         self._rank = 0
-
-    @property
-    def most_held(self) -> int:
-        """Most send buffers of one link held at a time, since the start."""
-        return max((out.most_held for out, _ in self._ways.values()), default=0)
+        self.most_held = 0
+        """Most send buffers held at a time, since the start or since it was set."""
 
     def begin(self, plan: ChunkPlan, rank: int, parcel: Parcel) -> None:
         """Expect the messages of a step in which this process obeys the list of `rank`.
@@ -171,6 +165,7 @@ class Links:
     def send(self, action: Send, x: Tensor) -> None:
         """Begin to send x (num_rows, D), which must not change before `finish`."""
         self._ways[action.peer - self._rank][0].send(action, x)
+        self.most_held = max(self.most_held, sum(out.num_held for out, _ in self._ways.values()))
 
     def recv(self, action: Recv) -> Tensor:
         """The hidden states, or their gradient, (num_rows, D) that an action names."""
