@@ -18,6 +18,7 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
+from furlong.models.shrink import shrink_config
 from furlong.runtime import chunk_inputs, executor
 from furlong.runtime.cell import Cell
 from furlong.verify import run as verify_run
@@ -29,7 +30,6 @@ from furlong.verify.checks import (
     check_gradients,
     check_isolation,
 )
-from furlong.verify.shrink import shrink_config
 from furlong.verify.subject import (
     EXACT,
     ROUNDED,

@@ -12,6 +12,7 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
+from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.planners.auto.decide import dials_in_words, given_dials
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
@@ -25,7 +26,6 @@ from furlong.verify.checks import (
 )
 from furlong.verify.resume import check_resume
 from furlong.verify.sampling import check_draws, num_chunks_of_run, sampling_of_run
-from furlong.verify.shrink import LONGEST_TOKENS, shrink_config
 from furlong.verify.subject import CHUNK_SIZE, Subject, build_subject
 
 
