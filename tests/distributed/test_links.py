@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,11 +134,16 @@ def test_what_the_other_end_does_not_expect_does_not_leave():
             end.send(action, x)
 
 
-def gone(rank: int) -> str:
-    plan, links = plan_of(4), opened(2, timeout_s=2)
+def gone(rank: int, how: str) -> tuple[str, float]:
+    plan, links = plan_of(4), opened(2, timeout_s=2 if how == "silent" else 30)
     links.begin(plan, rank, PARCEL)
+    started_s = time.monotonic()
     if rank == 1:
-        return ""  # leaves without a word
+        if how == "closed":
+            for ends in links._ways.values():
+                for end in ends:
+                    dist.destroy_process_group(end._wire.group)
+        return "", 0.0
     try:
         for action in plan.actions[0]:
             if isinstance(action, Send):
@@ -142,16 +151,58 @@ def gone(rank: int) -> str:
             elif isinstance(action, Recv):
                 links.recv(action)
     except LinkError as error:
-        links.close()
-        return str(error)
-    return "nothing was noticed"
+        return str(error), time.monotonic() - started_s
+    return "nothing was noticed", 0.0
 
 
-def test_a_neighbour_that_does_not_answer_is_named_with_the_action():
-    said, _ = run_ranks(gone, num_ranks=2)
-    assert said.startswith("the link from process"), said
-    assert "(stages" in said and "broke at '" in said
+@pytest.mark.parametrize("how", ["silent", "closed"])
+def test_a_neighbour_that_is_gone_is_named_with_the_action(how):
+    (said, took_s), _ = run_ranks(gone, how, num_ranks=2)
+    assert re.match(r"the link from process \d to \d \(stages \d, \d\) broke at '", said), said
     assert "gradient" in said or "activation" in said
+    assert took_s < 10
+    assert ("Timed out" in said) == (how == "silent")
+
+
+FAILING = """
+import sys, torch
+from datetime import timedelta
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[3])
+from distributed.test_links import PARCEL, opened, plan_of, value
+from furlong.plan.values import Send
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+links, plan = opened(2, timeout_s=300), plan_of(4)
+if rank == 0:
+    sys.stdin.read()  # stays, and takes nothing
+links.begin(plan, rank, PARCEL)
+first = next(a for a in plan.actions[1] if isinstance(a, Send))
+links.send(first, value(first, plan))
+raise ValueError("no such layer")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_leaves_at_once(tmp_path):
+    """Although its neighbour has not taken what it has sent."""
+    folder = str(Path(__file__).parents[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), folder],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, told = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == 1 and "no such layer" in told
+        assert ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def strangers(rank: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from furlong.errors import PlanError
 from furlong.plan.messages import Message, all_rows, messages
 from furlong.plan.text import format_action
 from furlong.plan.values import Chunk, ChunkPlan, Recv, Send
+from furlong.runtime.parallel.waiter import Waiter
 from furlong.runtime.parallel.wires import GroupWire, Wire, Work, guarded
 
 _ONE_WAY_SENDS = 2
@@ -60,9 +61,9 @@ class Parcel:
 class Outgoing:
     """The sending end of a link."""
 
-    def __init__(self, wire: Wire, name: str, waiter: ThreadPoolExecutor | None = None) -> None:
-        """`waiter`: one thread that waits for each send, where a send is only known to have gone
-        once it was waited for (gloo); None: `is_completed` tells (NCCL)."""
+    def __init__(self, wire: Wire, name: str, waiter: Waiter | None = None) -> None:
+        """`waiter`: where a send is only known to have gone once it was waited for (gloo); None:
+        `is_completed` tells (NCCL)."""
         self._wire, self._name, self._waiter = wire, name, waiter
         self._todo: deque[Message] = deque()
         self._held: deque[tuple[str, Future[None] | Work, Tensor | None]] = deque()
@@ -89,8 +90,7 @@ class Outgoing:
         if self._waiter is None:
             self._held.append((text, work, x))
         else:
-            # the thread's own reference to x ends with its wait
-            self._held.append((text, self._waiter.submit(_wait, work, x), None))
+            self._held.append((text, self._waiter.hold(work, x), None))
 
     def drain(self, most: int | None = 0) -> None:
         """Wait until at most so many sends are under way (None: forget those that have gone)."""
@@ -140,7 +140,7 @@ class Links:
     def __init__(
         self,
         ways: Mapping[int, tuple[Outgoing, Incoming]],
-        waiters: Sequence[ThreadPoolExecutor] = (),
+        waiters: Sequence[Waiter] = (),
     ) -> None:
         """`ways`: of the keys -1 (the stage before) and 1 (the stage behind) those that there are.
         `waiters`: the threads of the outgoing ends, which `close` ends."""
@@ -177,9 +177,9 @@ class Links:
             out.drain()
 
     def close(self) -> None:
-        """End the threads; nothing can be sent any more."""
+        """End the threads, after `finish`; nothing can be sent any more."""
         for waiter in self._waiters:
-            waiter.shutdown(wait=True, cancel_futures=True)
+            waiter.close()
 
 
 def open_links(
@@ -207,7 +207,7 @@ def open_links(
             ways.setdefault(step, {})[end] = wire, name
             warm_up(wire, name, device, sends=me == sender)
     polls = device.type != "cpu"
-    waiters = {step: None if polls else ThreadPoolExecutor(1, "furlong-link") for step in ways}
+    waiters = {step: None if polls else Waiter(f"furlong-link-{step}") for step in ways}
     both = {
         step: (Outgoing(*ends["out"], waiters[step]), Incoming(*ends["in"]))
         for step, ends in ways.items()
@@ -241,10 +241,6 @@ def _next_of(todo: deque[Message], action: Send | Recv, name: str) -> Message:
         expected = todo[0] if todo else "no message any more"
         raise PlanError(f"{name} expects {expected} at '{format_action(action)}'")
     return todo.popleft()
-
-
-def _wait(work: Work, held: Tensor) -> None:
-    work.wait()
 
 
 def _has_gone(work: Future[None] | Work) -> bool:
