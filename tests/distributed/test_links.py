@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from furlong.errors import LinkError, PlanError
 from furlong.plan.messages import messages
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Recv, Send, Slice
 from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.runtime.parallel.links import Links, Outgoing, Parcel, open_links
+from furlong.runtime.parallel.links import Incoming, Links, Outgoing, Parcel, open_links
 
 CPU = torch.device("cpu")
 PARCEL = Parcel(3, torch.float64, CPU)
@@ -203,6 +205,32 @@ def test_a_process_that_fails_leaves_at_once(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@dataclass
+class Slow:
+    """A wire on which everything is there when it is asked for; it counts what is posted."""
+
+    posted: list[torch.Tensor] = field(default_factory=list)
+
+    def irecv(self, x):
+        self.posted.append(x)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+def test_one_receive_is_posted_ahead_of_the_next_message():
+    """So that a message travels while its receiver computes; each has a buffer of its own."""
+    plan, wire = plan_of(5), Slow()
+    end = Incoming(wire, "the link")
+    end.begin(messages(plan, 0, 1), PARCEL)
+    received = [a for a in plan.actions[1] if isinstance(a, Recv)]
+    for number, action in enumerate(received, 1):
+        assert len(wire.posted) == number
+        assert end.recv(action) is wire.posted[number - 1]
+        assert len(wire.posted) == min(number + 1, 5)
+    assert [len(x) for x in wire.posted] == [chunk.num_tokens for chunk in plan.chunks]
+    with pytest.raises(PlanError, match="expects no message any more"):
+        end.recv(received[0])
 
 
 def strangers(rank: int) -> str:

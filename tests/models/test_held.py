@@ -154,6 +154,32 @@ def test_adapters_are_drawn_by_name_too(tmp_path):
     assert len(drawn) == 21 and all(p.any() for p in drawn.values())
 
 
+@pytest.mark.parametrize(
+    ("modules", "stages", "tied"),
+    [
+        (["q_proj", "lm_head"], {0, 1, 2}, False),
+        (["embed_tokens"], {0}, True),
+        (r".*layers\.[12]\..*_proj", {1, 2}, False),
+    ],
+)
+def test_adapters_may_be_on_some_stages_only(modules, stages, tied, tmp_path):
+    """Those of tied embeddings change what the first stage embeds, and not the head."""
+    _, weights = written(tmp_path, "llama", tie_word_embeddings=tied)
+    lora = LORA | {"target_modules": modules}
+    whole = build_model(weights, lora=lora, seed=4)
+    trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
+    seen: set[str] = set()
+    for stage, layers in enumerate(STAGES):
+        part = build_model(weights, lora=lora, seed=4, layers=layers)
+        own = {n: p for n, p in part.named_parameters() if p.requires_grad}
+        assert bool(own) == (stage in stages)
+        assert all(torch.equal(p, trained[n]) for n, p in own.items())
+        seen |= own.keys()
+    assert seen == trained.keys()
+    with pytest.raises(ConfigError, match="names among"):
+        build_model(weights, lora=LORA | {"target_modules": ["nope"]}, layers=STAGES[1])
+
+
 def test_a_stage_knows_the_sizes_of_what_it_does_not_hold(tmp_path):
     config, _ = written(tmp_path, "llama")
     whole = CausalLM(build_model(config, init="random"))

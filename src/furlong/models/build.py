@@ -20,7 +20,7 @@ from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.families import family_of
-from furlong.models.adapters import add_adapters
+from furlong.models.adapters import add_adapters, add_adapters_to_stage
 from furlong.models.files import (
     check_config_values,
     check_generation,
@@ -75,9 +75,12 @@ def build_model(
             draw_weights(model, seed, torch.device("cpu"))
         else:
             model = _load_weights(source, config, loaded_dtype, layers)
-        if lora is not None:
+        if lora is not None and layers is None:
             model = add_adapters(model, lora)
-            draw_adapters(model, seed)
+        elif lora is not None:
+            whole = model_of_config(config, source, dtype=loaded_dtype)
+            model = add_adapters_to_stage(model, lora, whole)
+        draw_adapters(model, seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)

@@ -107,6 +107,20 @@ def held_layers(layers: Sequence[nn.Module]) -> range:
     return range(own[0], own[-1] + 1) if own else range(0)
 
 
+def adapted_elsewhere(base: Any) -> list[str]:
+    """Names of modules whose adapters are another stage's: those that it holds, and on the last
+    stage the input embeddings, which are there for the head alone."""
+    names = [name for name, module in base.named_modules() if isinstance(module, Elsewhere)]
+    if not any(isinstance(module, Skip) for module in base.modules()):
+        return []
+    total = int(base.config.get_text_config().num_hidden_layers)
+    _, layers = layer_list(base.get_decoder(), total, type(base).__name__)
+    if held_layers(layers).start:
+        embeddings = base.get_input_embeddings()
+        names += [name for name, module in base.named_modules() if module is embeddings]
+    return names
+
+
 def layer_list(decoder: nn.Module, total: int, name: str) -> tuple[str, nn.ModuleList]:
     """The list in which a decoder holds its layers, behind its name there."""
     for own_name, child in decoder.named_children():

@@ -39,7 +39,7 @@ def draw_weights(model: Any, seed: int, device: torch.device) -> None:
 
 
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Draw the weights of new LoRA adapters of peft anew, by name."""
+    """Draw the weights of LoRA adapters of peft anew, by name, where there are any."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
