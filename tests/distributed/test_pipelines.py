@@ -9,9 +9,14 @@ import pytest
 from helpers.pipeline_plans import row_of
 from helpers.pipelines import Case, run_cases, worst_error
 from helpers.ranks import run_ranks
+from helpers.tiny_families import config_of
 
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks, sliced_groups
+from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.replicas import join_replicas
@@ -42,6 +47,14 @@ def layers_per_cell(lens: Sequence[int], stages: tuple[int, ...]) -> ChunkPlan:
 
 def in_a_row(lens: Sequence[int], stages: tuple[int, ...], cuts: list[int]) -> ChunkPlan:
     return row_of(list(lens), sliced_groups(lens, num_slices=3), stages, cuts, Random(2))
+
+
+def infinipipe(lens: Sequence[int]) -> ChunkPlan:
+    """InfiniPipe's own plan of two stages where memory is short: it cuts, parts and recomputes."""
+    model = CostModel(ModelShape.from_config(config_of("llama").to_dict()), hardware("A100-80"))
+    found = plan_infinipipe(lens, model, num_stages=2, stages=TWO, budget_bytes=395_000)
+    assert found.num_slices > 2 and found.recomputed_layers and len(found.pipelines) == 2
+    return found.plan
 
 
 def kinds(stages: tuple[int, ...]) -> dict[str, Case]:
@@ -78,7 +91,7 @@ def check(cases: dict[str, Case], num_ranks: int) -> None:
 
 
 def test_two_stages():
-    check(kinds(TWO), 2)
+    check(kinds(TWO) | {"infinipipe": Case(infinipipe((40, 23, 12, 3)))}, 2)
 
 
 def test_other_families_cut_inside_their_patterns():
