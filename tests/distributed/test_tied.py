@@ -51,8 +51,9 @@ def train(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
     for _ in range(NUM_STEPS):
         run_step(case, model, comms)
         tied.add_up(whole)
-        squares = sum((p.grad**2).sum() for p in tied.counted(whole) if p.grad is not None)
-        total = torch.as_tensor(squares)
+        elsewhere = {id(p) for p in tied.counted_elsewhere(whole)}
+        own = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in elsewhere]
+        total = torch.stack([(grad**2).sum() for grad in own]).sum()
         dist.all_reduce(total)
         norms.append(float(total.sqrt()))
         clip(model, norms[-1])

@@ -7,7 +7,7 @@ make the same update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,10 @@ class TiedWeight:
         grad = weight.grad
         dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=self.group)
 
-    def counted(self, model: CausalLM) -> Iterator[nn.Parameter]:
-        """Trained parameters that this process counts in the norm of the whole gradient."""
-        second = model.tied_weight if self.is_second else None
-        for parameter in model.model.parameters():
-            if parameter.requires_grad and parameter is not second:
-                yield parameter
+    def counted_elsewhere(self, model: CausalLM) -> list[nn.Parameter]:
+        """This process's parameters that the first stage counts in the norm of all gradients."""
+        weight = model.tied_weight
+        return [weight] if self.is_second and weight is not None else []
 
 
 def open_tied(pipelines: Sequence[Sequence[int]], *, tied: bool) -> TiedWeight:
