@@ -18,6 +18,7 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
+from furlong.models.shrink import shrink_config
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.plan.values import Chunk, Slice
 from furlong.runtime import chunk_inputs, executor
@@ -31,7 +32,6 @@ from furlong.verify.checks import (
     check_gradients,
     check_isolation,
 )
-from furlong.verify.shrink import shrink_config
 from furlong.verify.subject import (
     EXACT,
     ROUNDED,
@@ -104,7 +104,7 @@ def test_gradients_that_are_not_relayed_are_found(
     Engine(llama.model, max_seq_len=llama.max_seq_len)  # the start-up check, which would refuse it
     monkeypatch.setattr(KVStore, "relayed", lambda *_: None)
     finding = run(check_gradients, llama)
-    assert not finding.passed and "proj" in finding.figure
+    assert not finding.passed and "model.layers." in finding.figure
 
 
 def test_a_loss_that_is_a_mean_of_means_is_found(

@@ -20,6 +20,7 @@ from furlong.cli.main import main
 from furlong.config.data import DataConfig
 from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig, TrainConfig
 from furlong.config.sources import build_run
+from furlong.models.shrink import shrink_config
 from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
 from furlong.runtime.loss_head import LossHead
@@ -38,7 +39,6 @@ from furlong.verify.sampling import (
     measure,
     sampling_of_run,
 )
-from furlong.verify.shrink import shrink_config
 from furlong.verify.subject import (
     ROUNDED,
     Subject,

@@ -6,7 +6,7 @@ T tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.entrance import enter
+from furlong.models.held import Skip, held_layers, layer_list
 from furlong.models.rope import num_positions
-from furlong.models.stage import Stage, layer_list_name, stages
+from furlong.models.stage import Stage, stages
 from furlong.models.support import refuse_unsupported
 from furlong.models.switches import chunked_attention, own_forward
 from furlong.models.wrappers import bare_model
@@ -79,16 +80,35 @@ class CausalLM:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's layers, where it holds them in one list."""
-        return list(self.decoder.get_submodule(layer_list_name(self)).children())
+        return list(layer_list(self.decoder, self.num_layers, self.name)[1])
+
+    @property
+    def held(self) -> range:
+        """The layers that this process holds: all, or those of one stage."""
+        if not any(isinstance(module, Skip) for module in self.decoder.modules()):
+            return range(self.num_layers)  # a decoder without a list of its layers is whole
+        return held_layers(self.layers)
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weight that input embeddings and head share, whether or not the head is here."""
+        if not self.config.tie_word_embeddings:
+            return None
+        weight = self.base.get_input_embeddings().weight
+        return weight if isinstance(weight, nn.Parameter) else None
 
     @property
     def num_frozen_layers(self) -> int:
         """First layers of the decoder without a trained parameter in them or below.
 
-        Parameters beside the layers count as below: whether they are is the family's own affair.
+        Parameters beside the layers count as below: whether they are is the family's own affair. A
+        process that does not hold the first layers has none below but tied embeddings, and cannot
+        count frozen layers of other stages: the least of all processes is the model's number.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
+        if self.held.start:
+            others = [p for p in others if p is self.tied_weight]
         if any(p.requires_grad for p in others):
             return 0
         trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
@@ -103,6 +123,15 @@ class CausalLM:
             raise PlanError(
                 f"the plan has no backward in the first {num_layers} layers of {self.name}, where "
                 "parameters are trained by now, or below: plan again"
+            )
+
+    def require_held(self, layers: Iterable[int]) -> None:
+        """Raise PlanError for layers that another process holds."""
+        missing = sorted(set(layers) - set(self.held))
+        if missing:
+            raise PlanError(
+                f"the plan runs layer {missing[0]} of {self.name} on this rank, which holds layers "
+                f"{self.held.start} to {self.held.stop - 1}"
             )
 
     def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:

@@ -27,9 +27,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from furlong.errors import PlanError, UnsupportedModelError
+from furlong.errors import PlanError
 from furlong.models.attention import CellAttention, KVReady, bound
 from furlong.models.entrance import enter, has_entrance
+from furlong.models.held import Skip, in_place_of, layer_list
 from furlong.plan.passes import Pass
 
 
@@ -68,7 +69,7 @@ class Stage:
         self._model = model
         self._is_whole = self.is_first and self.is_last
         if not self._is_whole:
-            self._list_name = layer_list_name(model)
+            self._list_name, _ = layer_list(model.decoder, model.num_layers, model.name)
             self._inject, self._capture = _Inject(), _Capture()
             self._list = nn.ModuleList(self._slots(model.layers))
 
@@ -114,11 +115,11 @@ class Stage:
             if index in self.layers:
                 yield layer
             elif index == self.layers.start - 1:
-                yield _in_place_of(layer, self._inject)
+                yield in_place_of(layer, self._inject)
             elif index == self.layers.stop:
-                yield _in_place_of(layer, self._capture)
+                yield in_place_of(layer, self._capture)
             else:
-                yield _in_place_of(layer, _Skip())
+                yield in_place_of(layer, Skip())
 
     @contextmanager
     def _swapped(self, x: Tensor) -> Iterator[None]:
@@ -179,13 +180,6 @@ def _wrapped(
                 layer.__dict__["forward"] = forward
 
 
-class _Skip(nn.Module):
-    """Returns the hidden states that it is given."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
-
-
 class _Inject(nn.Module):
     """Returns the stage's input whatever it is given."""
 
@@ -210,15 +204,6 @@ class _Capture(nn.Module):
         return self.hidden
 
 
-def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
-    """`stand_in` with the plain attributes of a layer, which some decoders ask for."""
-    plain = (str, int, float, bool, type(None))
-    for name, value in vars(layer).items():
-        if not name.startswith("_") and name != "training" and isinstance(value, plain):
-            setattr(stand_in, name, value)
-    return stand_in
-
-
 def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
     """The stages of `heights[i]` layers each, together all layers of the model.
 
@@ -233,22 +218,4 @@ def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
     stops = accumulate(heights)
     return tuple(
         Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True)
-    )
-
-
-def layer_list_name(model: Model) -> str:
-    """The name under which the decoder holds the list of its layers."""
-    for name, child in model.decoder.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == model.num_layers:
-            return name
-    raise uncuttable(model, f"holds no list of its {model.num_layers} layers")
-
-
-def uncuttable(model: Model, what: str) -> UnsupportedModelError:
-    """The refusal of plans with several stages."""
-    return UnsupportedModelError(
-        given=f"{model.name} {what}",
-        required="a decoder that can be cut between any two layers, for a plan of several stages",
-        source="the model's forward, with its layers divided into stages",
-        change="use order: chunk-first, which runs all layers together",
     )

@@ -175,8 +175,10 @@ def _reduces_are_last(grid: Grid) -> None:
     for key in sorted(last.keys() - reduces.keys()):
         raise grid.refuse(rule, f"no Reduce of stage {key[0]} follows", last[key])
     reducing = {rank for _, rank in reduces}
+    trained = [ranks for stage, ranks in _members(grid).items() if stage >= grid.plan.frozen_stages]
+    has_frozen_alone = set().union(*_members(grid).values()).difference(*trained)
     for rank in range(len(grid.plan.actions)):
-        if rank not in reducing:
+        if rank not in reducing and rank not in has_frozen_alone:
             why = f"rank {rank} has none; without work it takes a token without a label"
             raise grid.refuse(rule, why, min(reduces.values()))
 

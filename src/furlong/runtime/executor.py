@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from itertools import product
 from typing import Unpack
 
 import torch
@@ -48,9 +49,7 @@ from furlong.timeline import Timeline
 
 
 class Executor:
-    """One plan on one rank, checked; `run` may be called once, and adds the gradients of
-    loss / num_valid_tokens to the parameters' `.grad`. `num_labels`: tokens with a label in the
-    whole batch, None if all sequences are there."""
+    """One plan on one rank, checked; `run`, once, adds the gradients of loss / num_valid_tokens."""
 
     def __init__(
         self,
@@ -68,19 +67,19 @@ class Executor:
         exchange: Exchange | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
-        """`process`: the number of this one among those that obey the rank's actions together, and
-        `exchange` what they exchange by."""
+        """`num_labels`: those of the whole batch, None if all sequences are there. `process`: the
+        number of this one among those that obey the rank's actions together, which `exchange`."""
         comms.accept(plan)
         check(plan)
-        self._model, self._plan, self._rank = model, plan, rank
-        self._divisor, self._backend = num_valid_tokens, backend
-        self._pools, self._comms = pools, comms
+        self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
+        self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = model.stages(plan.stages)
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
+        model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._num_labels = num_labels or count_valid_tokens(sequences)
         rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
@@ -176,8 +175,6 @@ class Executor:
         replay = None if isinstance(action, Forward) else live.rng
         with replayed(replay, self._model.device):
             match what.computes:
-                case "nothing":
-                    pass
                 case "to last kv":
                     with torch.no_grad(), suppress(KVReady):
                         self._run(live, at, what)
@@ -237,7 +234,7 @@ class Executor:
 
     def _deliver(self, action: Action, hidden: Tensor) -> None:
         """Hand a stage's output (T, D) to the next stage."""
-        assert isinstance(action, Forward)
+        assert not isinstance(action, (Send, Recv, Unshard, Reshard, Reduce))
         following = action.chunk, action.stage + 1
         if following in self._last_action:
             self._hidden.deliver(following, hidden)
@@ -262,10 +259,7 @@ class Executor:
             self._pull(action, live.output, lease.tensor)
             lease.release()
             self._hidden.drop(following)
-        live.output = None
-        live.cell.forget()
-        if live.saved is not None:
-            live.saved.drop()
+        live.forget_graph()
         if self._ledger.holds("attention", *at):
             self._ledger.release("attention", *at)
         self._ledger.release("graph", *at)
@@ -301,6 +295,5 @@ class Executor:
 
     def _free_kv(self, chunk: int, stage: int) -> None:
         self._ledger.release("kv", chunk, stage)
-        for seq_id, index in self._plan.links[chunk]:
-            for layer in self._stages[stage].layers:
-                self._store.free(seq_id, layer, index)
+        for (seq_id, index), layer in product(self._plan.links[chunk], self._stages[stage].layers):
+            self._store.free(seq_id, layer, index)

@@ -51,12 +51,14 @@ def plan_1f1b(
     sp_size: int = 1,
     recompute: RecomputeStart = "eager",
     recompute_layers: int = 0,
+    frozen_stages: int = 0,
     backward: bool = True,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
 
     `stages`: layers per stage; rank s holds stage s. Dropped chunks keep what `keep` says, the
-    others recompute `recompute_layers` of each stage; without backward the plan only evaluates.
+    others recompute `recompute_layers` of each stage; the first `frozen_stages`, with nothing to
+    train in them or below, only run forward. Without backward the plan only evaluates.
     """
     numbered = number_chunks(groups)
     lists = []
@@ -67,7 +69,7 @@ def plan_1f1b(
                     group,
                     num_retained=num_retained,
                     keep=keep,
-                    backward=backward,
+                    backward=backward and stage >= frozen_stages,
                     stage=stage,
                     recompute_layers=min(recompute_layers, stages[stage]),
                 )
@@ -75,8 +77,16 @@ def plan_1f1b(
             ],
             num_ahead=len(stages) - 1 - stage,
         )
-        lists.append(with_messages(cells, stage, len(stages), recompute))
-    return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+        lists.append(with_messages(cells, stage, len(stages), recompute, frozen_stages))
+    return assemble(
+        seq_lens,
+        groups,
+        stages,
+        lists,
+        tiers=tiers,
+        sp_size=sp_size,
+        frozen_stages=frozen_stages if backward else 0,
+    )
 
 
 def _interleave(schedules: Sequence[Sequence[Action]], *, num_ahead: int) -> list[Action]:
@@ -104,12 +114,17 @@ def number_chunks(groups: Groups) -> list[range]:
 
 
 def with_messages(
-    cells: Iterable[Action], stage: int, num_stages: int, recompute: RecomputeStart = "eager"
+    cells: Iterable[Action],
+    stage: int,
+    num_stages: int,
+    recompute: RecomputeStart = "eager",
+    frozen_stages: int = 0,
 ) -> list[Action]:
     """The list of rank `stage`: its cells, each with the messages from and to its neighbours.
 
     A message is received right before the cell that needs it and sent right after the cell that
-    makes it, so that both ends have the order of their cells.
+    makes it, so that both ends have the order of their cells. No gradient goes to one of the first
+    `frozen_stages`.
     """
     actions: list[Action] = []
     early = -1
@@ -125,7 +140,7 @@ def with_messages(
         actions.append(action)
         if isinstance(action, Forward) and stage < num_stages - 1:
             actions.append(Send("activation", action.chunk, stage, stage + 1))
-        if isinstance(action, Backward) and stage > 0:
+        if isinstance(action, Backward) and stage > frozen_stages:
             actions.append(Send("gradient", action.chunk, stage, stage - 1))
     return actions
 
@@ -138,6 +153,7 @@ def assemble(
     *,
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
+    frozen_stages: int = 0,
 ) -> ChunkPlan:
     """The checked plan of every rank's list; a Reduce ends each that has a Backward."""
     chunks: list[Chunk] = [chunk for group in groups for chunk in group]
@@ -151,6 +167,7 @@ def assemble(
         ),
         tiers=tiers,
         sp_size=sp_size,
+        frozen_stages=frozen_stages,
     )
     check(plan)
     return plan

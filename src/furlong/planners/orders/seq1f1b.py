@@ -26,19 +26,31 @@ def plan_seq1f1b(
     recompute_layers: Sequence[Sequence[int]] | None = None,
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
+    frozen_stages: int = 0,
 ) -> ChunkPlan:
     """A checked plan of any groups in token-level 1F1B, in the order in which they are listed.
 
     `stages`: layers per stage; rank s holds stage s. `recompute_layers[stage][chunk]`: how many
-    layers of the cell are checkpointed, each by its own input (default none).
+    layers of the cell are checkpointed, each by its own input (default none). The first
+    `frozen_stages`, with nothing to train in them or below, only run forward.
     """
     numbered = number_chunks(groups)
     lists = []
     for stage in range(len(stages)):
         layers = recompute_layers[stage] if recompute_layers else None
         cells = seq1f1b_cells(numbered, len(stages), stage, layers)
-        lists.append(with_messages(cells, stage, len(stages)))
-    return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+        if stage < frozen_stages:
+            cells = [Forward(chunk, stage, "input") for chunks in numbered for chunk in chunks]
+        lists.append(with_messages(cells, stage, len(stages), frozen_stages=frozen_stages))
+    return assemble(
+        seq_lens,
+        groups,
+        stages,
+        lists,
+        tiers=tiers,
+        sp_size=sp_size,
+        frozen_stages=frozen_stages,
+    )
 
 
 def seq1f1b_cells(
