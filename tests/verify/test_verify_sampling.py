@@ -122,7 +122,7 @@ def test_relays_without_their_factor_are_found(
     neox: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unscaled(view: Any, slice_index: int) -> Any:
-        piece = view._piece(slice_index)
+        piece = view.cell.pieces.get(slice_index)
         if piece is None:
             return None
         return view.cell.store.relayed(piece.seq_id, view.layer, piece.index)
