@@ -65,6 +65,7 @@ def each_way(rank: int) -> dict[str, tuple[float, float]]:
     found["two calls"] = errors(*[engine.run(plan, part, labels) for plan, part in parts])
     again = furlong.Engine(model, process_group=dist.group.WORLD)
     found["another engine"] = errors(again.run(plan, sequences))
+    model.eval()  # which is checked anew, on weights that are divided by now
     evaluated = engine.forward_backward(list(own.values()), OPTIONS, backward=False)
     assert [len(losses) for losses in evaluated.token_losses] == STEP.seq_lens
     mean = sum(float(losses.sum()) for losses in evaluated.token_losses) / labels

@@ -17,7 +17,7 @@ from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.kept import Kept
-from furlong.runtime.parallel.comms import ShardedRanks
+from furlong.runtime.parallel.comms import Links, ShardedRanks
 from furlong.runtime.parallel.ranks import Ranks, ranks_given
 from furlong.runtime.parallel.sharding import one_step, shard
 from furlong.runtime.pools import Storage
@@ -110,12 +110,12 @@ class FollowedModel:
         with compute_parameters(self.model.model, dtype, unchanged=unchanged):
             yield
 
-    def comms(self) -> Comms:
-        """The exchange with other ranks, for one plan."""
+    def comms(self, links: Links | None = None) -> Comms:
+        """The exchange with other ranks, for one plan; `links`: with other stages of a pipeline."""
         if self.ranks is None:
             return Alone()
         layers = self.model.layers if self._is_sharded else ()
-        return ShardedRanks(self.model.base, layers, self.ranks)
+        return ShardedRanks(self.model.base, layers, self.ranks, links)
 
     def note(self, message: str) -> None:
         """Warn once per engine."""
