@@ -65,6 +65,7 @@ def each_way(rank: int) -> dict[str, tuple[float, float]]:
     found["two calls"] = errors(*[engine.run(plan, part, labels) for plan, part in parts])
     again = furlong.Engine(model, process_group=dist.group.WORLD)
     found["another engine"] = errors(again.run(plan, sequences))
+    model.eval()  # which is checked anew, on weights that are divided by now
     evaluated = engine.forward_backward(list(own.values()), OPTIONS, backward=False)
     assert [len(losses) for losses in evaluated.token_losses] == STEP.seq_lens
     mean = sum(float(losses.sum()) for losses in evaluated.token_losses) / labels
@@ -175,6 +176,9 @@ def refusals(rank: int) -> dict[str, str]:
     found = {
         "hook": message(lambda: furlong.Engine(hooked, ranks=ranks)),
         "dtypes": message(lambda: furlong.Engine(mixed, ranks=ranks, compute_dtype=torch.float64)),
+        "stages": message(
+            lambda: furlong.Engine(llama(num_hidden_layers=1), ranks=make_ranks(1, 1, 2, "cpu"))
+        ),
         "both": message(lambda: furlong.Engine(model, ranks=ranks, process_group=dist.group.WORLD)),
     }
     engine = furlong.Engine(model, ranks=ranks)
@@ -208,6 +212,7 @@ def refusals(rank: int) -> dict[str, str]:
 SAID = {
     "hook": "has a hook on lm_head.weight, which would see no gradient",
     "dtypes": "trains parameters of 2 dtypes",
+    "stages": "pp 2 for a model of 1 layers",
     "both": "ranks and a process_group",
     "another plan": "process 1 has another plan than process 0",
     "another divisor": r"process 1 has another divisor than process 0: 41, not 40",

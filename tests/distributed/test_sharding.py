@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from distributed.sharded_cases import (
     NUM_LAYERS,
@@ -14,6 +16,7 @@ from distributed.sharded_cases import (
     tied_llama,
 )
 from helpers.ranks import run_ranks
+from helpers.tiny_families import bound, build
 
 BOUND = 1e-10
 UNEQUAL = ((21, 4, 40, 7), (5, 9))
@@ -79,6 +82,14 @@ def test_a_tied_head():
 def test_frozen_weights(make):
     names = "chunk-first", "evaluation", "no label", "layer-first"
     assert_exact(tried({name: KEPT[name] for name in names}, make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "gpt_oss", "granite", "mixtral"])
+def test_other_families(family):
+    names = "chunk-first", "evaluation", "no label", "layer-first"
+    found = tried({name: KEPT[name] for name in names}, partial(build, family))
+    assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
 
 
 @pytest.mark.slow

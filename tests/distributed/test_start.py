@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -98,6 +100,42 @@ def joins_twice(rank: int, port: int, folder: str) -> list[float]:
 def test_joins_anew_after_a_restart_by_a_store_that_outlives_it(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     assert run_ranks(joins_twice, store.port, str(tmp_path), num_ranks=2) == [[1, 1], [1, 1]]
+
+
+SCRIPT = """
+import sys
+import torch
+import furlong
+from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.parallel.start import joined
+from transformers import LlamaConfig, LlamaForCausalLM
+
+with joined("cpu", timeout_s=60) as num_processes:
+    ranks = make_ranks(num_processes, 1, 1, "cpu")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    ))
+    engine = furlong.Engine(model, ranks=ranks)
+    ids = torch.arange(20 + 10 * ranks.replica) % 64
+    result = engine.forward_backward([{"input_ids": ids, "labels": ids}], furlong.ChunkOptions())
+    assert result.num_valid_tokens == 48
+    sys.stdout.write(f"{result.loss:.9f}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_and_it_leaves_cleanly(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [sys.executable, *torchrun, str(script)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.split()
+    assert first == second and 1 < float(first) < 10
 
 
 def test_outside_of_torchrun_it_says_how_to_start(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -84,7 +85,12 @@ class GlooComms:
 
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
-    def before_last_backward(self, stage: int) -> None: ...
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def add_up(self, values: Tensor) -> Tensor:
+        return values  # what this process has computed is asked for
+
     def reduce(self, stage: int) -> None:
         if self.replicas is not None:
             for parameter in self.model.parameters():

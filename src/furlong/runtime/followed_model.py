@@ -17,9 +17,10 @@ from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.kept import Kept
-from furlong.runtime.parallel.comms import ShardedRanks
+from furlong.runtime.parallel.comms import Links, ShardedRanks
 from furlong.runtime.parallel.ranks import Ranks, ranks_given
 from furlong.runtime.parallel.sharding import one_step, shard
+from furlong.runtime.parallel.start import require_model
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
@@ -86,6 +87,8 @@ class FollowedModel:
         self._require_own_shards(base)
         refuse_placement(base)
         self.model = CausalLM(self.given, max_seq_len=self.max_seq_len)
+        if self.ranks is not None:
+            _require_sizes(self.model, self.ranks)
         self.kept.open_pools(self.model.device, self.storage)
         if self.ranks is None or self.ranks.pp == 1:  # a cut model has no forward of its own
             self._check_once(now, (self.model.num_layers,))
@@ -110,12 +113,12 @@ class FollowedModel:
         with compute_parameters(self.model.model, dtype, unchanged=unchanged):
             yield
 
-    def comms(self) -> Comms:
-        """The exchange with other ranks, for one plan."""
+    def comms(self, links: Links | None = None) -> Comms:
+        """The exchange with other ranks, for one plan; `links`: with other stages of a pipeline."""
         if self.ranks is None:
             return Alone()
         layers = self.model.layers if self._is_sharded else ()
-        return ShardedRanks(self.model.base, layers, self.ranks)
+        return ShardedRanks(self.model.base, layers, self.ranks, links)
 
     def note(self, message: str) -> None:
         """Warn once per engine."""
@@ -168,6 +171,15 @@ class FollowedModel:
                 source="a change of the model after furlong.Engine was made",
                 change="add adapters first, then make the engine, then the optimizer",
             )
+
+
+def _require_sizes(model: CausalLM, ranks: Ranks) -> None:
+    """Raise ConfigError for heads that a pool cannot share, and for more stages than layers."""
+    num_heads = getattr(model.config, "num_attention_heads", 1)
+    require_model(
+        sp=ranks.sp, pp=ranks.pp, num_heads=num_heads, num_layers=model.num_layers,
+        num_kv_heads=getattr(model.config, "num_key_value_heads", None) or num_heads,
+    )  # fmt: skip
 
 
 def _require_layers(model: CausalLM) -> None:
