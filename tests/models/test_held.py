@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from furlong.errors import ConfigError, PlanError, UnsupportedModelError
 from furlong.models.build import build_model, export_model
 from furlong.models.causal_lm import CausalLM
-from furlong.models.held import stand_ins
+from furlong.models.held import hold, stand_ins
 from furlong.models.random_weights import draw_weights
 
 STAGES = (range(1), range(1, 2), range(2, 3))
@@ -72,13 +72,15 @@ def test_every_family_starts_with_the_weights_of_one_process(family, tied, tmp_p
 def test_random_weights_are_spread_as_transformers_spreads_them(family, tmp_path):
     config, _ = written(tmp_path, family)
     own = build_model(config, init="random", seed=5)
+    torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config_of(family, num_hidden_layers=3))
     for name, buffer in theirs.named_buffers():
         assert torch.equal(buffer, own.get_buffer(name)), "buffers are computed, not drawn"
     for name, parameter in theirs.named_parameters():
         ours = own.get_parameter(name)
         if parameter.ndim > 1:
-            assert float(ours.std() / parameter.std()) == pytest.approx(1, abs=0.2), name
+            six_sigma = 6 / parameter.numel() ** 0.5
+            assert float(ours.std() / parameter.std()) == pytest.approx(1, abs=six_sigma), name
             assert not torch.equal(ours, parameter)
         elif not parameter.std():
             assert torch.equal(ours, parameter), name
@@ -192,6 +194,25 @@ def test_a_stage_knows_the_sizes_of_what_it_does_not_hold(tmp_path):
             PlanError, match=rf"runs layer {min(others)} .* holds layers {layers[0]}"
         ):
             part.require_held(range(3))
+
+
+def test_a_stage_counts_frozen_layers_by_what_it_holds():
+    """The least of all stages is the model's number; tied embeddings lie below all layers."""
+    for tied, expected in ((False, 2), (True, 0)):
+        base = build("llama", tie_word_embeddings=tied)
+        hold(base, stand_ins(base, STAGES[2]))
+        model = CausalLM(base)
+        assert model.num_frozen_layers == expected
+        base.get_input_embeddings().requires_grad_(False)
+        assert model.num_frozen_layers == 2, "norm and head lie above"
+        base.model.layers[2].requires_grad_(False)
+        assert model.num_frozen_layers == 3
+    first = build("llama")
+    hold(first, stand_ins(first, STAGES[0]))
+    assert CausalLM(first).num_frozen_layers == 0
+    first.get_input_embeddings().requires_grad_(False)
+    first.model.layers[0].requires_grad_(False)
+    assert CausalLM(first).num_frozen_layers == 3, "it has nothing to train"
 
 
 def test_what_cannot_be_cut_is_refused_by_name():

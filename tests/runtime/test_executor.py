@@ -20,6 +20,7 @@ import furlong
 from furlong.errors import ConfigError, DataError, PlanError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
+from furlong.models.held import hold, stand_ins
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import (
@@ -332,6 +333,15 @@ def test_a_plan_that_leaves_out_what_is_trained_by_now_is_refused() -> None:
             engine.run(plan, batch(LENS))
         lower.requires_grad_(False)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("layers", [range(2), range(2, 3)])
+def test_a_plan_that_runs_layers_of_another_process_is_refused(layers) -> None:
+    """What stands for them would hand hidden states on as they are."""
+    base = build("llama")
+    hold(base, stand_ins(base, layers))
+    with pytest.raises(PlanError, match=f"holds layers {layers.start} to {layers.stop - 1}"):
+        executor_of(CausalLM(base), planned())
 
 
 class Mailbox:

@@ -115,7 +115,7 @@ def adapted_elsewhere(base: Any) -> list[str]:
         return []
     total = int(base.config.get_text_config().num_hidden_layers)
     _, layers = layer_list(base.get_decoder(), total, type(base).__name__)
-    if held_layers(layers).start:
+    if held_layers(list(layers)).start:
         embeddings = base.get_input_embeddings()
         names += [name for name, module in base.named_modules() if module is embeddings]
     return names
