@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks
 
 from furlong.errors import ConfigError
 from furlong.runtime.parallel.ranks import make_ranks, ranks_of_group
-from furlong.runtime.parallel.start import joined, require_model, require_sizes
+from furlong.runtime.parallel.start import joined, require_sizes, require_stages
 
 
 def of_one(rank: int, num_processes: int, own: int, sizes: tuple[int, int, int]) -> dict:
@@ -155,20 +155,7 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic(sizes, shown):
         require_sizes(*sizes, 8)
 
 
-@pytest.mark.parametrize(
-    ("sp", "num_heads", "num_kv_heads"),
-    [(4, 4, 4), (4, 4, 1), (6, 12, 6), (4, 14, 2)],  # the last: K,V of both halves are gathered
-)
-def test_heads_that_a_pool_can_share(sp, num_heads, num_kv_heads):
-    require_model(sp=sp, pp=2, num_heads=num_heads, num_kv_heads=num_kv_heads, num_layers=2)
-
-
-@pytest.mark.parametrize(("sp", "num_heads", "num_kv_heads"), [(8, 12, 3), (4, 4, 3), (6, 8, 8)])
-def test_heads_that_a_pool_cannot_share(sp, num_heads, num_kv_heads):
-    with pytest.raises(ConfigError, match=f"{num_heads} query heads and {num_kv_heads} key-value"):
-        require_model(sp=sp, pp=1, num_heads=num_heads, num_kv_heads=num_kv_heads, num_layers=2)
-
-
 def test_more_stages_than_layers():
+    require_stages(2, 2)
     with pytest.raises(ConfigError, match="pp 3 for a model of 2 layers"):
-        require_model(sp=1, pp=3, num_heads=4, num_kv_heads=4, num_layers=2)
+        require_stages(3, 2)

@@ -20,7 +20,6 @@ from furlong.runtime.kept import Kept
 from furlong.runtime.parallel.comms import Links, ShardedRanks
 from furlong.runtime.parallel.ranks import Ranks, ranks_given
 from furlong.runtime.parallel.sharding import one_step, shard
-from furlong.runtime.parallel.start import require_model
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
@@ -171,15 +170,6 @@ class FollowedModel:
                 source="a change of the model after furlong.Engine was made",
                 change="add adapters first, then make the engine, then the optimizer",
             )
-
-
-def _require_sizes(model: CausalLM, ranks: Ranks) -> None:
-    """Raise ConfigError for heads that a pool cannot share, and for more stages than layers."""
-    num_heads = getattr(model.config, "num_attention_heads", 1)
-    require_model(
-        sp=ranks.sp, pp=ranks.pp, num_heads=num_heads, num_layers=model.num_layers,
-        num_kv_heads=getattr(model.config, "num_key_value_heads", None) or num_heads,
-    )  # fmt: skip
 
 
 def _require_layers(model: CausalLM) -> None:

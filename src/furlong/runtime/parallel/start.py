@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from furlong.errors import ConfigError
-from furlong.plan.values import place_sizes
 
 DeviceType = Literal["cpu", "cuda"]
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,13 +66,9 @@ def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
         )
 
 
-def require_model(*, sp: int, pp: int, num_heads: int, num_kv_heads: int, num_layers: int) -> None:
-    """Raise ConfigError for a model whose heads a pool of `sp` processes cannot share, or with
-    fewer layers than stages.
-
-    A place divides the query heads among as many of its processes as their largest power of two
-    allows. Of these, either each takes equally many key-value heads, or equally many share one.
-    """
+def require_stages(pp: int, num_layers: int) -> None:
+    """Raise ConfigError for fewer layers than stages. Heads are no bound: a pool larger than they
+    can be divided gathers K,V."""
     if pp > num_layers:
         raise ConfigError(
             given=f"pp {pp} for a model of {num_layers} layers",
@@ -81,16 +76,3 @@ def require_model(*, sp: int, pp: int, num_heads: int, num_kv_heads: int, num_la
             source="the sizes of parallel and the model's config",
             change=f"set pp to {num_layers} or less",
         )
-    for size in place_sizes(sp):
-        is_power = size & (size - 1) == 0
-        sharing = min(size, num_heads & -num_heads) if is_power else size
-        shared = num_kv_heads % sharing == 0 or sharing % num_kv_heads == 0
-        if num_heads % sharing or not shared:
-            raise ConfigError(
-                given=f"sp {sp} for {num_heads} query heads and {num_kv_heads} key-value heads: "
-                f"{size} processes that hold a sequence would divide them by {sharing}",
-                required="heads that divide evenly, or key-value heads that equally many processes "
-                "share",
-                source="the sizes of parallel and the model's config",
-                change="set sp to a power of two that divides both numbers of heads",
-            )
