@@ -87,7 +87,7 @@ class FollowedModel:
         refuse_placement(base)
         self.model = CausalLM(self.given, max_seq_len=self.max_seq_len)
         if self.ranks is not None:
-            _require_sizes(self.model, self.ranks)
+            require_stages(self.ranks.pp, self.model.num_layers)
         self.kept.open_pools(self.model.device, self.storage)
         if self.ranks is None or self.ranks.pp == 1:  # a cut model has no forward of its own
             self._check_once(now, (self.model.num_layers,))
