@@ -20,6 +20,7 @@ from furlong.runtime.kept import Kept
 from furlong.runtime.parallel.comms import Links, ShardedRanks
 from furlong.runtime.parallel.ranks import Ranks, ranks_given
 from furlong.runtime.parallel.sharding import one_step, shard
+from furlong.runtime.parallel.start import require_stages
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
