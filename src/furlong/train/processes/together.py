@@ -1,0 +1,172 @@
+"""What the processes of a run agree upon: sums, flags, values of the first one, and errors.
+
+Waiting happens in the store and not in collectives, for as long as anybody takes: who has died
+meanwhile is found by the heartbeats.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from furlong import errors
+from furlong.errors import UserError
+from furlong.train.processes.flight import Flight
+from furlong.train.processes.launch import Launch
+
+_T = TypeVar("_T")
+_POLL_S = 0.01
+
+
+class Processes:
+    """This process among all of a run; alone it agrees with itself."""
+
+    def __init__(self, launch: Launch = Launch(), store: dist.Store | None = None) -> None:
+        """`store`: shared by all; None where there is one process."""
+        self.launch = launch
+        self.flight = Flight()
+        self.common: UserError | None = None
+        """The error that every process is raising."""
+        self._store = store
+        self._calls = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.launch.is_first
+
+    @property
+    def num_processes(self) -> int:
+        return self.launch.num_processes
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Sums of each value over all processes, in float64. A collective."""
+        if self._store is None:
+            return list(values)
+        added = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(added)
+        return added.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any process. A collective."""
+        return self.sums([float(flag)])[0] > 0
+
+    def alike(self, error: UserError) -> UserError:
+        """The error, which every process has made of the same figures and is about to raise."""
+        self.common = error
+        return error
+
+    def together(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns on this process. Where it raises a UserError on any process, all
+        raise it: the first process's own if it has one."""
+        failure, result = None, None
+        try:
+            result = work()
+        except UserError as error:
+            failure = error
+        self._share(failure)
+        return result  # type: ignore[return-value]
+
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns on the first process, which alone does it: a value of JSON."""
+        failure, value = None, None
+        key = f"value/{self._calls}"
+        try:
+            if self.is_first:
+                value = work()
+                self.publish(key, json.dumps(value))
+        except UserError as error:
+            failure = error
+        self._share(failure)
+        if not self.is_first:
+            value = json.loads(self.fetch(key))
+        return value
+
+    def first_of_each_machine(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns; the first process of each machine does it before the others, who
+        then find on disk what it took its time for."""
+        if self.launch.local_number == 0:
+            return self._then(work, lambda result: result)
+        return self._then(lambda: None, lambda _: work())
+
+    def _then(self, before: Callable[[], Any], after: Callable[[Any], _T]) -> _T:
+        result = self.together(before)
+        return self.together(lambda: after(result))
+
+    def publish(self, key: str, text: str) -> None:
+        """Write a text that others fetch."""
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def fetch(self, key: str) -> str:
+        """The text of a key, as soon as it is there."""
+        assert self._store is not None
+        while not self._store.check([key]):
+            time.sleep(_POLL_S)
+        return self._store.get(key).decode()
+
+    def forget(self, *keys: str) -> None:
+        """Let go of texts that nobody fetches any more."""
+        for key in keys:
+            if self._store is not None:
+                self._store.delete_key(key)
+
+    def _share(self, failure: UserError | None) -> None:
+        """Raise the error of any process on all of them."""
+        number, self._calls = self._calls, self._calls + 1
+        if self._store is None:
+            if failure is not None:
+                raise failure
+            return
+        own = {"failure": None if failure is None else _written(failure)}
+        self.publish(f"done/{number}/{self.launch.number}", json.dumps(own))
+        if self.is_first:
+            self._sum_up(number)
+        found = json.loads(self.fetch(f"done/{number}"))
+        if found["failure"] is None:
+            return
+        is_own = failure is not None and found["process"] == self.launch.number
+        raise self.alike(failure if is_own and failure else _read(found))
+
+    def _sum_up(self, number: int) -> None:
+        """Publish the first error of all processes, or that there is none."""
+        keys = [f"done/{number}/{process}" for process in range(self.num_processes)]
+        found: dict[str, Any] = {"failure": None}
+        for process, key in enumerate(keys):
+            said = json.loads(self.fetch(key))
+            if found["failure"] is None and said["failure"] is not None:
+                found = said | {"process": process}
+        self.publish(f"done/{number}", json.dumps(found))
+        self.forget(*keys, f"done/{number - 2}", f"value/{number - 2}")
+
+    def wait_for_all(self, name: str, limit_s: float) -> None:
+        """Return when all have called it, or when the limit is over."""
+        if self._store is None:
+            return
+        self._store.set(f"{name}/{self.launch.number}", "")
+        keys = [f"{name}/{process}" for process in range(self.num_processes)]
+        try:
+            self._store.wait(keys, timedelta(seconds=limit_s))
+        except RuntimeError:
+            return
+
+
+def _written(error: UserError) -> dict[str, str]:
+    names = ("given", "required", "source", "change")
+    return {"kind": type(error).__name__} | {name: getattr(error, name) for name in names}
+
+
+def _read(found: dict[str, Any]) -> UserError:
+    """An error of another process, by name."""
+    parts = dict(found["failure"])
+    kind = getattr(errors, parts.pop("kind"), UserError)
+    if found["process"]:
+        parts["given"] = f"process {found['process']}: {parts['given']}"
+    error = kind(**parts)
+    assert isinstance(error, UserError)
+    return error
