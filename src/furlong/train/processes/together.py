@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from furlong import errors
 from furlong.errors import UserError
@@ -51,6 +52,15 @@ class Processes:
         added = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(added)
         return added.tolist()
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The tensor of each process, one below the other: (N, *shape of x), on the CPU; alone as
+        it is. A collective."""
+        if self._store is None:
+            return x
+        found = [torch.empty_like(x) for _ in range(self.num_processes)]
+        dist.all_gather(found, x)
+        return torch.stack(found)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any process. A collective."""
