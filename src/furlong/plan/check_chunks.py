@@ -10,13 +10,13 @@ from furlong.plan.values import ChunkPlan, Place, Slice, place_sizes
 
 def tokens_are_covered(plan: ChunkPlan) -> None:
     """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
-    has no other use than to meet the passes of other ranks."""
+    has no other use than to meet the passes and the Reduce of other ranks."""
     rule = "every token is in exactly one slice"
-    has_others = plan.regathers and len(plan.actions) > 1
+    has_others = len(plan.actions) > 1
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
         if chunk.is_dummy and not has_others:
-            why = f"chunk {index} is empty, and no rank has to go in step with another one"
+            why = f"chunk {index} is empty, and there is no rank beside its own"
             raise refuse_chunk(plan, rule, why, index)
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
