@@ -13,11 +13,12 @@ from furlong.errors import PlanError
 from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.models.causal_lm import CausalLM
 from furlong.models.stage import Stage
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.passes import Pass
-from furlong.runtime.cell import Cell, KVReady
+from furlong.runtime.cell import Cell
 
 NUM_TOKENS = 9
 GRAPH = Pass("graph")

@@ -9,10 +9,11 @@ from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.ops.choose import ProbedBackend
 from furlong.ops.chunk_attention import AttentionRule
 from furlong.plan.passes import Pass
-from furlong.runtime.cell import Cell, KVReady, Piece, require_each_layer
+from furlong.runtime.cell import Cell, Piece, require_each_layer
 
 CPU = torch.device("cpu")
 T, N, K, H = 5, 4, 2, 8

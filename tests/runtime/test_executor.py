@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from queue import Queue
 
@@ -175,7 +177,7 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatc
     options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
     truth = engine.forward_backward(batch(LENS), options).loss
     expected = take_grads(model)
-    pools, doing = engine._kept.pools, []
+    pools, doing = engine._followed.kept.pools, []
     plain, layer = Executor._obey, model.model.layers[1]
 
     def obey(self, action, what):
@@ -353,8 +355,13 @@ class Mailbox:
 
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
-    def before_last_backward(self, stage: int) -> None:
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
         self.told.append(("last", stage))
+        yield
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def reduce(self, stage: int) -> None:
         self.told.append(("reduce", stage))

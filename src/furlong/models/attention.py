@@ -37,6 +37,10 @@ _HARMLESS = {
 }
 
 
+class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
+    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
+
+
 class CellAttention(Protocol):
     """Computes the attention of one (chunk, stage)."""
 

@@ -102,7 +102,7 @@ class CausalLM:
             with self._decoder_out():
                 return self._whole(inputs_embeds=hidden[None])
 
-        return enter(self.base, head)
+        return enter(self.base, head)[0]
 
     def whole_hidden(self, input_ids: Tensor) -> Tensor:
         """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
@@ -110,12 +110,12 @@ class CausalLM:
         Attention is the model's own.
         """
         with own_forward(self.base, self.max_seq_len):
-            return self.decode(input_ids=input_ids[None])
+            return enter(self.base, lambda: self.decode(input_ids=input_ids[None]))[0]
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
         with own_forward(self.base, self.max_seq_len):
-            return self._whole(input_ids=input_ids[None])
+            return enter(self.base, lambda: self._whole(input_ids=input_ids[None]))[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
         """Parameters that transformers keeps in float32 when it loads a model in `compute_dtype`.
@@ -138,14 +138,15 @@ class CausalLM:
             yield
 
     def decode(self, **inputs: Tensor) -> Tensor:
-        """Final hidden states (T, D) by the decoder, of inputs with a batch axis of 1."""
+        """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
         output = self.decoder(**inputs, use_cache=False, return_dict=True)
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
-        """The class's own forward: hooks and wrappers of this instance expect whole batches."""
+        """Logits (1, T, V) by the class's own forward: hooks and wrappers of this instance expect
+        whole batches."""
         output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return output.logits  # type: ignore[no-any-return]
 
     @contextmanager
     def _decoder_out(self) -> Iterator[None]:

@@ -11,8 +11,14 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -22,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from furlong.errors import PlanError, UnsupportedModelError
-from furlong.models.attention import CellAttention, bound
-from furlong.models.entrance import enter
+from furlong.models.attention import CellAttention, KVReady, bound
+from furlong.models.entrance import enter, has_entrance
 from furlong.plan.passes import Pass
 
 
@@ -44,7 +50,7 @@ class Model(Protocol):
         ...
 
     def decode(self, **inputs: Tensor) -> Tensor:
-        """Final hidden states (T, D)."""
+        """Final hidden states (1, T, D)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,13 +78,19 @@ class Stage:
         x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
         their gradient is wanted. Call it inside `installed`.
         """
-        return enter(self._model.base, partial(self._run, x, position_ids, cell, what))
+        run = partial(self._run, x, position_ids, cell, what)
+        if what.computes == "to last kv" and has_entrance(self._model.base):
+            with self._ending_calls():
+                enter(self._model.base, run)
+            raise KVReady
+        return enter(self._model.base, run)[0]  # behind a wrapper's hooks: they take no views
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (T, V) of final hidden states (T, D)."""
         return self._model.logits(hidden)
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
+        """Hidden states (1, T, D)."""
         decode, modules = self._model.decode, self._model.attention_modules
         positions = position_ids[None]
         with ExitStack() as stack:
@@ -121,31 +133,50 @@ class Stage:
             children[self._list_name] = own
             self._inject.x = self._capture.hidden = None  # they would pin a graph
 
-    @contextmanager
-    def _checkpointed(self, cell: CellAttention, what: Pass) -> Iterator[None]:
+    def _ending_calls(self) -> AbstractContextManager[None]:
+        """Within it a pass that ends at the last K,V ends its calls, of which a wrapper sees none
+        begin that does not end: the last layer returns its input."""
+
+        def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with suppress(KVReady):
+                forward(hidden, *args, **kwargs)
+            return hidden
+
+        last = self.layers.stop - 1
+        return _wrapped(self._model.layers[last : last + 1], lambda own: partial(until_kv, own))
+
+    def _checkpointed(self, cell: CellAttention, what: Pass) -> AbstractContextManager[None]:
         """Within it the stage's first layers keep only their inputs in the graph.
 
         Their recompute runs inside the backward: it finds the same cell, and writes nothing.
         """
         again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
         first = self.layers.start
-        layers = self._model.layers[first : first + what.recompute_layers]
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), bound(self._model.attention_modules, cell, again)
 
-        own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
-        try:
-            for layer in layers:
-                layer.__dict__["forward"] = partial(
-                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
-                )
-            yield
-        finally:
-            for layer, forward in zip(layers, own, strict=True):
-                layer.__dict__.pop("forward", None)
-                if forward is not None:
-                    layer.__dict__["forward"] = forward
+        return _wrapped(
+            self._model.layers[first : first + what.recompute_layers],
+            lambda own: partial(checkpoint, own, use_reentrant=False, context_fn=contexts),
+        )
+
+
+@contextmanager
+def _wrapped(
+    layers: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within it the forward of each layer is what `wrap` makes of it."""
+    own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = wrap(layer.forward)
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.__dict__["forward"] = forward
 
 
 class _Skip(nn.Module):
@@ -176,7 +207,7 @@ class _Capture(nn.Module):
 
     def taken(self) -> Tensor:
         assert self.hidden is not None, "the decoder left before the stage's output"
-        return self.hidden[0]  # (1, T, D) -> (T, D)
+        return self.hidden
 
 
 def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:

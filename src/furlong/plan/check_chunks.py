@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from furlong.plan.grid import refuse_chunk
-from furlong.plan.values import ChunkPlan, Place, Slice, place_sizes
+from furlong.plan.values import Action, ChunkPlan, Forward, Place, Slice, place_sizes
 
 
 def tokens_are_covered(plan: ChunkPlan) -> None:
     """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
-    has no other use than to meet the passes and the Reduce of other ranks."""
+    has no other use than to meet the passes of other ranks, or the Reduce if its rank has no other
+    chunk."""
     rule = "every token is in exactly one slice"
-    has_others = len(plan.actions) > 1
+    several = len(plan.actions) > 1
+    alone = {min(own) for own in map(_computed, plan.actions) if len(own) == 1}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
-        if chunk.is_dummy and not has_others:
-            why = f"chunk {index} is empty, and there is no rank beside its own"
+        if chunk.is_dummy and not (several and (plan.regathers or index in alone)):
+            why = f"chunk {index} is empty, its rank needs none to go with others"
             raise refuse_chunk(plan, rule, why, index)
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
@@ -37,6 +40,11 @@ def tokens_are_covered(plan: ChunkPlan) -> None:
         if covered != seq_len or not found:
             why = f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}"
             raise refuse_chunk(plan, rule, why, found[-1][2] if found else 0)
+
+
+def _computed(actions: Iterable[Action]) -> set[int]:
+    """The chunks of a rank."""
+    return {action.chunk for action in actions if isinstance(action, Forward)}
 
 
 def chunks_are_well_formed(plan: ChunkPlan) -> None:

@@ -10,13 +10,10 @@ from torch import Tensor
 from furlong.errors import UnsupportedModelError
 from furlong.kv.pools.contract import Handle, Lease, Pool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, Relayed, chunk_attention
 from furlong.plan.passes import Pass
-
-
-class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,14 @@ class BatchInputs:
 def chunk_inputs(
     chunk: Chunk, sequences: Sequence[ShiftedSequence], device: torch.device
 ) -> ChunkInputs:
-    """The inputs of one chunk, on their way to the device."""
+    """The inputs of one chunk, on their way to the device; of a dummy one token of no sequence."""
     ids, positions, labels, rows = [], [], [], []
+    if chunk.is_dummy:
+        one = torch.zeros(1, dtype=torch.int64, device="cpu")
+        none = torch.full_like(one, IGNORE_INDEX)
+        vectors = (one, one, none, labelled_rows(none))
+        sent = [_sent(x, device) for x in vectors]
+        return ChunkInputs(sent[0], sent[1], sent[2], sent[3], (slice(0, 1),))
     row = 0
     for piece in chunk.slices:
         tokens = slice(piece.start, piece.stop)

@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from furlong.models.attention import KVReady
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.plan.check import check
@@ -28,7 +29,7 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
-from furlong.runtime.cell import Cell, KVReady, require_each_layer
+from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
 from furlong.runtime.heap import FreedMemory, process_heap
@@ -47,7 +48,8 @@ from furlong.timeline import Timeline
 
 class Executor:
     """One plan on one rank, checked; `run` may be called once, and adds the gradients of
-    loss / num_valid_tokens to the parameters' `.grad`."""
+    loss / num_valid_tokens to the parameters' `.grad`. `num_labels`: tokens with a label in the
+    whole batch, None if all sequences are there."""
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Executor:
         pools: Pools,
         comms: Comms,
         rank: int = 0,
+        num_labels: int | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
         comms.accept(plan)
@@ -75,6 +78,7 @@ class Executor:
         self._ends = {index: at for at, index in own.items()}
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
         self._inputs = BatchInputs(plan, rank, sequences, model.device)
+        self._num_labels = num_labels or self._inputs.num_valid_tokens
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
@@ -93,6 +97,8 @@ class Executor:
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
+        self.num_labels = 0
+        """Tokens with a label in what has run on all ranks."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`.
@@ -101,7 +107,7 @@ class Executor:
         try:
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
                 self._recorder.begin()
-                self._expect_next(index)
+                self._hidden.expect_for(self._actions[index + 1 : index + 2])
                 self._obey(action, what)
                 for chunk, stage in kv_dead[index]:
                     self._free_kv(chunk, stage)
@@ -116,7 +122,8 @@ class Executor:
         except BaseException:
             self._abandon()
             raise
-        return self._head.total(self._inputs.num_valid_tokens), self._recorder.timeline()
+        loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
+        return loss_sum, self._recorder.timeline()
 
     def _end(self, index: int) -> None:
         """Forget the cell and the chunk's inputs that no later action uses."""
@@ -127,8 +134,8 @@ class Executor:
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""
-        for clear in (self._live.clear, self._outbox.clear, self._store.clear, self._pools.clear):
-            clear()
+        for alive in (self._live, self._outbox, self._store, self._pools):
+            alive.clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
         match action:
@@ -236,18 +243,16 @@ class Executor:
         at = action.chunk, action.stage
         live = self._live[at]
         assert live.output is not None
-        if self._last_backward[action.stage] is action:
-            self._comms.before_last_backward(action.stage)
         live.cell.relay_factor = action.relay_factor
         if what.loss:
             gradient = self._head.gradient(
                 live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
             )
-            self._pull(live.output, gradient)
+            self._pull(action, live.output, gradient)
         else:
             following = action.chunk, action.stage + 1
             lease = self._hidden.read_gradient(following)
-            self._pull(live.output, lease.tensor)
+            self._pull(action, live.output, lease.tensor)
             lease.release()
             self._hidden.drop(following)
         live.output = None
@@ -259,9 +264,13 @@ class Executor:
         self._ledger.release("graph", *at)
         self._return_gradient(at, live)
 
-    def _pull(self, output: Tensor, gradient: Tensor) -> None:
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+    def _pull(self, action: Backward, output: Tensor, gradient: Tensor) -> None:
+        is_last = self._last_backward[action.stage] is action
+        with self._comms.last_backward(action.stage) if is_last else nullcontext():
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            elif is_last:  # nothing is trained below the head, whose own backwards are over
+                self._head.no_rows(output)
 
     def _return_gradient(self, at: tuple[int, int], live: LiveCell) -> None:
         """Hand the gradient of a cell's input to the stage before, if that is trained."""
@@ -276,15 +285,6 @@ class Executor:
             self._outbox["gradient", chunk, stage] = live.x.grad
         if self._ledger.holds("input", *at):
             self._hidden.drop(at)
-
-    def _expect_next(self, index: int) -> None:
-        """Begin to bring the hidden states that the next action reads."""
-        if index + 1 < len(self._actions):
-            match self._actions[index + 1]:
-                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                    self._hidden.expect((chunk, stage))
-                case Backward(chunk, stage):
-                    self._hidden.expect((chunk, stage + 1))
 
     def _open(self, chunk: int, stage: int) -> Cell:
         slices = self._inputs.of(chunk).slices

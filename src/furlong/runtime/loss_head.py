@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +32,30 @@ class LossHead:
         """The loss of each token (T,) of each sequence."""
         self._num_counted = 0.0
         """Labels of drawn chunks, each as often as its loss in `loss_sum`."""
+        self._num_labels = 0
 
-    def total(self, num_valid_tokens: int) -> float:
-        """The summed loss of so many labels; of drawn chunks alone an estimate from their mean, in
-        which each weighs as in the gradient, and nan where none of them has a label."""
+    def total(
+        self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
+    ) -> tuple[float, int]:
+        """The summed loss of all ranks, and how many labels it is of. Of drawn chunks alone the
+        loss is an estimate for `num_valid_tokens` labels from their mean, in which each weighs as
+        in the gradient, and nan where none of them has a label."""
+        own = torch.tensor(
+            [0.0, self._num_counted, self._num_labels], dtype=torch.float64, device="cpu"
+        ).to(self.loss_sum.device)
+        own[0] = self.loss_sum
+        loss_sum, num_counted, num_labels = add_up(own).tolist()
+        if self.token_losses:
+            lens = [len(losses) for losses in self.token_losses]
+            for losses, total in zip(
+                self.token_losses, add_up(torch.cat(self.token_losses)).split(lens), strict=True
+            ):
+                losses.copy_(total)
         if not self._estimates:
-            return float(self.loss_sum)
-        if not self._num_counted:
-            return math.nan
-        return float(self.loss_sum) / self._num_counted * num_valid_tokens
+            return loss_sum, int(num_labels)
+        assert num_valid_tokens is not None
+        mean = loss_sum / num_counted if num_counted else math.nan
+        return mean * num_valid_tokens, num_valid_tokens
 
     def gradient(
         self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
@@ -59,7 +74,13 @@ class LossHead:
         weight = loss_factor if self._estimates else 1.0
         self.loss_sum += weight * loss_sum
         self._num_counted += weight * len(inputs.labelled_rows)
+        self._num_labels += len(inputs.labelled_rows)
         return gradient
+
+    def no_rows(self, hidden: Tensor) -> None:
+        """A backward through the head that changes no gradient, of hidden states (T, D)."""
+        with torch.enable_grad():
+            self._model.logits(hidden[:0].detach()).sum().backward()  # type: ignore[no-untyped-call]
 
     def evaluate(self, hidden: Tensor, inputs: ChunkInputs, chunk: Chunk) -> None:
         """Add a chunk's loss, and note that of each token, of final hidden states (T, D)."""
@@ -68,8 +89,9 @@ class LossHead:
             max_tile_tokens=self._max_tile_tokens,
         )  # fmt: skip
         self.loss_sum += losses.sum()
+        self._num_labels += len(inputs.labelled_rows)
         if self.token_losses:
-            for piece, rows in zip(chunk.slices, inputs.slices, strict=True):
+            for piece, rows in zip(chunk.slices, inputs.slices, strict=False):  # a dummy has a row
                 self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
 
     def _require_gradient(self, hidden: Tensor) -> None:

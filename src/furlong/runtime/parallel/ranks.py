@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from furlong.errors import ConfigError
 from furlong.plan.values import place_sizes
-from furlong.runtime.parallel.start import DeviceType, require_sizes
+from furlong.runtime.parallel.start import require_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Ranks:
         return int(processes[stage, replica, self.process])
 
 
-def make_ranks(dp: int, sp: int, pp: int, device_type: DeviceType) -> Ranks:
+def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
     """The ranks of a run; every process calls it with the same sizes, inside `joined`.
 
     Raises ConfigError for sizes that do not multiply to the number of processes.
@@ -80,11 +81,27 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: DeviceType) -> Ranks:
     )  # fmt: skip
 
 
-def ranks_of_group(group: ProcessGroup, device_type: DeviceType) -> Ranks:
+def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
     """Data-parallel ranks in a process group that the caller has made."""
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     size = group.size()
     return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, mesh)
+
+
+def ranks_given(
+    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str
+) -> Ranks | None:
+    """The ranks of an engine, None for a process that is alone. Raises ConfigError for both."""
+    if ranks is not None and process_group is not None:
+        raise ConfigError(
+            given="ranks and a process_group",
+            required="one of them",
+            source="the arguments of furlong.Engine",
+            change="leave process_group out: the ranks have their own groups",
+        )
+    if process_group is not None:
+        ranks = ranks_of_group(process_group, device_type)
+    return ranks if ranks is not None and ranks.num_processes > 1 else None
 
 
 def _pool_axes(sp: int) -> tuple[int, ...]:
