@@ -10,13 +10,13 @@ from furlong.train.processes.launch import Launch, read_launch, replicas
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
-    "TORCHELASTIC_RESTART_COUNT": "2",
+    "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "2",
 }  # fmt: skip
 
 
 def test_the_variables_of_torchrun():
     launch = read_launch(TORCHRUN)
-    assert launch == Launch(number=3, num_processes=4, local_number=1, attempt=2)
+    assert launch == Launch(number=3, num_processes=4, local_number=1, num_local=2, attempt=2)
     assert not launch.is_first
     assert read_launch({}) == Launch() and Launch().is_first
     assert read_launch({"WORLD_SIZE": "1"}) == Launch()

@@ -10,7 +10,7 @@ from furlong.plan.check import check
 from furlong.plan.values import Backward, Unshard
 from furlong.planners.options import ChunkOptions
 from furlong.train.plans import SharedPlans, Wanted, own_sequences, packed, plan_batch, unpacked
-from furlong.train.processes.together import Processes
+from furlong.train.processes.together import ALONE
 
 
 def squares(seq_lens):
@@ -64,7 +64,7 @@ def test_a_plan_is_made_once_and_named_by_its_batch():
         asked.append(wanted)
         return made(wanted, 1)
 
-    plans = SharedPlans(Processes(), make)
+    plans = SharedPlans(ALONE, make)
     one, other = Wanted((5, 7), ChunkOptions(size=4)), Wanted((7, 5), ChunkOptions(size=4))
     assert one.name != other.name != Wanted((7, 5), ChunkOptions(size=4), backward=False).name
     plans.expect(one)
@@ -81,7 +81,7 @@ def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for():
     def make(wanted):
         raise ValueError("no such plan")
 
-    plans = SharedPlans(Processes(), make)
+    plans = SharedPlans(ALONE, make)
     wanted = Wanted((5,), ChunkOptions(size=4))
     plans.expect(wanted)
     with pytest.raises(ValueError, match="no such plan"):

@@ -53,7 +53,7 @@ from furlong.train.checkpoint_folder import (
     write_json,
 )
 from furlong.train.disk import FULL_DISK
-from furlong.train.processes.together import Processes
+from furlong.train.processes.together import ALONE, Processes
 
 # DCP copies a file's tensors before it writes them: files of this size bound what that takes.
 _MAX_FILE_BYTES = 2**28
@@ -66,7 +66,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     num_kept: int = NUM_KEPT,
-    processes: Processes = Processes(),
+    processes: Processes = ALONE,
 ) -> Path:
     """Writes `folder/step-XXXXXXXX` and removes all but the last `num_kept`; returns it.
 

@@ -93,6 +93,7 @@ class SharedPlans:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[str, Future[ChunkPlan]] = {}
         self._given: list[str] = []
+        self._is_closed = False
         self.waited_s = 0.0
         """Seconds that `get` has waited, all in all."""
 
@@ -114,11 +115,12 @@ class SharedPlans:
 
     def close(self) -> None:
         """End the thread, when nobody asks any more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
+        self._thread.shutdown(cancel_futures=True)
 
     def _find(self, wanted: Wanted) -> ChunkPlan:
         if not self._processes.is_first:
-            return unpacked(self._processes.fetch(wanted.name))
+            return unpacked(self._processes.fetch(wanted.name, lambda: self._is_closed))
         plan = self._make(wanted)
         self._processes.publish(wanted.name, packed(plan))
         return plan

@@ -26,13 +26,14 @@ from furlong.train.checkpoint_folder import (
     set_aside,
 )
 from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.processes.flight import FLIGHT
 from furlong.train.report import TrainReport, missing_of_export, read_report
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
 _LOCK = ".lock"
 _FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
-_FOLDERS = (CHECKPOINTS, EXPORT)
+_FOLDERS = (CHECKPOINTS, EXPORT, FLIGHT)
 # What these change is time, memory and what is shown: neither weights nor their order.
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
@@ -208,7 +209,7 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
 
 def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
     """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
-    old, new = _flat(saved.model_dump(mode="json")), _flat(given.model_dump(mode="json"))
+    old, new = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
     return {
         key: (old.get(key), new.get(key))
         for key in old | new
@@ -262,7 +263,7 @@ def _check_empty(path: Path, out: str) -> None:
 def _is_leftover(entry: Path) -> bool:
     """Whether a process that was killed before its run began may have left the entry."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
-    return is_unfinished or entry.name in (_LOCK, OPTIONS)
+    return is_unfinished or entry.name in (_LOCK, OPTIONS, FLIGHT)
 
 
 def _decided_options(
@@ -280,11 +281,12 @@ def _decided_options(
     return None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by whole key: `{"train.lr": ...}`."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found

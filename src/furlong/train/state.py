@@ -22,7 +22,7 @@ from furlong.errors import CheckpointError
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.loop import Progress
-from furlong.train.processes.together import Processes
+from furlong.train.processes.together import ALONE, Processes
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -45,7 +45,7 @@ class RunState:
     """Identifies what is not saved, see `base_fingerprint`."""
     architecture: dict[str, Any]
     """The model's config, see `architecture_of`."""
-    processes: Processes = Processes()
+    processes: Processes = ALONE
 
     def save(self, folder: Path, progress: Progress, *, metrics_bytes: int) -> Path:
         """Writes a checkpoint into `folder`; raises CheckpointError. `metrics_bytes`: length of
@@ -134,7 +134,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = Processes()
+    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE
 ) -> dict[str, Tensor]:
     """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
     generators, of several processes one below the other. A collective."""
@@ -153,7 +153,7 @@ def restore_tensors(
     checkpoint: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    processes: Processes = Processes(),
+    processes: Processes = ALONE,
 ) -> None:
     """The inverse of `all_tensors`, in place, also for another number of processes. Raises
     CheckpointError if the names do not fit."""

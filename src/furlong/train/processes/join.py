@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
-from furlong.train.processes.watch import Heartbeat, Limits
+from furlong.train.processes.watch import LIMITS, Heartbeat, Limits
 
 _START_LIMIT = timedelta(minutes=10)
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -28,7 +28,7 @@ _CONNECTION = re.compile(
 
 
 @contextmanager
-def joined(launch: Launch, *, limits: Limits = Limits()) -> Iterator[Processes]:
+def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
     """This process among those that were launched with it, until all are done.
 
     An error that only this process raises ends the others too, with its text; where a connection
@@ -126,5 +126,3 @@ def _end(message: str) -> NoReturn:
     sys.stderr.flush()
     os.write(2, f"{message}\n".encode())
     os._exit(1)
-
-

@@ -22,6 +22,8 @@ class Launch:
     num_processes: int = 1
     local_number: int = 0
     """The same among the processes of its machine: the number of its device."""
+    num_local: int = 1
+    """Processes of its machine: they share its memory."""
     attempt: int = 0
     """How many times the launcher has started all processes before, after one of them ended."""
 
@@ -57,10 +59,12 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
             change=f"start the processes by {_COMMAND.format(count)}, or unset WORLD_SIZE",
         )
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    num_local = environment.get("LOCAL_WORLD_SIZE", count)
     return Launch(
         number=int(environment["RANK"]),
         num_processes=int(count),
         local_number=int(environment["LOCAL_RANK"]),
+        num_local=int(num_local) if num_local.isdecimal() else int(count),
         attempt=int(attempt) if attempt.isdecimal() else 0,
     )
 

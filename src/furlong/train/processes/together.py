@@ -1,7 +1,7 @@
-"""What the processes of a run agree upon: sums, flags, values of the first one, and errors.
+"""Agreement among the processes of a run: sums, flags, values of the first one, and errors.
 
 Waiting happens in the store and not in collectives, for as long as anybody takes: who has died
-meanwhile is found by the heartbeats.
+meanwhile is found by the heartbeats. Alone nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from furlong import errors
 from furlong.errors import UserError
-from furlong.train.processes.flight import Flight
+from furlong.train.processes.flight import Flight, flight_file, remove_flights
 from furlong.train.processes.launch import Launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Store
 
 _T = TypeVar("_T")
 _POLL_S = 0.01
@@ -28,7 +29,7 @@ _POLL_S = 0.01
 class Processes:
     """This process among all of a run; alone it agrees with itself."""
 
-    def __init__(self, launch: Launch = Launch(), store: dist.Store | None = None) -> None:
+    def __init__(self, launch: Launch, store: Store | None = None) -> None:
         """`store`: shared by all; None where there is one process."""
         self.launch = launch
         self.flight = Flight()
@@ -49,6 +50,9 @@ class Processes:
         """Sums of each value over all processes, in float64. A collective."""
         if self._store is None:
             return list(values)
+        import torch
+        from torch import distributed as dist
+
         added = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(added)
         return added.tolist()
@@ -58,6 +62,9 @@ class Processes:
         it is. A collective."""
         if self._store is None:
             return x
+        import torch
+        from torch import distributed as dist
+
         found = [torch.empty_like(x) for _ in range(self.num_processes)]
         dist.all_gather(found, x)
         return torch.stack(found)
@@ -68,11 +75,12 @@ class Processes:
 
     def alike(self, error: UserError) -> UserError:
         """The error, which every process has made of the same figures and is about to raise."""
-        self.common = error
+        if self._store is not None:
+            self.common = error
         return error
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns on this process. Where it raises a UserError on any process, all
+        """The outcome of `work` on this process. Where it raises a UserError on any process, all
         raise it: the first process's own if it has one."""
         failure, result = None, None
         try:
@@ -83,7 +91,7 @@ class Processes:
         return result  # type: ignore[return-value]
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns on the first process, which alone does it: a value of JSON."""
+        """The outcome of `work` on the first process, which alone does it: a value of JSON."""
         failure, value = None, None
         key = f"value/{self._calls}"
         try:
@@ -98,7 +106,7 @@ class Processes:
         return value
 
     def first_of_each_machine(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns; the first process of each machine does it before the others, who
+        """The outcome of `work`; the first process of each machine does it before the others, who
         then find on disk what it took its time for."""
         if self.launch.local_number == 0:
             return self._then(work, lambda result: result)
@@ -108,15 +116,42 @@ class Processes:
         result = self.together(before)
         return self.together(lambda: after(result))
 
+    def keep_flight(self, run: Path) -> None:
+        """From now on the positions of several processes are in the folder of their run."""
+        if self._store is not None:
+            self.flight.write_to(flight_file(run, self.launch.attempt, self.launch.number))
+
+    def end_flight(self, run: Path) -> None:
+        """All have come to their end: nobody needs to know where they were."""
+        self.together(self.flight.close)
+        if self.is_first:
+            remove_flights(run)
+
+    def to_first(self, text: str) -> list[str]:
+        """The text of each process, on the first one; nothing on the others."""
+        if self._store is None:
+            return [text]
+        self.publish(f"text/{self.launch.number}", text)
+        found = []
+        if self.is_first:
+            keys = [f"text/{number}" for number in range(self.num_processes)]
+            found = [self.fetch(key) for key in keys]
+            self.forget(*keys)
+        self.together(lambda: None)  # or the next call would find these texts
+        return found
+
     def publish(self, key: str, text: str) -> None:
         """Write a text that others fetch."""
         if self._store is not None:
             self._store.set(key, text)
 
-    def fetch(self, key: str) -> str:
-        """The text of a key, as soon as it is there."""
+    def fetch(self, key: str, is_over: Callable[[], bool] = lambda: False) -> str:
+        """The text of a key, as soon as it is there. Raises TimeoutError when nobody waits for it
+        any more."""
         assert self._store is not None
         while not self._store.check([key]):
+            if is_over():
+                raise TimeoutError(key)
             time.sleep(_POLL_S)
         return self._store.get(key).decode()
 
@@ -164,6 +199,10 @@ class Processes:
             self._store.wait(keys, timedelta(seconds=limit_s))
         except RuntimeError:
             return
+
+
+ALONE = Processes(Launch())
+"""One process, which keeps no position and agrees with itself."""
 
 
 def _written(error: UserError) -> dict[str, str]:

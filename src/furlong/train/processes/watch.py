@@ -21,8 +21,8 @@ from typing import Protocol
 
 from furlong.train.processes.flight import Flight
 
-STEP = "step "
-"""How a position within a step begins: where all processes are, they can be stuck."""
+STEP, EVALUATION = "step", "evaluation"
+"""How a position within a plan begins: where all processes are, they can be stuck."""
 _SEPARATOR = "\n"
 
 
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the first process knows of another one."""
+    """The last beats of another process."""
 
     beat: bytes = b""
     silent_rounds: int = 0
@@ -74,6 +74,9 @@ class _Seen:
         return _text_of(self.position)
 
 
+LIMITS = Limits()
+
+
 def end_process(message: str) -> None:
     """Say why, and end at once: the main thread may wait for a process that is no more."""
     sys.stdout.flush()
@@ -90,7 +93,7 @@ class Heartbeat:
     number: int
     num_processes: int
     flight: Flight
-    limits: Limits = Limits()
+    limits: Limits = LIMITS
     end: Callable[[str], None] = end_process
     """Told why this process has to leave."""
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -179,7 +182,8 @@ class Heartbeat:
             said = "; ".join(f"its last action was {self._where(n)}" for n in silent)
             names = ", ".join(f"process {number}" for number in silent)
             return self.accuse(f"{names}: silent for {seconds:.0f} s; {said}")
-        if self.number or not all(s.text.startswith(STEP) for s in self._seen.values()):
+        texts = [seen.text for seen in self._seen.values()]
+        if self.number or not all(text.startswith((STEP, EVALUATION)) for text in texts):
             return None
         still = min(seen.still_rounds for seen in self._seen.values())
         longest = max(seen.longest_rounds for seen in self._seen.values())
