@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 

@@ -95,7 +95,7 @@ class SharedPlans:
         self._given: list[str] = []
         self._is_closed = False
         self.waited_s = 0.0
-        """Seconds that `get` has waited, all in all."""
+        """Seconds that the last `get` has waited."""
 
     def expect(self, wanted: Wanted) -> None:
         """Begin to make, or to fetch, a plan that will be asked for."""
@@ -110,7 +110,7 @@ class SharedPlans:
         self._given.append(wanted.name)
         if self._processes.is_first:
             self._forget()
-        self.waited_s += time.perf_counter() - started_s
+        self.waited_s = time.perf_counter() - started_s
         return plan
 
     def close(self) -> None:

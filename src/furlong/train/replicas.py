@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds of all waiting for plans so far; None where the process plans as it goes."""
+        """Seconds of waiting for the last plan; None where the process plans as it goes."""
         return None if self._plans is None else self._plans.waited_s
 
     def expect(self, batch: Batch, options: ChunkOptions) -> None:

@@ -95,23 +95,8 @@ def run_resumable(
         log = _open_log(stack, config, run, progress.step, num_steps, processes)
         changed = partial(_write_options, run.path) if processes.is_first else lambda _: None
         fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
-        save = _saver(state, fitting, run.path / CHECKPOINTS, log)
-
-        def is_stopped() -> bool:
-            return processes.any(stop.asked)
-
-        cadence = Cadence(
-            evaluate=evaluator(
-                replicas, model, fitting, settings, data.train, data.held_out, is_stopped
-            ),
-            eval_every_steps=settings.eval_every_steps,
-            save=save if settings.save_every_steps else None,
-            save_every_steps=settings.save_every_steps,
-            measured=partial(_write_measured, run.path, processes),
-            predict=predict if processes.is_first else None,
-            check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
-            should_stop=is_stopped,
-        )
+        cadence = _cadence(config, run.path, state, replicas, fitting, data, stop, log)
+        cadence = replace(cadence, predict=predict if processes.is_first else None)
         figures = run_steps(
             replicas,
             model,
@@ -130,6 +115,35 @@ def run_resumable(
     if figures.stopped:
         _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps)
     return figures
+
+
+def _cadence(
+    config: RunConfig,
+    folder: Path,
+    state: RunState,
+    replicas: Replicas,
+    fitting: Fitting,
+    data: RunData,
+    stop: StopRequest,
+    log: MetricsLog,
+) -> Cadence:
+    """All that happens between the steps, but for predictions."""
+    settings, processes, model = config.train, replicas.processes, state.model
+
+    def is_stopped() -> bool:
+        return processes.any(stop.asked)
+
+    evaluate = evaluator(replicas, model, fitting, settings, data.train, data.held_out, is_stopped)
+    save = _saver(state, fitting, folder / CHECKPOINTS, log)
+    return Cadence(
+        evaluate=evaluate,
+        eval_every_steps=settings.eval_every_steps,
+        save=save if settings.save_every_steps else None,
+        save_every_steps=settings.save_every_steps,
+        measured=partial(_write_measured, folder, processes),
+        check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
+        should_stop=is_stopped,
+    )
 
 
 def _build_state(

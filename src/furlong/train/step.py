@@ -97,7 +97,6 @@ def train_step(
     started_s = time.perf_counter()
     optimizer.zero_grad()
     before_bytes = memory_bytes(used.device)
-    waited_s = replicas.waited_s
     result = _gradients(replicas, batch, fitting, step, optimizer, used)
     norm = clip_gradients(parameters, max_grad_norm)
     loss = _finite_loss(step, batch, result, norm, optimizer, replicas)
@@ -107,17 +106,15 @@ def train_step(
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(used.device)
-    seq_lens = batch.seq_lens
-    plan_s = None if waited_s is None else (replicas.waited_s or 0.0) - waited_s
     share = drawn_share(result.plan)
     figures = TrainedStep(
         loss=loss,
         grad_norm=norm,
         lr=lr,
-        num_sequences=len(seq_lens),
+        num_sequences=len(batch.sequences),
         num_tokens=batch.num_tokens,
         num_valid_tokens=batch.num_valid_tokens,
-        longest_tokens=max(seq_lens),
+        longest_tokens=max(batch.seq_lens),
         tokens_per_s=batch.num_tokens / step_s,
         peak_memory_bytes=peak_bytes,
         step_memory_bytes=max(0, peak_bytes - before_bytes),
@@ -129,10 +126,10 @@ def train_step(
         backward_s=seconds.get("B", 0.0),
         data_s=data_s,
         step_s=step_s,
-        mfu=meter.mfu(seq_lens, step_s) if meter and share is None else None,
+        mfu=meter.mfu(batch.seq_lens, step_s) if meter and share is None else None,
         host_bytes=result.host_bytes or None,
         disk_bytes=result.disk_bytes or None,
-        plan_s=plan_s,
+        plan_s=replicas.waited_s,
         drawn_share=share,
     )
     return figures, result
