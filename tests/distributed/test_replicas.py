@@ -215,7 +215,7 @@ def differs_in_version(arguments: list[str]) -> None:
     ("function", "extra", "flags", "part"),
     [
         (differs, ("--train.lr=0.5",), (), "process 1: train.lr = 0.5, on process 0 0.01"),
-        (differs, ("--train.lrr=0.5",), (), "process 1: train.lrr"),
+        (differs, ("--train.lrr=0.5",), (), "process 1: --train.lrr"),
         (differs_in_version, (), (), "process 1: furlong = '9.9', on process 0 '0.1.0'"),
         (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
         (command, (), ("--parallel.sp=2",), "the rest is not in this release"),
