@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from furlong.train import replicas as replicas_module
 from furlong.train.metrics import MetricsLog
 from furlong.train.step import TrainedStep
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model", "options.json", "report.json",
          "timeline.json", ".lock"}  # fmt: skip
 
@@ -158,7 +160,10 @@ def has_no_memory(arguments: list[str], at: int, num_times: int) -> None:
     command(arguments)
 
 
-@pytest.mark.parametrize(("at", "sizes"), [(1, (256, 128, 64)), (3, (128, 64))])
+@pytest.mark.parametrize(
+    ("at", "sizes"),
+    [pytest.param(1, (256, 128, 64), marks=pytest.mark.slow), (3, (128, 64))],
+)
 def test_lack_of_memory_on_one_is_answered_by_all(
     tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple
 ) -> None:
@@ -215,12 +220,22 @@ def differs_in_version(arguments: list[str]) -> None:
     ("function", "extra", "flags", "part"),
     [
         (differs, ("--train.lr=0.5",), (), "process 1: train.lr = 0.5, on process 0 0.01"),
-        (differs, ("--train.lrr=0.5",), (), "process 1: --train.lrr"),
+        pytest.param(
+            differs, ("--train.lrr=0.5",), (), "process 1: --train.lrr", marks=pytest.mark.slow
+        ),
         (differs_in_version, (), (), "process 1: furlong = '9.9', on process 0 '0.1.0'"),
         (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
-        (command, (), ("--parallel.sp=2",), "the rest is not in this release"),
+        pytest.param(
+            command,
+            (),
+            ("--parallel.sp=2",),
+            "the rest is not in this release",
+            marks=pytest.mark.slow,
+        ),
         (command, (), ("--data.train=nowhere",), "nowhere: no such file or folder"),
-        (command, (), ("--data.max_seq_len=20",), "a sequence of"),
+        pytest.param(
+            command, (), ("--data.max_seq_len=20",), "a sequence of", marks=pytest.mark.slow
+        ),
         (command, (), ("--chunks.sample.rate=0.5",), "chunks.sample with 2 processes"),
     ],
 )

@@ -62,7 +62,9 @@ class RunFolder:
     """That of a finished run whose exported model is whole."""
 
 
-def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
+def open_run_folder(
+    stack: ExitStack, config: RunConfig, *, resume: bool, num_processes: int = 1
+) -> RunFolder:
     """The run folder `config.out`; that of a run to resume is locked until `stack` ends.
 
     A new run needs an empty one. With `resume` the run in it goes on from its newest whole
@@ -84,7 +86,7 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
         if (report := _finished(path)) is not None:
             print(f"the run in {path} is finished: its model is {path / EXPORT}")
             return RunFolder(path, is_new=False, report=report)
-        return _resumed(path, config, differing)
+        return _resumed(path, config, differing, num_processes)
 
 
 def _finished(path: Path) -> TrainReport | None:
@@ -110,7 +112,9 @@ def _finished(path: Path) -> TrainReport | None:
     return None
 
 
-def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> RunFolder:
+def _resumed(
+    path: Path, config: RunConfig, differing: Mapping[str, Any], num_processes: int
+) -> RunFolder:
     """The run folder with the checkpoint that the run goes on from. Raises CheckpointError."""
     checkpoint = newest_checkpoint(path / CHECKPOINTS)
     state = None
@@ -122,7 +126,7 @@ def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> Run
     set_aside(path / CHECKPOINTS, checkpoint)
     return RunFolder(
         path,
-        options=_decided_options(path, state, differing),
+        options=_decided_options(path, state, differing, num_processes),
         checkpoint=checkpoint,
         state=state,
         is_new=False,
@@ -267,9 +271,14 @@ def _is_leftover(entry: Path) -> bool:
 
 
 def _decided_options(
-    path: Path, state: Mapping[str, Any] | None, differing: Mapping[str, Any]
+    path: Path,
+    state: Mapping[str, Any] | None,
+    differing: Mapping[str, Any],
+    num_processes: int = 1,
 ) -> ChunkOptions | None:
     changed = [key for key in differing if key.startswith(_DECIDING_KEYS)]
+    if state and state.get("written_by", {}).get("processes", 1) != num_processes:
+        changed.append("the number of processes")
     if changed:
         print(f"options are decided again, for these keys have changed: {', '.join(changed)}")
         return None

@@ -42,7 +42,9 @@ def open_run(
     processes.together(partial(_check, config, launch.num_processes))
 
     def open_folder() -> dict[str, Any]:
-        run = open_run_folder(stack, config, resume=resume or launch.attempt > 0)
+        run = open_run_folder(
+            stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
+        )
         _tell_flights(run)
         return _plain(run)
 
@@ -81,12 +83,12 @@ def _plain(run: RunFolder) -> dict[str, Any]:
 
 def _run_of(values: Mapping[str, Any]) -> RunFolder:
     """The inverse of `_plain`."""
-    checkpoint = values["checkpoint"] and Path(values["checkpoint"])
+    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
     return RunFolder(
         Path(values["path"]),
         options=values["options"] and ChunkOptions(**values["options"]),
         checkpoint=checkpoint,
-        state=checkpoint and read_state(checkpoint),
+        state=None if checkpoint is None else read_state(checkpoint),
         is_new=values["is_new"],
         report=values["report"] and TrainReport(**values["report"]),
     )

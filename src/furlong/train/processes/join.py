@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
@@ -39,16 +41,16 @@ def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
         return
     # torchrun keeps its store over restarts: addresses of the attempt before would be found there.
     name = f"furlong/{launch.attempt}"
-    store = dist.PrefixStore(name, _connect())
+    store = PrefixStore(name, _connect())
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(launch.local_number)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=dist.PrefixStore("group", store),
+        "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=PrefixStore("group", store),
         rank=launch.number, world_size=launch.num_processes, timeout=_COLLECTIVE_LIMIT,
     )  # fmt: skip
-    processes = Processes(launch, dist.PrefixStore("run", store))
-    board = dist.PrefixStore(f"{name}/watch", _connect())
+    processes = Processes(launch, PrefixStore("run", store))
+    board = PrefixStore(f"{name}/watch", _connect())
     heartbeat = Heartbeat(
         board, launch.number, launch.num_processes, processes.flight, limits  # type: ignore[arg-type]
     )  # fmt: skip
@@ -66,21 +68,21 @@ def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def _connect() -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=_START_LIMIT))
+def _connect() -> Store:
+    store, _, _ = next(rendezvous("env://", timeout=_START_LIMIT))
     return store
 
 
 def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) -> None:
-    """Returns where every process raises the same error, or where a signal has ended this one;
+    """Returns where every process leaves in the same way, or where a signal has ended this one;
     else tells the others why they end, and ends this process."""
-    if error is processes.common:
+    if error is processes.common or isinstance(error, SystemExit):  # --help, on all of them
         processes.wait_for_all("left", _LEAVE_LIMIT_S)
         heartbeat.stop()
         dist.destroy_process_group()
         return
     here = f"process {processes.launch.number}"
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    if isinstance(error, KeyboardInterrupt):
         heartbeat.stop()
         heartbeat.accuse(f"{here} was ended by a signal")
         return

@@ -20,7 +20,7 @@ from furlong.train.processes.launch import Launch
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _T = TypeVar("_T")
 _POLL_S = 0.01
