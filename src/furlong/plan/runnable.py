@@ -1,30 +1,21 @@
-"""Whether this release carries a plan out, or only plans it."""
+"""What a plan needs to be carried out, beyond what is there."""
 
 from __future__ import annotations
 
-from furlong.plan.values import ChunkPlan, Forward
+from furlong.plan.values import ChunkPlan
 
 
-def missing_to_run(plan: ChunkPlan, num_tokens: int | None = None) -> str:
-    """The part of a plan that no executor carries out yet, as words; empty where there is none.
+def missing_to_run(
+    plan: ChunkPlan, num_tokens: int | None = None, *, num_processes: int = 1
+) -> str:
+    """What a plan needs that `num_processes` have not got, as words; empty where it runs.
 
-    One rank of one process runs; the executor's comms refuse a plan for the same reason.
-    `num_tokens`: those of the batch; a plan of more pads its sequences, and is refused too.
+    `num_tokens`: those of the batch; a plan of more pads its sequences, which nothing carries out.
     """
-    num_replicas = sum(
-        any(isinstance(action, Forward) and action.stage == 0 for action in actions)
-        for actions in plan.actions
-    )
-    num_stages = len(plan.actions) // max(1, num_replicas)
-    parts = [
-        words.format(number)
-        for words, number in (
-            ("data parallelism over {} replicas", num_replicas),
-            ("sequence parallelism over {} devices", plan.sp_size),
-            ("a pipeline of {} stages", num_stages),
-        )
-        if number > 1
-    ]
+    needed = len(plan.actions) * plan.sp_size
+    parts = []
     if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
         parts.append("padding")
+    if needed != num_processes:
+        parts.append(f"{needed} processes: start it with torchrun --nproc-per-node {needed}")
     return ", ".join(parts)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.wrappers import bare_model, refuse_placement
@@ -87,18 +87,16 @@ class FollowedModel:
         refuse_placement(base)
         self.model = CausalLM(self.given, max_seq_len=self.max_seq_len)
         self.kept.open_pools(self.model.device, self.storage)
+        if self.ranks is None or self.ranks.pp == 1:  # a cut model has no forward of its own
+            self._check_once(now, (self.model.num_layers,))
         self._fingerprint = now
-        if self.ranks is None or self.ranks.pp == 1:
-            self.require_checked((self.model.num_layers,))
         if self.ranks is not None and self.kept.ranks is None:
             self._shard(self.ranks)
 
     def require_checked(self, heights: tuple[int, ...]) -> None:
         """Check the model in stages of `heights` layers against its own forward, if that is new."""
-        if self._key(heights) not in self.kept.checked:
-            with self.computing():
-                self_check(self.model, self.kept.backend, heights)
-            self.kept.checked.add(self._key(heights))
+        if self.ranks is None or self.ranks.pp == 1:
+            self._check_once(self._fingerprint, heights)
 
     @contextmanager
     def computing(self, *, regathers: bool = False) -> Iterator[None]:
@@ -129,17 +127,25 @@ class FollowedModel:
     def _is_sharded(self) -> bool:
         return self.ranks is not None and self.ranks.shard_mesh.size() > 1 and bool(self.kept.ranks)
 
-    def _key(self, heights: tuple[int, ...]) -> tuple[object, ...]:
-        return self._fingerprint, self.compute_dtype, self.max_seq_len, heights
+    def _check_once(self, now: int | None, heights: tuple[int, ...]) -> None:
+        key = self._key(now, heights)
+        if key not in self.kept.checked:
+            with self.computing():
+                self_check(self.model, self.kept.backend, heights)
+            self.kept.checked.add(key)
+
+    def _key(self, now: int | None, heights: tuple[int, ...]) -> tuple[object, ...]:
+        return now, self.compute_dtype, self.max_seq_len, heights
 
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
         model, dtype = self.model, self.compute_dtype
         if ranks.shard_mesh.size() > 1:
+            _require_layers(model)
             unchanged = [] if dtype is None else model.stays_float32(dtype)
             shard(model.base, model.layers, ranks.shard_mesh, dtype, unchanged=unchanged)
             self._fingerprint = fingerprint(model.base)
-            self.kept.checked.add(self._key((model.num_layers,)))
+            self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
         self.kept.ranks, self.kept.compute_dtype = ranks, dtype
 
     def _require_own_shards(self, base: nn.Module) -> None:
@@ -162,3 +168,16 @@ class FollowedModel:
                 source="a change of the model after furlong.Engine was made",
                 change="add adapters first, then make the engine, then the optimizer",
             )
+
+
+def _require_layers(model: CausalLM) -> None:
+    """Raise UnsupportedModelError for a decoder whose layers could not be gathered one by one."""
+    try:
+        assert model.layers
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            given=error.given,
+            required="a decoder with one list of its layers, for weights that processes share",
+            source="the model's modules",
+            change="train it in one process",
+        ) from error

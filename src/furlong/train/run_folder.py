@@ -255,12 +255,12 @@ def _check_empty(path: Path, out: str) -> None:
             " and add --resume, or set another out",
         )
     has_run = holds_run(path)
+    go_on = "add --resume to go on with that run, " if has_run else ""
     raise ConfigError(
         given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",
         required="a folder that does not exist or is empty",
         source="out",
-        change=("add --resume to go on with that run, " if has_run else "")
-        + "set another out, or move the old folder away",
+        change=f"{go_on}set another out, or move the old folder away",
     )
 
 
@@ -294,8 +294,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a config by whole key: `{"train.lr": ...}`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
+        whole = f"{prefix}{key}"
+        found |= flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: value}
     return found

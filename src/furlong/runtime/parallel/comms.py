@@ -112,11 +112,13 @@ def require_agreement(ranks: Ranks, plan: ChunkPlan, divisor: int) -> None:
     own = torch.tensor([zlib.crc32(repr(plan).encode()), divisor], device=ranks.mesh.device_type)
     found = [torch.empty_like(own) for _ in range(ranks.num_processes)]
     dist.all_gather(found, own, group=ranks.group)
-    for process, other in enumerate(found):
-        for what, one, first in zip(("plan", "divisor"), other, found[0], strict=True):
-            if one != first:
-                shown = f" ({int(one)}, {int(first)})" if what == "divisor" else ""
-                raise PlanError(f"process {process} has another {what} than process 0{shown}")
+    (first_plan, first_divisor), *others = torch.stack(found).tolist()
+    for process, (other_plan, other_divisor) in enumerate(others, 1):
+        if other_plan != first_plan:
+            raise PlanError(f"process {process} has another plan than process 0")
+        if other_divisor != first_divisor:
+            shown = f"{other_divisor}, not {first_divisor}"
+            raise PlanError(f"process {process} has another divisor than process 0: {shown}")
 
 
 def _require_layout(plan: ChunkPlan, ranks: Ranks) -> None:

@@ -108,9 +108,7 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]
 
 def _forget(base: Any) -> None:
     """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
-    # before its first forward the root has nothing to be brought back from
-    has_begun = base._get_fsdp_state()._is_root is not None
-    if has_begun and hasattr(base, "reset_iter_state"):
+    if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
         base.reset_iter_state()
     for module in sharded_modules(base):
         state: Any = module._get_fsdp_state()
