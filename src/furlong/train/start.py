@@ -37,8 +37,9 @@ def open_run(
     be.
     """
     launch = processes.launch
-    facts = flat(config.model_dump(mode="json")) | versions()
-    check_alike(processes, facts, "the command lines, run files and environments of the processes")
+    if launch.num_processes > 1:
+        facts = flat(config.model_dump(mode="json")) | versions()
+        check_alike(processes, facts, "the command lines, run files and packages of the processes")
     processes.together(partial(_check, config, launch.num_processes))
 
     def open_folder() -> dict[str, Any]:
