@@ -64,8 +64,7 @@ def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
     except BaseException as error:
         _leave_by(error, processes, heartbeat)
         raise
-    heartbeat.stop()
-    dist.destroy_process_group()
+    _part(processes, heartbeat)
 
 
 def _connect() -> Store:
@@ -77,9 +76,7 @@ def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) 
     """Returns where every process leaves in the same way, or where a signal has ended this one;
     else tells the others why they end, and ends this process."""
     if error is processes.common or isinstance(error, SystemExit):  # --help, on all of them
-        processes.wait_for_all("left", _LEAVE_LIMIT_S)
-        heartbeat.stop()
-        dist.destroy_process_group()
+        _part(processes, heartbeat)
         return
     here = f"process {processes.launch.number}"
     if isinstance(error, KeyboardInterrupt):
@@ -96,6 +93,13 @@ def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) 
     heartbeat.linger()
     heartbeat.stop()
     _end(f"{said}\n{here} ends; {where}")
+
+
+def _part(processes: Processes, heartbeat: Heartbeat) -> None:
+    """Leave, with all others."""
+    heartbeat.stop()
+    processes.part(_LEAVE_LIMIT_S)
+    dist.destroy_process_group()
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

@@ -189,14 +189,19 @@ class Processes:
         self.publish(f"done/{number}", json.dumps(found))
         self.forget(*keys, f"done/{number - 2}", f"value/{number - 2}")
 
-    def wait_for_all(self, name: str, limit_s: float) -> None:
-        """Return when all have called it, or when the limit is over."""
+    def part(self, limit_s: float) -> None:
+        """Return when all have called it, or when the limit is over; on the first process, which
+        without torchrun holds the store, when no other one will ask it for anything any more."""
         if self._store is None:
             return
-        self._store.set(f"{name}/{self.launch.number}", "")
-        keys = [f"{name}/{process}" for process in range(self.num_processes)]
+        rounds = ("left", "gone") if self.is_first else ("left",)
         try:
-            self._store.wait(keys, timedelta(seconds=limit_s))
+            for name in rounds:
+                self._store.set(f"{name}/{self.launch.number}", "")
+                keys = [f"{name}/{process}" for process in range(self.num_processes)]
+                self._store.wait(keys, timedelta(seconds=limit_s))
+            if not self.is_first:
+                self._store.set(f"gone/{self.launch.number}", "")
         except RuntimeError:
             return
 
