@@ -57,6 +57,12 @@ def fails_on_one(processes: Processes) -> None:
     dist.barrier()
 
 
+def fails_as_a_user_may_mend(processes: Processes) -> None:
+    if not processes.is_first:
+        raise DataError(given="no room", required="room", source="here", change="make room")
+    dist.barrier()
+
+
 def fails_outside(processes: Processes) -> None:
     """The others are not in a collective."""
     if not processes.is_first:
@@ -107,8 +113,8 @@ def waits_long_between_steps(processes: Processes) -> None:
 CASES = {
     function.__name__: function
     for function in (
-        is_done, raises_of_one, fails_on_one, fails_outside, dies_at_a_collective, dies_outside,
-        the_first_dies, stops, sticks, waits_long_between_steps,
+        is_done, raises_of_one, fails_on_one, fails_as_a_user_may_mend, fails_outside,
+        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks, waits_long_between_steps,
     )
 }  # fmt: skip
 
@@ -136,6 +142,14 @@ def test_a_failure_of_one_ends_the_others_with_its_text(tmp_path: Path, what: st
     assert [process.code for process in ended] == [1, 1], ended
     assert "process 1 ended by ValueError: no such layer" in ended[0].said
     assert "Traceback" in ended[1].said and "no such layer" in ended[1].said
+
+
+def test_what_one_alone_finds_wrong(tmp_path: Path) -> None:
+    ended = run(tmp_path, "fails_as_a_user_may_mend").ended(20)
+    assert [process.code for process in ended] == [1, 2], ended
+    assert ended[1].said.startswith("given:    no room\nrequired: room")
+    assert "Traceback" not in ended[1].said
+    assert "process 1 ended by DataError: given:    no room" in ended[0].said
 
 
 @pytest.mark.parametrize("what", ["dies_at_a_collective", "dies_outside"])

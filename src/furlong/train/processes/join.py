@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from furlong.errors import UserError
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.processes.watch import LIMITS, Heartbeat, Limits
@@ -81,18 +82,21 @@ def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) 
     here = f"process {processes.launch.number}"
     if isinstance(error, KeyboardInterrupt):
         heartbeat.stop()
-        heartbeat.accuse(f"{here} was ended by a signal")
+        with suppress(RuntimeError):
+            heartbeat.accuse(f"{here} was ended by a signal")
         return
     if _is_of_a_connection(error):
         told = _blame(heartbeat)
         heartbeat.linger()
-        _end(f"{here} ends; it was at {processes.flight.text}; {told}")
-    said = "".join(traceback.format_exception(error)).strip()
+        _end(f"{here} ends; it was at {processes.flight.text}; {told}", 1)
+    is_of_user = isinstance(error, UserError)
+    said = str(error) if is_of_user else "".join(traceback.format_exception(error)).strip()
     where = f"it was at {processes.flight.text}"
-    heartbeat.accuse(f"{here} ended by {type(error).__name__}: {error}; {where}")
-    heartbeat.linger()
+    with suppress(RuntimeError):
+        heartbeat.accuse(f"{here} ended by {type(error).__name__}: {error}; {where}")
+        heartbeat.linger()
     heartbeat.stop()
-    _end(f"{said}\n{here} ends; {where}")
+    _end(f"{said}\n{here} ends; {where}", 2 if is_of_user else 1)
 
 
 def _part(processes: Processes, heartbeat: Heartbeat) -> None:
@@ -126,9 +130,9 @@ def _blame(heartbeat: Heartbeat) -> str:
     return heartbeat.accuse(f"{names} stopped; {said}")
 
 
-def _end(message: str) -> NoReturn:
+def _end(message: str, code: int) -> NoReturn:
     """The group is broken: nothing that waits for it may run any more."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(2, f"{message}\n".encode())
-    os._exit(1)
+    os._exit(code)
