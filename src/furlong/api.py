@@ -118,6 +118,8 @@ class Engine:
         plan: ChunkPlan,
         sequences: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]],
         num_valid_tokens: int | None = None,
+        *,
+        watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
         """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
@@ -132,7 +134,7 @@ class Engine:
         num_labels = count_valid_tokens(shifted) if is_whole else None
         with self._followed.alone():
             self._followed.follow()
-            return self._obey(plan, shifted, num_labels, num_valid_tokens, **measuring)
+            return self._obey(plan, shifted, num_labels, num_valid_tokens, watch, **measuring)
 
     def forward_backward(
         self,

@@ -111,7 +111,7 @@ class Executor:
         kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
         try:
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
-                self._recorder.begin()
+                self._recorder.begin(action)
                 self._hidden.expect_for(self._actions[index + 1 : index + 2])
                 self._obey(action, what)
                 for chunk, stage in kv_dead[index]:

@@ -67,6 +67,9 @@ class ShardedRanks:
         return self._linked(action).recv(action)
 
     def unshard(self, stage: int) -> None:
+        """Gather the stage's layers, and in front of the first ones what is beside all layers."""
+        if stage == 0 and isinstance(self._base, FSDPModule):
+            self._base.unshard()
         for module in self._stages[stage]:
             module.unshard()
 
