@@ -16,8 +16,8 @@ from helpers.gradients import batch, reference_loss, take_grads, worst_relative_
 from helpers.tiny_families import VOCAB_SIZE, build
 
 import furlong
-from furlong import api
 from furlong.errors import DataError, UnsupportedModelError
+from furlong.runtime import followed_model
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -25,8 +25,10 @@ OPTIONS = furlong.ChunkOptions(size=8)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The self-checks that run from here on."""
     checks: list[Any] = []
-    plain = api.self_check
-    monkeypatch.setattr(api, "self_check", lambda *given: (checks.append(given), plain(*given))[1])
+    plain = followed_model.self_check
+    monkeypatch.setattr(
+        followed_model, "self_check", lambda *given: (checks.append(given), plain(*given))[1]
+    )
     return checks
 
 
@@ -51,7 +53,7 @@ def test_calls_on_one_model_share_buffers_and_checks(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         furlong.forward_backward(model, batch([29]), OPTIONS)
     assert len(checks) == 1
-    assert furlong.Engine(model)._kept.pools is furlong.Engine(model)._kept.pools
+    assert furlong.Engine(model)._followed.kept.pools is furlong.Engine(model)._followed.kept.pools
 
 
 def test_a_forgotten_model_is_freed() -> None:

@@ -18,6 +18,7 @@ ROOT = Path(furlong.__file__).parent
 # From the top down. A name may import from floors below its own, never from its own or above;
 # "furlong" is the package's __init__, which resolves the public names.
 FLOORS = (
+    ("__main__",),
     ("cli",),
     ("verify",),
     ("train", "integrations"),

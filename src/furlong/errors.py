@@ -7,7 +7,8 @@ FurlongError
 │   ├── UnsupportedModelError a model, or a setting of it, that cannot be trained exactly
 │   ├── CheckpointError       a run folder or a checkpoint that cannot be read or written
 │   └── DivergenceError       a step whose loss or gradient is not finite
-└── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
+├── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
+└── LinkError                 a process that a message goes to, or comes from, is gone
 """
 
 from __future__ import annotations
@@ -58,3 +59,7 @@ class DivergenceError(UserError):
 
 class PlanError(FurlongError):
     """A plan breaks an invariant; the text shows the plan with an arrow at the guilty action."""
+
+
+class LinkError(FurlongError):
+    """A process that a message goes to, or comes from, is gone; the text names link and action."""

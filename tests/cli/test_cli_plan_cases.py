@@ -86,7 +86,7 @@ def test_a_plan_is_for_all_of_the_data_and_says_that_it_does_not_run_here(plan: 
     assert found["batch"]["num_sequences"] == 124
     assert found["batch"]["longest_tokens"] == found["batch"]["longest_of_data_tokens"] == 90_000
     assert found["longest_of_data_fits"]
-    assert not found["runs_here"] and "sequence parallelism" in found["missing_to_run"]
+    assert not found["runs_here"] and "--nproc-per-node 8" in found["missing_to_run"]
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_runnable_restricts_the_search_to_one_device(plan: Any) -> None:
     assert found["runs_here"] and found["num_devices"] == 1
     assert found["dials"] == plan([9000, 3000], *flags[:2])["dials"]
     padded = plan([9000, 3000], *flags, "--runnable", "--method=1F1B padded")
-    assert "a plan with padding, with --runnable" in padded["message"]
+    assert "a plan that needs padding, with --runnable" in padded["message"]
     message = plan([9000], *flags, "--runnable", "--parallel.pp=2")["message"]
     assert "sizes of parallel that multiply to 2, with --runnable" in message
 

@@ -35,6 +35,8 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     from furlong.models.causal_lm import CausalLM
     from furlong.ops.choose import choose_backend
     from furlong.plan.passes import Pass
+    from furlong.plan.rows import rows_of
+    from furlong.plan.values import Chunk, Slice
     from furlong.runtime.cell import Cell
 
     heads = {"head_dim": 32} if "head_dim" in own_settings(name) else {}
@@ -46,7 +48,9 @@ def saved_bytes_per_token(name, dtype, adapters=()):
         model = model.to(torch_dtype)  # as the executor computes: adapters in compute dtype
     store = KVStore(Arena(cpu), {})
     backend = choose_backend(cpu, torch_dtype, 32)
-    cell = Cell((slice(0, NUM_TOKENS),), (), store, backend, DevicePool(store.arena), range(3))
+    chunk = Chunk((Slice(0, 0, NUM_TOKENS),))
+    rows = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
+    cell = Cell(rows, {}, store, backend, DevicePool(store.arena), range(3))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages, alive = {}, []
 

@@ -145,7 +145,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     config = AutoConfig.for_model(**TINY | {"model_type": family} | extra)
     engine = Engine(AutoModelForCausalLM.from_config(config))
     arena = Watched(torch.device("cpu"))
-    engine._kept.pools = Pools(arena, Storage())
+    engine._followed.kept.pools = Pools(arena, Storage())
     lens = (75, 33, 20, 7)
     options = ChunkOptions(size=16, num_retained=num_retained, keep=keep)
     tokens = [torch.randint(0, 90, (n,)) for n in lens]

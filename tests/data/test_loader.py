@@ -21,6 +21,7 @@ from furlong.data.loader import (
     describe_batches,
     in_order,
     iterate_batches,
+    told_ahead,
 )
 from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError, DataError
@@ -190,3 +191,24 @@ def test_the_sizes_of_batches_are_said(num_draws: int, per_step: int, told: str)
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"= 1,000[\s\S]*at most 12, the training sequences"):
         describe_batches(12, 1000)
+
+
+def test_a_part_of_a_batch_reads_nothing_else() -> None:
+    unread: Any = None
+    sequences = [SEQUENCES[2], Sequence(3, "x", np.zeros(4, np.int32), unread, counted=3)]
+    (batch,) = in_order(sequences, 2)
+    assert batch.seq_lens == (3, 4) and batch.num_valid_tokens == 2 + 3
+    part = batch.part([0], torch.device("cpu"))
+    assert part.keys() == {0} and part[0]["input_ids"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 5])
+def test_batches_are_told_before_the_one_in_front_is_handed_out(num_batches: int) -> None:
+    batches = list(in_order(SEQUENCES[: 2 * num_batches], 2))
+    told: list[Any] = []
+    seen = 0
+    for batch in told_ahead(iter(batches), told.append):
+        assert batch is batches[seen]
+        seen += 1
+        assert told == batches[: seen + 1]
+    assert seen == num_batches

@@ -13,11 +13,14 @@ from furlong.errors import PlanError
 from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.models.causal_lm import CausalLM
 from furlong.models.stage import Stage
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.passes import Pass
-from furlong.runtime.cell import Cell, KVReady
+from furlong.plan.rows import rows_of
+from furlong.plan.values import Chunk, Slice
+from furlong.runtime.cell import Cell
 
 NUM_TOKENS = 9
 GRAPH = Pass("graph")
@@ -26,8 +29,9 @@ CPU = torch.device("cpu")
 
 def cell_of(stage: Stage) -> Cell:
     arena = Arena(CPU)
-    slices = (slice(0, NUM_TOKENS),)
-    return Cell(slices, (), KVStore(arena, {}), ProbedBackend(), DevicePool(arena), stage.layers)
+    chunk = Chunk((Slice(0, 0, NUM_TOKENS),))
+    rows = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
+    return Cell(rows, {}, KVStore(arena, {}), ProbedBackend(), DevicePool(arena), stage.layers)
 
 
 def run(model: CausalLM, heights, what=GRAPH) -> list[torch.Tensor]:

@@ -12,11 +12,14 @@ import torch
 from emulated_cuda import EmulatedCUDA
 from torch import Tensor
 
-from furlong.ops.chunk_attention import AttentionRule, Relayed, chunk_attention
+from furlong.ops.chunk_attention import chunk_attention
 from furlong.ops.cpu_flash import CPUFlash
 from furlong.ops.cuda_flash import CUDAFlash
 from furlong.ops.cudnn import CUDNN
+from furlong.ops.layer_kv import AttentionRule, Relayed
 from furlong.ops.reference import Reference
+from furlong.plan.rows import ChunkRows, rows_of
+from furlong.plan.values import Chunk, Slice
 
 Slices = list[tuple[int, int, int]]
 """(sequence, start, stop) of each slice of a chunk."""
@@ -69,6 +72,9 @@ class Layer:
     slices: Slices
     block_tokens: int = 4
 
+    def keeps(self, slice_index: int) -> bool:
+        return False  # everything is stored beforehand
+
     def prefix(self, slice_index: int, window: int | None, *, gradients: bool) -> Iterator[Lent]:
         sequence, start, _ = self.slices[slice_index]
         of = self.stored[sequence]
@@ -101,6 +107,11 @@ class Layer:
             return None
         first = int(sent.nonzero()[0])
         return first, of.dk[:, start + first : stop], of.dv[:, start + first : stop]
+
+
+def on_one_device(slices: Slices) -> ChunkRows:
+    chunk = Chunk(tuple(Slice(*given) for given in slices))
+    return rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -168,12 +179,12 @@ def check_plan(
         rows = [slice(stop - (b - a), stop) for stop, (_, a, b) in zip(stops, slices, strict=True)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
         call = {
-            "slices": rows, "layer_kv": Layer(stored, slices), "rule": rule, "backend": backend,
-            "sinks": sink,
+            "rows": on_one_device(slices), "layer_kv": Layer(stored, slices), "rule": rule,
+            "backend": backend, "sinks": sink,
         }  # fmt: skip
-        out, lse = chunk_attention(*leaves, **call)
+        out, known = chunk_attention(*leaves, **call)
         if is_known:
-            out, _ = chunk_attention(*leaves, **call, known=(out.detach(), lse))
+            out, _ = chunk_attention(*leaves, **call, known=known)
         for (s, a, b), r in zip(slices, rows, strict=True):
             assert_near(out[:, r], truths[s][0][:, a:b])
         parts.append((slices, rows, out, leaves + [sink] * (sinks is not None)))
@@ -233,6 +244,9 @@ class NothingBefore:
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
 
+    def keeps(self, slice_index):
+        return False
+
     def prefix(self, slice_index, window, *, gradients):
         self.asked.append(("prefix", slice_index, window, gradients))
         return iter(())
@@ -247,7 +261,7 @@ def test_gradients_are_asked_for_only_where_they_travel(trains_kv):
     layer = NothingBefore()
     own = (k, v) if trains_kv else (k.detach(), v.detach())
     out, _ = chunk_attention(
-        q, *own, slices=[slice(0, 2), slice(2, 5)], layer_kv=layer,
+        q, *own, rows=on_one_device([(0, 0, 2), (1, 0, 3)]), layer_kv=layer,
         rule=AttentionRule(0.4, 3), backend=Reference(),
     )  # fmt: skip
     assert layer.asked == [("prefix", 0, 3, False), ("prefix", 1, 3, False)]
@@ -265,7 +279,7 @@ def test_a_forward_inside_a_backward_sends_nothing():
 
     def attend(q, k, v):
         return chunk_attention(
-            q, k, v, slices=[slice(0, 5)], layer_kv=layer, rule=AttentionRule(0.4),
+            q, k, v, rows=on_one_device([(0, 0, 5)]), layer_kv=layer, rule=AttentionRule(0.4),
             backend=Reference(),
         )[0]  # fmt: skip
 
@@ -277,13 +291,12 @@ def test_a_forward_inside_a_backward_sends_nothing():
 
 def launches(backend, lens, window):
     """Kernels that a forward and a backward of one layer start, for slices of some lengths."""
-    stops = list(itertools.accumulate(lens))
-    slices = [slice(stop - n, stop) for n, stop in zip(lens, stops, strict=True)]
-    q, dout = (token_major([torch.randn(4, stops[-1], 8)]).requires_grad_() for _ in range(2))
-    k, v = (token_major([torch.randn(2, stops[-1], 8)]).requires_grad_() for _ in range(2))
+    rows, num = on_one_device([(i, 0, n) for i, n in enumerate(lens)]), sum(lens)
+    q, dout = (token_major([torch.randn(4, num, 8)]).requires_grad_() for _ in range(2))
+    k, v = (token_major([torch.randn(2, num, 8)]).requires_grad_() for _ in range(2))
     with EmulatedCUDA(computes=False) as counted:
         out, _ = chunk_attention(
-            q, k, v, slices=slices, layer_kv=NothingBefore(), rule=AttentionRule(0.3, window),
+            q, k, v, rows=rows, layer_kv=NothingBefore(), rule=AttentionRule(0.3, window),
             backend=backend,
         )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), dout.detach())

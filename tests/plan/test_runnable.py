@@ -26,26 +26,29 @@ def replicas(**sizes):
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "num_processes"),
     [
-        (pipeline(), ""),
+        (pipeline(), 1),
         (
             plan_on_device(LENS, replace(OPTIONS, order="layer-first", tier="host"), num_layers=4),
-            "",
+            1,
         ),
-        (pipeline(pp=2), "a pipeline of 2 stages"),
-        (pipeline(sp=4), "sequence parallelism over 4 devices"),
-        (replicas(), "data parallelism over 2 replicas"),
+        (pipeline(pp=2), 2),
+        (pipeline(sp=4), 4),
+        (replicas(), 2),
         (
             replicas(pp=2, sp=2),
-            "data parallelism over 2 replicas, sequence parallelism over 2 devices,"
-            " a pipeline of 2 stages",
+            8,
         ),
     ],
 )
-def test_each_axis_of_several_devices_is_missing(plan, words):
-    assert missing_to_run(plan) == words
-    assert missing_to_run(plan, sum(LENS)) == words
+def test_a_plan_runs_on_its_own_number_of_processes(plan, num_processes):
+    assert missing_to_run(plan, sum(LENS), num_processes=num_processes) == ""
+    words = f"{num_processes} processes: start it with torchrun --nproc-per-node {num_processes}"
+    if plan.sp_size > 1 or (len(plan.stages) > 1 and num_processes > 1):
+        words += " from Python (furlong.Engine.run); furlong train runs replicas alone"
+    assert missing_to_run(plan) == ("" if num_processes == 1 else words)
+    assert missing_to_run(plan, num_processes=16) == words
 
 
 def test_a_plan_of_padded_sequences_is_not_the_batchs():

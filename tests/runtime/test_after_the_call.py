@@ -84,7 +84,7 @@ def test_an_engine_goes_on_after_an_error_inside(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         engine.forward_backward(batch([29]), OPTIONS)
     monkeypatch.undo()
-    assert engine._kept.pools.arena.taken_bytes == 0
+    assert engine._followed.kept.pools.arena.taken_bytes == 0
     assert engine.forward_backward(batch([29]), OPTIONS).loss == truth
 
 
@@ -95,8 +95,8 @@ def test_a_second_step_takes_no_new_memory_for_keys_and_values():
     pooled = []
     for _ in range(3):
         engine.forward_backward(batch([61, 40]), OPTIONS)
-        pooled.append(engine._kept.pools.arena.pooled_bytes)
-    assert pooled[1] == pooled[2] and engine._kept.pools.arena.taken_bytes == 0
+        pooled.append(engine._followed.kept.pools.arena.pooled_bytes)
+    assert pooled[1] == pooled[2] and engine._followed.kept.pools.arena.taken_bytes == 0
 
 
 def test_the_timeline_names_every_action():

@@ -9,10 +9,13 @@ from furlong.errors import UnsupportedModelError
 from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.ops.choose import ProbedBackend
-from furlong.ops.chunk_attention import AttentionRule
+from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
-from furlong.runtime.cell import Cell, KVReady, Piece, require_each_layer
+from furlong.plan.rows import rows_of
+from furlong.plan.values import Chunk, Slice
+from furlong.runtime.cell import Cell, Piece, require_each_layer
 
 CPU = torch.device("cpu")
 T, N, K, H = 5, 4, 2, 8
@@ -53,8 +56,9 @@ def pool():
 def cell(pool):
     """The first of two pieces of a sequence, in three layers."""
     store = KVStore(pool.arena, {0: [T, T]})
-    piece = Piece(slice(0, T), 0, 0, continues=True)
-    return Cell((slice(0, T),), (piece,), store, ProbedBackend(), pool, LAYERS)
+    rows = rows_of(Chunk((Slice(0, 0, T),)), 0, sp_size=1, q_heads=N, kv_heads=K)
+    piece = Piece(0, 0, continues=True)
+    return Cell(rows, {0: piece}, store, ProbedBackend(), pool, LAYERS)
 
 
 def given(layer: int) -> list[torch.Tensor]:

@@ -1,13 +1,22 @@
-"""Which chunks have a label: one anywhere in them is enough."""
+"""Inputs of a process's rows, and which chunks have a label: one anywhere in them is enough."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.placed import plan_of
+from helpers.tiny_families import build
 from papers.chunkflow_plan import plan_chunkflow
 
+from furlong.errors import PlanError, UnsupportedModelError
+from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import IGNORE_INDEX
+from furlong.plan.rows import rows_of
+from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.chunk_inputs import labelled_chunks
+from furlong.runtime.chunk_inputs import chunk_inputs, labelled_chunks
 from furlong.runtime.inputs import shift_labels
+from furlong.runtime.layout import rows_on
 
 
 @pytest.mark.parametrize("token", [1, 7, 8, 9, 15, 16, 22])
@@ -29,3 +38,46 @@ def test_any_sequence_of_a_packed_chunk_is_enough():
     plan = plan_chunkflow([5, 4], ChunkOptions(size=16), stages=(1,))
     assert labelled_chunks(plan, shift_labels([bare, full])) == {0}
     assert labelled_chunks(plan, shift_labels([bare, bare])) == set()
+
+
+CHUNK = Chunk((Slice(0, 2, 9, Place(0, 2)), Slice(1, 0, 4, Place(1, 1))))
+CPU = torch.device("cpu")
+
+
+def test_a_process_has_its_rows_with_their_own_positions_and_labels():
+    ids = [torch.arange(10, 20), torch.arange(30, 34)]
+    sequences = shift_labels([{"input_ids": i, "labels": i.clone()} for i in ids])
+    both = []
+    for process in (0, 1):
+        rows = rows_of(CHUNK, process, sp_size=2, q_heads=2, kv_heads=2)
+        both.append(chunk_inputs(rows, sequences, CPU))
+    assert both[0].input_ids.tolist() == [12, 13, 14]
+    assert both[0].position_ids.tolist() == [2, 3, 4]
+    assert both[0].labels.tolist() == [13, 14, 15], "the last one's label lies on the other process"
+    assert both[1].input_ids.tolist() == [15, 16, 17, 18, 30, 31, 32, 33]
+    assert both[1].position_ids.tolist() == [5, 6, 7, 8, 0, 1, 2, 3]
+    assert both[1].labelled_rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_process_without_a_token_has_one_without_a_label():
+    sequences = shift_labels([{"input_ids": torch.arange(5, 9), "labels": torch.arange(5, 9)}])
+    chunk = Chunk((Slice(0, 0, 4, Place(0, 1)),))
+    found = chunk_inputs(rows_of(chunk, 1, sp_size=2, q_heads=2, kv_heads=2), sequences, CPU)
+    assert found.input_ids.shape == found.position_ids.shape == (1,)
+    assert found.labels.tolist() == [IGNORE_INDEX] and not len(found.labelled_rows)
+
+
+def test_a_pool_without_an_exchange_is_refused():
+    model = CausalLM(build("llama"))
+    whole = Chunk((Slice(0, 0, 9, Place(0, 2)), Slice(1, 0, 4, Place(1, 1))))
+    plan = plan_of([9, 4], [whole], 2, ChunkOptions(), num_layers=3)
+    with pytest.raises(PlanError, match="pools of 2 processes, between which nothing exchanges"):
+        rows_on(model, plan)
+
+
+def test_layers_with_other_numbers_of_heads_are_refused_in_a_pool():
+    model = CausalLM(build("llama"))
+    assert model.heads == (4, 2)
+    model.config = SimpleNamespace(num_attention_heads=[4, 2, 4])  # a family of the hub's code
+    with pytest.raises(UnsupportedModelError, match="has not one number of heads"):
+        _ = model.heads

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from queue import Queue
 
@@ -19,6 +21,7 @@ import furlong
 from furlong.errors import ConfigError, DataError, PlanError
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
+from furlong.models.held import hold, stand_ins
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import (
@@ -175,7 +178,7 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatc
     options = dataclasses.replace(LAYER_FIRST, tier=tier, keep=keep)
     truth = engine.forward_backward(batch(LENS), options).loss
     expected = take_grads(model)
-    pools, doing = engine._kept.pools, []
+    pools, doing = engine._followed.kept.pools, []
     plain, layer = Executor._obey, model.model.layers[1]
 
     def obey(self, action, what):
@@ -332,6 +335,15 @@ def test_a_plan_that_leaves_out_what_is_trained_by_now_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("layers", [range(2), range(2, 3)])
+def test_a_plan_that_runs_layers_of_another_process_is_refused(layers) -> None:
+    """What stands for them would hand hidden states on as they are."""
+    base = build("llama")
+    hold(base, stand_ins(base, layers))
+    with pytest.raises(PlanError, match=f"holds layers {layers.start} to {layers.stop - 1}"):
+        executor_of(CausalLM(base), planned())
+
+
 class Mailbox:
     """Two ranks in one process: implements Comms by queues."""
 
@@ -353,8 +365,13 @@ class Mailbox:
 
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
-    def before_last_backward(self, stage: int) -> None:
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
         self.told.append(("last", stage))
+        yield
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def reduce(self, stage: int) -> None:
         self.told.append(("reduce", stage))

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
+from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Slice
 from furlong.runtime.chunk_inputs import chunk_inputs
 from furlong.runtime.inputs import shift_labels
@@ -24,7 +25,8 @@ def subject():
     """A model, the inputs of a chunk, final hidden states (T, D)."""
     model = CausalLM(build("granite"))
     sequences = shift_labels(batch(LENS, masked=[range(4)]))
-    inputs = chunk_inputs(CHUNK, sequences, model.device)
+    rows = rows_of(CHUNK, 0, sp_size=1, q_heads=1, kv_heads=1)
+    inputs = chunk_inputs(rows, sequences, model.device)
     hidden = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
     return model, inputs, hidden
 
@@ -52,7 +54,7 @@ def test_losses_of_tokens_lie_where_the_plan_says(subject):
     model, inputs, hidden = subject
     head = LossHead(model, LENS)
     with torch.no_grad():
-        head.evaluate(hidden, inputs, CHUNK)
+        head.evaluate(hidden, inputs)
         each = cross_entropy(
             model.logits(hidden), inputs.labels, ignore_index=-100, reduction="none"
         )

@@ -84,10 +84,10 @@ def test_records_follow_each_other_with_their_memory(monkeypatch, stub_events):
 
     monkeypatch.setattr(recorder, "MemoryMeter", Meter)
     noted = Recorder(pools, 2, exact_peaks=True)
-    noted.begin()
+    noted.begin(Forward(0, 0, "kv"))
     handle = pools.host.put(torch.zeros(8))
     noted.end(Forward(0, 0, "kv"))
-    noted.begin()
+    noted.begin(Forward(0, 0, "kv"))
     pools.host.drop(handle)
     noted.end(Backward(0, 0))
     assert stub_events.synchronized == [], "nothing has waited so far"

@@ -16,7 +16,7 @@ import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
-from furlong.ops.chunk_attention import Relayed
+from furlong.ops.layer_kv import Relayed
 from furlong.runtime import cell, self_check
 
 OPTIONS = furlong.ChunkOptions(size=8)

@@ -9,6 +9,7 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
+from furlong.plan.values import Forward
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.stage_inputs import StageInputs
 
@@ -41,7 +42,7 @@ def test_the_gradient_takes_the_place_of_the_input(tier, tmp_path):
     assert pool.held_bytes == held_bytes == 5 * 7 * 4
     with pytest.raises(AssertionError, match="no input of cell"):
         inputs.read(CELL)
-    inputs.expect(CELL)
+    inputs.expect_for([Forward(*CELL, "input")])
     assert torch.equal(value(inputs.read_gradient(CELL)), gradient)
     inputs.drop(CELL)
     ledger.assert_empty()
@@ -77,6 +78,6 @@ def test_what_was_delivered_may_change_and_needs_no_gradient(tmp_path):
 
 def test_what_is_not_there_cannot_be_dropped_and_is_not_expected(tmp_path):
     inputs = StageInputs(pool_of("device", tmp_path), Ledger())
-    inputs.expect(CELL)
+    inputs.expect_for([Forward(*CELL, "input")])
     with pytest.raises(AssertionError, match="is not held"):
         inputs.drop(CELL)

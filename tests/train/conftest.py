@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_runs import TinyRun, build_tiny_run
+from helpers.tiny_runs import TinyRun, build_tiny_run
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.cost.calibration.file import calibration_file, machine_of

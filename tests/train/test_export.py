@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_runs import TinyRun
 from peft import PeftModel
-from tiny_runs import TinyRun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_runs import TinyRun
 from safetensors.torch import load_file
-from tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.errors import ConfigError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import server
-from tiny_runs import TinyRun, run_command
+from helpers.tiny_runs import TinyRun, run_command
 
 NUM_STEPS = 12
 NUM_KILLS = 20

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.train import metrics, trackers

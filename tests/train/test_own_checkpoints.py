@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 from transformers import AutoConfig
 
 from furlong.cli.main import main

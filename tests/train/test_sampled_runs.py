@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.planners.sampling.rules import Sampling

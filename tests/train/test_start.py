@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 
@@ -77,11 +77,15 @@ def test_packages(tiny_run: TinyRun, tmp_path: Path) -> None:
     assert f"the package {missing[0]}" in refused(tiny_run.arguments(tmp_path / "run", flag))
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_several_processes(tiny_run: TinyRun, tmp_path: Path, name: str) -> None:
-    message = refused(tiny_run.arguments(tmp_path / "run"), **{name: "2"})
-    assert "given:    2 processes" in message and name in message
-    assert "several devices are not in this release" in message
+def test_another_launcher(tiny_run: TinyRun, tmp_path: Path) -> None:
+    message = refused(tiny_run.arguments(tmp_path / "run"), OMPI_COMM_WORLD_SIZE="2")
+    assert "given:    2 processes of mpirun" in message and "torchrun" in message
+
+
+def test_more_replicas_than_processes(tiny_run: TinyRun, tmp_path: Path) -> None:
+    message = refused(tiny_run.arguments(tmp_path / "run", "--parallel.dp=2"))
+    assert "dp 2 x sp 1 x pp 1 = 2, and 1 process\n" in message
+    assert "torchrun --nproc-per-node 2 -m furlong train" in message
 
 
 def test_a_launcher_of_one_process_is_none(

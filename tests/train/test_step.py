@@ -29,6 +29,7 @@ from furlong.train.loop import Progress, run_steps
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import build_optimizer, build_schedule
+from furlong.train.replicas import Replicas
 
 OPTIONS = ChunkOptions(size=8)
 
@@ -74,7 +75,7 @@ def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **mor
     )
     with MetricsLog(tmp_path / "metrics.jsonl", num_steps) as log:
         return run_steps(
-            engine,
+            Replicas(engine),
             engine.model,
             itertools.chain(batches),
             Fitting(OPTIONS),

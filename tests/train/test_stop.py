@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import checkpoint
-from furlong.train import run as run_module
+from furlong.train import checkpoint, finish, prepare
 from furlong.train.checkpoint_folder import newest_checkpoint
 from furlong.train.loop import MetricsLog
 from furlong.train.stop import STOP_SIGNALS, StopRequest
@@ -99,12 +98,12 @@ def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
     run = tmp_path / "run"
     saves = []
 
-    def interrupt(*args: Any) -> Any:
+    def interrupt(*args: Any, **named: Any) -> Any:
         saves.append(args)
         if len(saves) == 2:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        return original(*args)
+        return original(*args, **named)
 
     original = checkpoint._write_tensors
     with monkeypatch.context() as patched:
@@ -121,7 +120,7 @@ def test_a_signal_during_the_export_ends_nothing(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    before(monkeypatch, run_module, "export_model", lambda: signal.raise_signal(number))
+    before(monkeypatch, finish, "export_model", lambda: signal.raise_signal(number))
     assert main(tiny_run.arguments(run)) == 0
     assert (run / "report.json").exists()
 
@@ -136,7 +135,7 @@ def test_a_second_ctrl_c_during_the_export_leaves_a_run_that_goes_on(
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        before(patched, run_module, "export_model", twice)
+        before(patched, finish, "export_model", twice)
         assert main(tiny_run.arguments(run)) == 130
     assert not (run / "report.json").exists()
     assert main(tiny_run.arguments(run, "--resume")) == 0
@@ -151,7 +150,7 @@ def test_a_signal_while_the_data_are_read_ends_in_one_line(
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:
-    before(monkeypatch, run_module, "load_data", lambda: signal.raise_signal(number))
+    before(monkeypatch, prepare, "load_data", lambda: signal.raise_signal(number))
     assert main(tiny_run.arguments(tmp_path / "run")) == 128 + number
     assert capsys.readouterr().err.splitlines() == [f"ended by {number.name}"]
     assert not (tmp_path / "run").exists()

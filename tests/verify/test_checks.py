@@ -18,6 +18,9 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
+from furlong.models.shrink import shrink_config
+from furlong.plan.rows import ChunkRows, rows_of
+from furlong.plan.values import Chunk, Slice
 from furlong.runtime import chunk_inputs, executor
 from furlong.runtime.cell import Cell
 from furlong.verify import run as verify_run
@@ -29,7 +32,6 @@ from furlong.verify.checks import (
     check_gradients,
     check_isolation,
 )
-from furlong.verify.shrink import shrink_config
 from furlong.verify.subject import (
     EXACT,
     ROUNDED,
@@ -102,7 +104,7 @@ def test_gradients_that_are_not_relayed_are_found(
     Engine(llama.model, max_seq_len=llama.max_seq_len)  # the start-up check, which would refuse it
     monkeypatch.setattr(KVStore, "relayed", lambda *_: None)
     finding = run(check_gradients, llama)
-    assert not finding.passed and "proj" in finding.figure
+    assert not finding.passed and "model.layers." in finding.figure
 
 
 def test_a_loss_that_is_a_mean_of_means_is_found(
@@ -121,8 +123,10 @@ def test_a_loss_that_is_a_mean_of_means_is_found(
 def test_sequences_that_see_each_other_are_found(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_slice(slices: Any, *rest: Any, **given: Any) -> Cell:
-        return Cell((slice(0, slices[-1].stop),), *rest, **given)
+    def one_slice(rows: ChunkRows, *rest: Any, **given: Any) -> Cell:
+        chunk = Chunk((Slice(0, 0, rows.num_tokens),))
+        whole = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
+        return Cell(whole, *rest, **given)
 
     monkeypatch.setattr(executor, "Cell", one_slice)
     finding = run(check_isolation, llama)

@@ -11,10 +11,10 @@ import transformers
 from furlong.cli.main import main
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig, TrainConfig
+from furlong.models.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding
 from furlong.verify.resume import FURLONG, check_resume
-from furlong.verify.shrink import shrink_config
 
 FORGETS_THE_MOMENTS = """
 import sys

@@ -20,6 +20,7 @@ from furlong.cli.main import main
 from furlong.config.data import DataConfig
 from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig, TrainConfig
 from furlong.config.sources import build_run
+from furlong.models.shrink import shrink_config
 from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
 from furlong.runtime import cell
 from furlong.runtime.loss_head import LossHead
@@ -38,7 +39,6 @@ from furlong.verify.sampling import (
     measure,
     sampling_of_run,
 )
-from furlong.verify.shrink import shrink_config
 from furlong.verify.subject import (
     ROUNDED,
     Subject,
@@ -122,7 +122,7 @@ def test_relays_without_their_factor_are_found(
     neox: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unscaled(view: Any, slice_index: int) -> Any:
-        piece = view._piece(slice_index)
+        piece = view.cell.pieces.get(slice_index)
         if piece is None:
             return None
         return view.cell.store.relayed(piece.seq_id, view.layer, piece.index)

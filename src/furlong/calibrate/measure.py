@@ -48,7 +48,7 @@ class Bench:
         self._engine = Engine(model, compute_dtype=compute_dtype, storage=storage)
         self._device = next(model.parameters()).device
         self._vocab_size = vocab_size
-        clock, pools = clock_of(self._device), self._engine._kept.opened
+        clock, pools = clock_of(self._device), self._engine._followed.kept.opened
         # a thread's own time stands still while it waits for a tier
         self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
 

@@ -107,7 +107,7 @@ def _of_run(chosen: argparse.Namespace) -> _Found:
 def count_run(config: PlannedRun, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
-    from furlong.train.run import load_splits
+    from furlong.train.prepare import load_splits
 
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.

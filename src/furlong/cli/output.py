@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 
@@ -75,6 +76,18 @@ def lasting_output() -> Iterator[Output]:
         sys.stdout, sys.stderr = before
         for stream in nowhere:
             stream.close()
+
+
+@contextmanager
+def speaker_only(speaks: bool) -> Iterator[None]:
+    """Within it a process that does not speak for all prints nothing and warns of nothing; what it
+    writes to the standard error is seen."""
+    if speaks:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _open_closed_streams() -> None:

@@ -49,7 +49,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
     tell("a plan is found, it is measured")
     report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
     if report.missing and chosen.runnable:
-        given = f"a plan with {report.missing}, with --runnable"
+        given = f"a plan that needs {report.missing}, with --runnable"
         raise refusal(given, "a plan that this release runs", "name another method, or none")
     tell("looking for the longest sequence that would fit")
     positions, own = subject.num_positions, max(problem.seq_lens)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from furlong.cli.output import speaker_only
+from furlong.config.schema import RunConfig
 from furlong.config.sources import parse_run
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from furlong.train.processes.together import Processes
 
 _RESUME = "--resume"
 # oneDNN, which computes bfloat16 on a CPU, compiles a kernel for every new length of a chunk. It
@@ -19,26 +26,51 @@ _NUM_KERNELS = "64"
 
 
 def run(arguments: Sequence[str]) -> int:
+    from furlong.train.processes.launch import read_launch
+    from furlong.train.processes.together import Processes
+
+    for cache in _KERNEL_CACHES:
+        os.environ.setdefault(cache, _NUM_KERNELS)
+    launch = read_launch()
+    if launch.num_processes == 1:
+        return _train(arguments, Processes(launch))
+    # Several agree upon what is wrong, so that it is told once: that takes torch from the start.
+    from furlong.train.processes.join import joined
+
+    processes = None
+    try:
+        with speaker_only(launch.is_first), joined(launch) as processes:
+            return _train(arguments, processes)
+    except UserError as error:
+        if launch.is_first or processes is None or error is not processes.common:
+            raise
+        return 2
+
+
+def _train(arguments: Sequence[str], processes: Processes) -> int:
+    config = processes.together(partial(_parse, arguments))
+    from furlong.train.start import open_run
+
+    with ExitStack() as stack:
+        resume = _RESUME in arguments
+        opened = open_run(stack, config, resume=resume, processes=processes)
+        if opened.report is not None:
+            return 0
+        # torch and transformers are loaded when all that they are not needed for is sound.
+        from furlong.train.run import train_opened
+
+        train_opened(stack, config, opened, processes)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> RunConfig:
     config = parse_run(
         arguments,
         switches={_RESUME: "go on with the run in out, from its newest whole checkpoint"},
     )
-    is_resuming = _RESUME in arguments
-    if is_resuming:
+    if _RESUME in arguments:
         _check_place(config.out, arguments)
-    from furlong.train.start import open_run
-
-    with ExitStack() as stack:
-        opened = open_run(stack, config, resume=is_resuming)
-        if opened.report is not None:
-            return 0
-        for cache in _KERNEL_CACHES:
-            os.environ.setdefault(cache, _NUM_KERNELS)
-        # torch and transformers are loaded when all that they are not needed for is sound.
-        from furlong.train.run import train_opened
-
-        train_opened(stack, config, opened)
-    return 0
+    return config
 
 
 def _check_place(out: str, arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The section `parallel`: the layout over devices, of which a run takes one and a plan any."""
+"""The section `parallel`: the layout over devices, of which a run takes data parallelism alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ParallelConfig(BaseModel):
     """Pipeline stages."""
 
 
-class OneDevice(ParallelConfig):
-    """Layout over devices: one of them."""
+class TrainedLayout(ParallelConfig):
+    """Layout over devices, as far as a run can be trained in it: data parallelism."""
 
-    @field_validator("dp", "sp", "pp")
+    @field_validator("sp", "pp")
     @classmethod
     def _is_one(cls, value: object) -> object:
         """Accepts what this release carries out."""

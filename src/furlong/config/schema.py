@@ -23,7 +23,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
-from furlong.config.parallel import OneDevice, ParallelConfig
+from furlong.config.parallel import ParallelConfig, TrainedLayout
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
 
@@ -272,4 +272,4 @@ class PlannedRun(BaseSettings):
 class RunConfig(PlannedRun):
     """A training run."""
 
-    parallel: OneDevice = OneDevice()
+    parallel: TrainedLayout = TrainedLayout()

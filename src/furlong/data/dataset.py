@@ -120,8 +120,9 @@ class DataSet(Items[Sequence]):
         part, row = self._find(seq_id)
         ids, labels = part.entry.tokens(row)
         return Sequence(
-            seq_id, part.origin(row), ids[: self._max_seq_len], labels[: self._max_seq_len]
-        )
+            seq_id, part.origin(row), ids[: self._max_seq_len], labels[: self._max_seq_len],
+            counted=int(self.valid_tokens[seq_id]),
+        )  # fmt: skip
 
     @property
     def num_tokens(self) -> int:

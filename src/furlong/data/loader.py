@@ -7,7 +7,7 @@ and `iterate_batches` goes on from any state without reading a sequence that lie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,10 +52,15 @@ class LoaderState:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences between two optimizer steps, and the state after them."""
+    """The sequences between two optimizer steps, and the state after them. Their tokens lie on
+    disk until `tensors` asks for them."""
 
     sequences: tuple[Sequence, ...]
     next_state: LoaderState
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        return tuple(sequence.seq_len for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -67,13 +72,21 @@ class Batch:
 
     def tensors(self, device: torch.device) -> list[dict[str, torch.Tensor]]:
         """One `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence."""
-        return [
-            {
-                "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)).to(device),
-                "labels": torch.from_numpy(sequence.labels.astype(np.int64)).to(device),
-            }
-            for sequence in self.sequences
-        ]
+        return [_tensors(sequence, device) for sequence in self.sequences]
+
+    def part(
+        self, numbers: Iterable[int], device: torch.device
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """The same of some sequences, by their place in the batch; of the others nothing is
+        read."""
+        return {number: _tensors(self.sequences[number], device) for number in numbers}
+
+
+def _tensors(sequence: Sequence, device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)).to(device),
+        "labels": torch.from_numpy(sequence.labels.astype(np.int64)).to(device),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +225,14 @@ def in_order(sequences: Items[Sequence], sequences_per_step: int) -> Iterator[Ba
     for number, start in enumerate(range(0, len(sequences), sequences_per_step), start=1):
         stop = min(start + sequences_per_step, len(sequences))
         yield Batch(tuple(sequences[i] for i in range(start, stop)), LoaderState(0, number))
+
+
+def told_ahead(batches: Iterator[Batch], tell: Callable[[Batch], None]) -> Iterator[Batch]:
+    """The same batches; `tell` gets each before the one in front of it is handed out."""
+    following = next(batches)
+    tell(following)
+    for batch in batches:
+        tell(batch)
+        yield following
+        following = batch
+    yield following

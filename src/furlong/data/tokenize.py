@@ -35,6 +35,8 @@ class Sequence:
     origin: str
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
+    counted: int | None = None
+    """Its valid tokens where an index knows them, so that nobody reads the labels for it."""
 
     @property
     def seq_len(self) -> int:
@@ -43,6 +45,8 @@ class Sequence:
     @property
     def num_valid_tokens(self) -> int:
         """Positions that add to the loss: the first token has no one to predict it."""
+        if self.counted is not None:
+            return self.counted
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 

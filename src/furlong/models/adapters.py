@@ -9,6 +9,7 @@ from torch import nn
 
 from furlong.errors import ConfigError
 from furlong.models.files import reason
+from furlong.models.held import adapted_elsewhere
 
 
 def add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
@@ -24,6 +25,7 @@ def add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
         lora_alpha=lora["alpha"],
         lora_dropout=lora["dropout"],
         target_modules=modules if isinstance(modules, str) else list(modules),
+        exclude_modules=adapted_elsewhere(model) or None,
         task_type="CAUSAL_LM",
     )
     try:
@@ -43,3 +45,16 @@ def add_adapters(model: nn.Module, lora: dict[str, Any]) -> Any:
             change="name modules that the model has"
             + ("" if unknown else ", or lower model.lora.rank"),
         ) from error
+
+
+def add_adapters_to_stage(model: nn.Module, lora: dict[str, Any], whole: nn.Module) -> Any:
+    """The model of a process that holds one stage, with the adapters of that stage.
+
+    Where all of them are on other stages it has none, and is frozen. `whole`: the whole model, on
+    meta, which is changed. Raises ConfigError for modules that no stage has.
+    """
+    add_adapters(whole, lora)
+    try:
+        return add_adapters(model, lora)
+    except ConfigError:  # not of the whole model: none of these modules is here
+        return model.requires_grad_(False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from furlong.errors import FurlongError, UnsupportedModelError
-from furlong.ops.chunk_attention import AttentionRule
+from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"
@@ -35,6 +35,10 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
+
+
+class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
+    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
 
 
 class CellAttention(Protocol):

@@ -20,7 +20,7 @@ from torch import nn
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.families import family_of
-from furlong.models.adapters import add_adapters
+from furlong.models.adapters import add_adapters, add_adapters_to_stage
 from furlong.models.files import (
     check_config_values,
     check_generation,
@@ -33,6 +33,8 @@ from furlong.models.folder import (
     check_folder_files,
     with_adapters,
 )
+from furlong.models.held import hold, holding_class, stand_ins
+from furlong.models.random_weights import draw_adapters, draw_weights
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.weights import check_weights
 
@@ -50,13 +52,15 @@ def build_model(
     rope: dict[str, Any] | None = None,
     max_seq_len: int | None = None,
     seed: int = 0,
+    layers: range | None = None,
 ) -> Any:
     """A transformers decoder in train mode.
 
     `name` is a hub id or a local folder; `init="random"` needs config.json only and draws from
-    `seed`. `lora` holds `rank`, `alpha`, `dropout`, `target_modules` and freezes everything else.
-    `rope` holds `rope_type` and its keys (models.rope); `max_seq_len` is the run's longest
-    sequence, for which the model must have positions.
+    `seed`, each module by its name. `lora` holds `rank`, `alpha`, `dropout`, `target_modules` and
+    freezes everything else. `rope` holds `rope_type` and its keys (models.rope); `max_seq_len` is
+    the run's longest sequence, for which the model must have positions. `layers`: those that this
+    process holds (None: all); nothing of other stages is built or read (models.held).
     Raises ConfigError or UnsupportedModelError.
     """
     source = check_folder(name)
@@ -64,13 +68,19 @@ def build_model(
     loaded_dtype = trained_dtype if lora is None else dtype
     config = read_config(source, rope=rope, max_seq_len=max_seq_len)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         if init == "random":
             model = model_of_config(config, source, dtype=loaded_dtype)
+            if layers is not None:
+                hold(model, stand_ins(model, layers))
+            draw_weights(model, seed, torch.device("cpu"))
         else:
-            model = _load_weights(source, config, loaded_dtype)
-        if lora is not None:
+            model = _load_weights(source, config, loaded_dtype, layers)
+        if lora is not None and layers is None:
             model = add_adapters(model, lora)
+        elif lora is not None:
+            whole = model_of_config(config, source, dtype=loaded_dtype)
+            model = add_adapters_to_stage(model, lora, whole)
+        draw_adapters(model, seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_dtype)
@@ -149,13 +159,17 @@ def read_config(
 
 
 def model_of_config(config: Any, source: str, *, dtype: torch.dtype) -> Any:
-    """A model with random weights. Raises UnsupportedModelError if transformers knows none, and
-    ConfigError if it cannot build or write one of this config."""
+    """The whole model of a config, on meta: without memory for its weights.
+
+    Raises UnsupportedModelError if transformers knows none, and ConfigError if it cannot build or
+    write one of this config.
+    """
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_OWN_KERNELS)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_OWN_KERNELS)
         # What cannot be written would be found out when the run exports its model.
         with TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
@@ -182,15 +196,21 @@ def _check_kind(config: Any, source: str) -> None:
         )
 
 
-def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
+def _load_weights(source: str, config: Any, dtype: torch.dtype, layers: range | None) -> Any:
     from transformers import AutoModelForCausalLM
 
     _check_kind(config, source)
     check_weights(source)
     check_generation(source)
+    opened: Any = AutoModelForCausalLM
+    others: dict[str, nn.Module] = {}
+    if layers is not None:
+        whole = model_of_config(config, source, dtype=dtype)
+        others, config = stand_ins(whole, layers), whole.config
+        opened = holding_class(type(whole), others)
     try:
         with _hushed():
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = opened.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -222,10 +242,29 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
                 source="model.name",
                 change="use the whole model's folder, or model.init: random",
             )
-    if unused := sorted(loaded["unexpected_keys"]):
+    if layers is not None:
+        model.__class__ = type(whole)
+        _require_tied(model, source)
+    elsewhere = tuple(f"{name}." for name in others)
+    if unused := sorted(key for key in loaded["unexpected_keys"] if not key.startswith(elsewhere)):
         print(f"{source}: {len(unused)} tensors are no weights of the model and are left out,"
               f" {unused[0]} among them")  # fmt: skip
     return model
+
+
+def _require_tied(model: Any, source: str) -> None:
+    """Raise ConfigError for a stage with a head of its own where config.json has it tied: the first
+    stage, which has no head, could not know."""
+    tied: Any = model.config.get_text_config().tie_word_embeddings
+    weights = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if tied and all(isinstance(w, nn.Parameter) for w in weights) and weights[0] is not weights[1]:
+        raise ConfigError(
+            given=f"{source}, with tie_word_embeddings in config.json and two different weights",
+            required="a config that says whether head and input embeddings are one weight, for a"
+            " pipeline of several stages",
+            source="model.name",
+            change="set tie_word_embeddings to false in config.json",
+        )
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ T tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.entrance import enter
+from furlong.models.held import Skip, held_layers, layer_list
 from furlong.models.rope import num_positions
-from furlong.models.stage import Stage, layer_list_name, stages
+from furlong.models.stage import Stage, stages
 from furlong.models.support import refuse_unsupported
 from furlong.models.switches import chunked_attention, own_forward
 from furlong.models.wrappers import bare_model
@@ -52,6 +53,20 @@ class CausalLM:
         return next(self.model.parameters()).device
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key-value heads of every layer."""
+        num_heads = getattr(self.config, "num_attention_heads", None)
+        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+        if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+            raise UnsupportedModelError(
+                given=f"{self.name}, whose config has not one number of heads for all layers",
+                required="equal heads, which the processes of a pool divide among them",
+                source="num_attention_heads and num_key_value_heads of the model's config",
+                change="use parallel: {sp: 1}",
+            )
+        return num_heads, num_kv_heads
+
+    @property
     def num_input_ids(self) -> int:
         """Token ids that have an embedding: 0 to this number less one."""
         return int(self.base.get_input_embeddings().weight.shape[0])
@@ -65,16 +80,35 @@ class CausalLM:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's layers, where it holds them in one list."""
-        return list(self.decoder.get_submodule(layer_list_name(self)).children())
+        return list(layer_list(self.decoder, self.num_layers, self.name)[1])
+
+    @property
+    def held(self) -> range:
+        """The layers that this process holds: all, or those of one stage."""
+        if not any(isinstance(module, Skip) for module in self.decoder.modules()):
+            return range(self.num_layers)  # a decoder without a list of its layers is whole
+        return held_layers(self.layers)
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weight that input embeddings and head share, whether or not the head is here."""
+        if not self.config.tie_word_embeddings:
+            return None
+        weight = self.base.get_input_embeddings().weight
+        return weight if isinstance(weight, nn.Parameter) else None
 
     @property
     def num_frozen_layers(self) -> int:
         """First layers of the decoder without a trained parameter in them or below.
 
-        Parameters beside the layers count as below: whether they are is the family's own affair.
+        Parameters beside the layers count as below: whether they are is the family's own affair. A
+        process that does not hold the first layers has none below but tied embeddings, and cannot
+        count frozen layers of other stages: the least of all processes is the model's number.
         """
         own = {id(p) for layer in self.layers for p in layer.parameters()}
         others = [p for p in self.decoder.parameters() if id(p) not in own]
+        if self.held.start:
+            others = [p for p in others if p is self.tied_weight]
         if any(p.requires_grad for p in others):
             return 0
         trained = (any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
@@ -91,6 +125,15 @@ class CausalLM:
                 "parameters are trained by now, or below: plan again"
             )
 
+    def require_held(self, layers: Iterable[int]) -> None:
+        """Raise PlanError for layers that another process holds."""
+        missing = sorted(set(layers) - set(self.held))
+        if missing:
+            raise PlanError(
+                f"the plan runs layer {missing[0]} of {self.name} on this rank, which holds layers "
+                f"{self.held.start} to {self.held.stop - 1}"
+            )
+
     def stages(self, heights: Sequence[int]) -> tuple[Stage, ...]:
         """Stages of `heights[i]` layers each; see `models.stage`."""
         return stages(self, heights)
@@ -102,7 +145,7 @@ class CausalLM:
             with self._decoder_out():
                 return self._whole(inputs_embeds=hidden[None])
 
-        return enter(self.base, head)
+        return enter(self.base, head)[0]
 
     def whole_hidden(self, input_ids: Tensor) -> Tensor:
         """Final hidden states (T, D) of a sequence (T,) by the decoder itself, outside `installed`.
@@ -110,12 +153,12 @@ class CausalLM:
         Attention is the model's own.
         """
         with own_forward(self.base, self.max_seq_len):
-            return self.decode(input_ids=input_ids[None])
+            return enter(self.base, lambda: self.decode(input_ids=input_ids[None]))[0]
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
         with own_forward(self.base, self.max_seq_len):
-            return self._whole(input_ids=input_ids[None])
+            return enter(self.base, lambda: self._whole(input_ids=input_ids[None]))[0]
 
     def stays_float32(self, compute_dtype: torch.dtype) -> list[nn.Parameter]:
         """Parameters that transformers keeps in float32 when it loads a model in `compute_dtype`.
@@ -138,14 +181,15 @@ class CausalLM:
             yield
 
     def decode(self, **inputs: Tensor) -> Tensor:
-        """Final hidden states (T, D) by the decoder, of inputs with a batch axis of 1."""
+        """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
         output = self.decoder(**inputs, use_cache=False, return_dict=True)
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
-        """The class's own forward: hooks and wrappers of this instance expect whole batches."""
+        """Logits (1, T, V) by the class's own forward: hooks and wrappers of this instance expect
+        whole batches."""
         output = type(self.base).forward(self.base, **inputs, use_cache=False, return_dict=True)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return output.logits  # type: ignore[no-any-return]
 
     @contextmanager
     def _decoder_out(self) -> Iterator[None]:

@@ -37,8 +37,7 @@ def check_model(
     if init == "pretrained":
         check_weights(source)
         check_generation(source)
-    with torch.device("meta"):
-        model = model_of_config(config, source, dtype=torch.float32)
+    model = model_of_config(config, source, dtype=torch.float32)
     CausalLM(model.train(), max_seq_len=max_seq_len)
     _check_memory(model, source)
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 ENTRANCE = "furlong_pass"
+_SHARDED = "furlong_sharded"
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -26,6 +27,21 @@ def add_entrance(base: nn.Module) -> str:
     """
     base.__dict__[ENTRANCE] = MethodType(_call, base)
     return ENTRANCE
+
+
+def has_entrance(base: nn.Module) -> bool:
+    """Whether something wraps a model and acts before and behind each of its passes."""
+    return ENTRANCE in base.__dict__
+
+
+def mark_sharded(base: nn.Module) -> None:
+    """Note that its weights were divided among processes by us, who know how to enter it."""
+    base.__dict__[_SHARDED] = True
+
+
+def is_sharded(base: nn.Module) -> bool:
+    """Whether its weights were divided among processes by us."""
+    return _SHARDED in base.__dict__
 
 
 def enter(base: nn.Module, run: Callable[[], _T]) -> _T:

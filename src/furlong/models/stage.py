@@ -11,8 +11,14 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,9 +27,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from furlong.errors import PlanError, UnsupportedModelError
-from furlong.models.attention import CellAttention, bound
-from furlong.models.entrance import enter
+from furlong.errors import PlanError
+from furlong.models.attention import CellAttention, KVReady, bound
+from furlong.models.entrance import enter, has_entrance
+from furlong.models.held import Skip, in_place_of, layer_list
 from furlong.plan.passes import Pass
 
 
@@ -44,7 +51,7 @@ class Model(Protocol):
         ...
 
     def decode(self, **inputs: Tensor) -> Tensor:
-        """Final hidden states (T, D)."""
+        """Final hidden states (1, T, D)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -62,7 +69,7 @@ class Stage:
         self._model = model
         self._is_whole = self.is_first and self.is_last
         if not self._is_whole:
-            self._list_name = layer_list_name(model)
+            self._list_name, _ = layer_list(model.decoder, model.num_layers, model.name)
             self._inject, self._capture = _Inject(), _Capture()
             self._list = nn.ModuleList(self._slots(model.layers))
 
@@ -72,13 +79,19 @@ class Stage:
         x: token ids (T,) of the first stage, hidden states (T, D) of the others, as a leaf where
         their gradient is wanted. Call it inside `installed`.
         """
-        return enter(self._model.base, partial(self._run, x, position_ids, cell, what))
+        run = partial(self._run, x, position_ids, cell, what)
+        if what.computes == "to last kv" and has_entrance(self._model.base):
+            with self._ending_calls():
+                enter(self._model.base, run)
+            raise KVReady
+        return enter(self._model.base, run)[0]  # behind a wrapper's hooks: they take no views
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (T, V) of final hidden states (T, D)."""
         return self._model.logits(hidden)
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
+        """Hidden states (1, T, D)."""
         decode, modules = self._model.decode, self._model.attention_modules
         positions = position_ids[None]
         with ExitStack() as stack:
@@ -102,11 +115,11 @@ class Stage:
             if index in self.layers:
                 yield layer
             elif index == self.layers.start - 1:
-                yield _in_place_of(layer, self._inject)
+                yield in_place_of(layer, self._inject)
             elif index == self.layers.stop:
-                yield _in_place_of(layer, self._capture)
+                yield in_place_of(layer, self._capture)
             else:
-                yield _in_place_of(layer, _Skip())
+                yield in_place_of(layer, Skip())
 
     @contextmanager
     def _swapped(self, x: Tensor) -> Iterator[None]:
@@ -121,38 +134,50 @@ class Stage:
             children[self._list_name] = own
             self._inject.x = self._capture.hidden = None  # they would pin a graph
 
-    @contextmanager
-    def _checkpointed(self, cell: CellAttention, what: Pass) -> Iterator[None]:
+    def _ending_calls(self) -> AbstractContextManager[None]:
+        """Within it a pass that ends at the last K,V ends its calls, of which a wrapper sees none
+        begin that does not end: the last layer returns its input."""
+
+        def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with suppress(KVReady):
+                forward(hidden, *args, **kwargs)
+            return hidden
+
+        last = self.layers.stop - 1
+        return _wrapped(self._model.layers[last : last + 1], lambda own: partial(until_kv, own))
+
+    def _checkpointed(self, cell: CellAttention, what: Pass) -> AbstractContextManager[None]:
         """Within it the stage's first layers keep only their inputs in the graph.
 
         Their recompute runs inside the backward: it finds the same cell, and writes nothing.
         """
         again = replace(what, writes_kv=False, remembers=0, recompute_layers=0)
         first = self.layers.start
-        layers = self._model.layers[first : first + what.recompute_layers]
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), bound(self._model.attention_modules, cell, again)
 
-        own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
-        try:
-            for layer in layers:
-                layer.__dict__["forward"] = partial(
-                    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
-                )
-            yield
-        finally:
-            for layer, forward in zip(layers, own, strict=True):
-                layer.__dict__.pop("forward", None)
-                if forward is not None:
-                    layer.__dict__["forward"] = forward
+        return _wrapped(
+            self._model.layers[first : first + what.recompute_layers],
+            lambda own: partial(checkpoint, own, use_reentrant=False, context_fn=contexts),
+        )
 
 
-class _Skip(nn.Module):
-    """Returns the hidden states that it is given."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+@contextmanager
+def _wrapped(
+    layers: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within it the forward of each layer is what `wrap` makes of it."""
+    own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = wrap(layer.forward)
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.__dict__["forward"] = forward
 
 
 class _Inject(nn.Module):
@@ -176,16 +201,7 @@ class _Capture(nn.Module):
 
     def taken(self) -> Tensor:
         assert self.hidden is not None, "the decoder left before the stage's output"
-        return self.hidden[0]  # (1, T, D) -> (T, D)
-
-
-def _in_place_of(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
-    """`stand_in` with the plain attributes of a layer, which some decoders ask for."""
-    plain = (str, int, float, bool, type(None))
-    for name, value in vars(layer).items():
-        if not name.startswith("_") and name != "training" and isinstance(value, plain):
-            setattr(stand_in, name, value)
-    return stand_in
+        return self.hidden
 
 
 def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
@@ -202,22 +218,4 @@ def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
     stops = accumulate(heights)
     return tuple(
         Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True)
-    )
-
-
-def layer_list_name(model: Model) -> str:
-    """The name under which the decoder holds the list of its layers."""
-    for name, child in model.decoder.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == model.num_layers:
-            return name
-    raise uncuttable(model, f"holds no list of its {model.num_layers} layers")
-
-
-def uncuttable(model: Model, what: str) -> UnsupportedModelError:
-    """The refusal of plans with several stages."""
-    return UnsupportedModelError(
-        given=f"{model.name} {what}",
-        required="a decoder that can be cut between any two layers, for a plan of several stages",
-        source="the model's forward, with its layers divided into stages",
-        change="use order: chunk-first, which runs all layers together",
     )

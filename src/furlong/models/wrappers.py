@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from furlong.errors import UnsupportedModelError
+from furlong.models.entrance import is_sharded
 
 VERIFIED_ADAPTERS = (
     "LORA",
@@ -79,12 +81,14 @@ def refuse_wrappers(model: nn.Module) -> None:
     """Raise UnsupportedModelError for shards, compiled layers and checkpoint wrappers within."""
     for name, module in model.named_modules():
         known = [c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS]
-        if known:
+        if known and not (known == ["FSDPModule"] and is_sharded(model)):
             raise _refusal(
                 model,
                 f"has {_WRAPPERS[known[0]]} at {name or 'its root'}",
                 "modules as transformers builds them, whole on one device",
-                _MENDS.get(known[0], "pass the model before it is sharded, in one process"),
+                _MENDS.get(
+                    known[0], "pass the model before it is sharded; Engine(ranks=...) does it"
+                ),
             )
 
 
@@ -112,7 +116,8 @@ def refuse_adapters(model: Any) -> None:
 
 
 def refuse_placement(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for weights that are quantised, offloaded or on two devices."""
+    """Raise UnsupportedModelError for weights that are quantised, offloaded, on two devices, or
+    divided by others."""
     config: Any = getattr(model, "config", None)
     method = getattr(model, "quantization_method", None)
     packed = next((n for n, p in model.named_parameters() if not p.is_floating_point()), None)
@@ -123,6 +128,14 @@ def refuse_placement(model: nn.Module) -> None:
             f"is quantised ({what})",
             "floating-point weights",
             "load the model without quantization, in bfloat16",
+        )
+    parted = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if parted is not None and not is_sharded(model):
+        raise _refusal(
+            model,
+            f"has parts of weights ({parted} is a DTensor)",
+            "weights that are whole, or divided by furlong.Engine(ranks=...)",
+            "pass the model before it is divided",
         )
     devices = sorted({str(p.device) for p in model.parameters()})
     hooks = [getattr(m, "_hf_hook", None) for m in model.modules()]
@@ -145,6 +158,13 @@ def refuse_hooks(model: nn.Module) -> None:
                 "per chunk, on a part of the gradient",
                 "no register_post_accumulate_grad_hook, as optimizers inside the backward use",
                 "update the weights after forward_backward; Tensor.register_hook is honoured",
+            )
+        if isinstance(parameter, DTensor) and parameter._backward_hooks:
+            raise _refusal(
+                model,
+                f"has a hook on {name}, of which this process holds a part: it would see nothing",
+                "no register_hook on weights that several processes share",
+                "change .grad after forward_backward",
             )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from furlong.plan.grid import refuse_chunk
-from furlong.plan.values import ChunkPlan, Place, Slice, place_sizes
+from furlong.plan.values import Action, ChunkPlan, Forward, Place, Slice, place_sizes
 
 _RULE_1 = "every token is in exactly one slice"
 _RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
@@ -21,12 +21,14 @@ def check_chunks(plan: ChunkPlan) -> None:
 
 def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
     """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
-    has no other use than to meet the passes of other ranks."""
-    has_others = plan.regathers and len(plan.actions) > 1
+    has no other use than to meet the passes of other ranks, or the Reduce if its rank has no other
+    chunk."""
+    several = len(plan.actions) > 1
+    alone = {min(own) for own in map(_computed, plan.actions) if len(own) == 1}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
-        if chunk.is_dummy and not has_others:
-            yield f"chunk {index} is empty, and no rank has to go in step with another one", index
+        if chunk.is_dummy and not (several and (plan.regathers or index in alone)):
+            yield f"chunk {index} is empty, its rank needs none to go with others", index
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
                 yield f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}", index
@@ -44,6 +46,11 @@ def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
             covered = stop
         if covered != seq_len or not found:
             yield f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}", index
+
+
+def _computed(actions: Iterable[Action]) -> set[int]:
+    """The chunks of a rank."""
+    return {action.chunk for action in actions if isinstance(action, Forward)}
 
 
 def _misplaced(plan: ChunkPlan) -> Iterator[tuple[str, int]]:

@@ -81,9 +81,13 @@ def _odd_reduces(grid: Grid) -> Breaks:
         return
     for key in sorted(last.keys() - reduces.keys()):
         yield f"no Reduce of stage {key[0]} follows", last[key]
-    for rank in sorted(set(range(len(grid.plan.actions))) - {rank for _, rank in reduces}):
-        why = f"rank {rank} has none; without work it takes a token without a label"
-        yield why, min(reduces.values())
+    reducing = {rank for _, rank in reduces}
+    trained = [ranks for stage, ranks in _members(grid).items() if stage >= grid.plan.frozen_stages]
+    has_frozen_alone = set().union(*_members(grid).values()).difference(*trained)
+    for rank in range(len(grid.plan.actions)):
+        if rank not in reducing and rank not in has_frozen_alone:
+            why = f"rank {rank} has none; without work it takes a token without a label"
+            yield why, min(reduces.values())
 
 
 def _unequal_collectives(grid: Grid) -> Breaks:

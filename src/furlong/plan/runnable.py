@@ -1,28 +1,28 @@
-"""Whether this release carries a plan out, or only plans it."""
+"""What a plan needs to be carried out, beyond what is there."""
 
 from __future__ import annotations
 
 from furlong.plan.values import ChunkPlan, Forward
 
 
-def missing_to_run(plan: ChunkPlan, num_tokens: int | None = None) -> str:
-    """The part of a plan that no executor carries out yet, as words; empty where there is none.
+def missing_to_run(
+    plan: ChunkPlan, num_tokens: int | None = None, *, num_processes: int = 1
+) -> str:
+    """What a plan needs that `num_processes` have not got, as words; empty where it runs.
 
-    One rank of one process runs; the executor's comms refuse a plan for the same reason. A pool
-    that shards no sequence is data parallelism. `num_tokens`: those of the batch; a plan of more
-    pads its sequences, and is refused too.
+    A pool that shards no sequence is data parallelism. `num_tokens`: those of the batch; a plan of
+    more pads its sequences, which nothing carries out.
     """
-    firsts = (any(isinstance(a, Forward) and a.stage == 0 for a in own) for own in plan.actions)
-    num_replicas = max(1, sum(firsts))
-    num_stages = len(plan.actions) // num_replicas
-    largest = plan.sizes_of_places[-1]
-    of_pool = "" if largest == plan.sp_size else f" of a pool of {plan.sp_size}"
-    if largest == 1:
-        num_replicas *= plan.sp_size
-    parts = {
-        f"data parallelism over {num_replicas} replicas": num_replicas > 1,
-        f"sequence parallelism over {largest} devices{of_pool}": largest > 1,
-        f"a pipeline of {num_stages} stages": num_stages > 1,
-        "padding": num_tokens is not None and sum(plan.seq_lens) != num_tokens,
-    }
-    return ", ".join(words for words, is_missing in parts.items() if is_missing)
+    needed = len(plan.actions) * plan.sp_size
+    parts = []
+    if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
+        parts.append("padding")
+    if needed != num_processes:
+        start = f"{needed} processes: start it with torchrun --nproc-per-node {needed}"
+        firsts = sum(
+            any(isinstance(a, Forward) and a.stage == 0 for a in own) for own in plan.actions
+        )
+        if plan.sp_size > 1 or firsts < len(plan.actions):
+            start += " from Python (furlong.Engine.run); furlong train runs replicas alone"
+        parts.append(start)
+    return ", ".join(parts)

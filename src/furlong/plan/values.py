@@ -100,7 +100,8 @@ class Chunk:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether its passes only meet those of other ranks (see `ChunkPlan.regathers`)."""
+        """Whether it only goes with other ranks: with their passes (see `ChunkPlan.regathers`), or
+        with their Reduce where its own rank has no other chunk."""
         return not self.slices
 
 

@@ -93,7 +93,7 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """The words for why this release cannot run the plan; empty where it can."""
+        """The words for what the plan needs beyond one process; empty where that runs it."""
         return missing_to_run(self.plan, self.num_tokens)
 
     def panel(self, title: str, note: str = "") -> Panel:

@@ -70,7 +70,7 @@ def runs_words(report: PlanReport, train_on: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
     this very plan."""
     if report.missing:
-        return f"no: {report.missing}; planned, not yet run by furlong train (see --runnable)"
+        return f"no, it needs {report.missing} (see --runnable)"
     if train_on:
         return f"yes: furlong train decides for it on one {train_on}"
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"

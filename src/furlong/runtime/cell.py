@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,21 +10,19 @@ from torch import Tensor
 from furlong.errors import UnsupportedModelError
 from furlong.kv.pools.contract import Handle, Lease, Pool
 from furlong.kv.store import KVStore
+from furlong.models.attention import KVReady
 from furlong.ops.backend import Backend
-from furlong.ops.chunk_attention import AttentionRule, PrefixBlock, Relayed, chunk_attention
+from furlong.ops.chunk_attention import Known, chunk_attention, store_kv
+from furlong.ops.exchange import Exchange
+from furlong.ops.layer_kv import AttentionRule, PrefixBlock, Relayed
 from furlong.plan.passes import Pass
-
-
-class KVReady(Exception):  # noqa: N818 - it ends a forward early, it is no error
-    """The cell's last K,V are stored: only its backward needs what follows in the forward."""
+from furlong.plan.rows import ChunkRows
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A slice of a cut sequence inside a chunk."""
 
-    rows: slice
-    """Its rows among the T tokens of the chunk."""
     seq_id: int
     index: int
     """Its number in the sequence, from 0."""
@@ -36,20 +34,23 @@ class Piece:
 class Cell:
     """A `models.attention.CellAttention` over the store; `known` waits in the pool `attention`."""
 
-    slices: tuple[slice, ...]
-    """The rows of each sequence in the chunk, among its T tokens."""
-    pieces: tuple[Piece, ...]
-    """Those slices that are of cut sequences: only they have a prefix or write K,V."""
+    rows: ChunkRows
+    """The rows of the chunk that this process has."""
+    pieces: Mapping[int, Piece]
+    """By number, those slices that are of cut sequences: only they have a prefix or write K,V."""
     store: KVStore
     backend: Backend
     attention: Pool
     layers: range
     """Layers of the stage."""
+    exchange: Exchange | None = None
+    """Needed where a slice lies on several processes."""
     relay_factor: float = 1.0
     attended: list[int] = field(default_factory=list)
     """Layers that have attended in this pass, in order; whoever starts a forward clears it."""
-    known: dict[int, tuple[Handle, Handle]] = field(default_factory=dict)
-    """By layer: out (T, N, H) and lse (T, N), which a forward has put away."""
+    known: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
+    """By layer: out (T, N, H), and the log-sum-exp (rows, heads) of each part of the attention,
+    which a forward has put away."""
     _graph_leases: list[Lease] = field(default_factory=list)
     """Leases of `known` that a graph uses, until its backward."""
     _pass_leases: list[Lease] = field(default_factory=list)
@@ -67,24 +68,21 @@ class Cell:
     ) -> Tensor:
         """q (N, T, H), k and v (K, T, H) -> (N, T, H)."""
         self.attended.append(layer)
-        if what.writes_kv:
-            for piece in self.pieces:
-                if piece.continues:
-                    own_k, own_v = k.detach()[:, piece.rows], v.detach()[:, piece.rows]
-                    self.store.write(piece.seq_id, layer, piece.index, own_k, own_v, rule.window)
-        if what.computes == "to last kv" and layer == self.layers[-1]:
-            raise KVReady
         place = layer - self.layers.start
-        out, lse = chunk_attention(
-            q, k, v, slices=self.slices, layer_kv=_LayerView(self, layer), rule=rule,
-            backend=self.backend, sinks=sinks,
+        view = _LayerView(self, layer, writes=what.writes_kv)
+        ends = what.computes == "to last kv" and layer == self.layers[-1]
+        if what.writes_kv and (ends or place < what.remembered):
+            store_kv(k, v, rows=self.rows, layer_kv=view, rule=rule, exchange=self.exchange)
+        if ends:
+            raise KVReady
+        out, known = chunk_attention(
+            q, k, v, rows=self.rows, layer_kv=view, rule=rule, backend=self.backend,
+            exchange=self.exchange, sinks=sinks,
             known=self._recalled(what, layer) if place < what.remembered else None,
         )  # fmt: skip
         if place < what.remembers:
-            self.known[layer] = (
-                self.attention.put(out.detach().transpose(0, 1)),
-                self.attention.put(lse.transpose(0, 1)),
-            )
+            kept = (known[0].detach(), *known[1])
+            self.known[layer] = tuple(self.attention.put(x.transpose(0, 1)) for x in kept)
         return out
 
     def expect(self, what: Pass) -> None:
@@ -105,8 +103,8 @@ class Cell:
                 self.attention.drop(handle)
         self.known.clear()
 
-    def _recalled(self, what: Pass, layer: int) -> tuple[Tensor, Tensor]:
-        """out (N, T, H) and lse (N, T) of an earlier pass, the next layer's on their way."""
+    def _recalled(self, what: Pass, layer: int) -> Known:
+        """Attention of an earlier pass, the next layer's on its way."""
         self.end_pass()  # the layer before has used its own
         leases = [self.attention.get(handle) for handle in self.known[layer]]
         # a cell may have its graph before a RebuildKV passes through it
@@ -114,8 +112,8 @@ class Cell:
         held += leases
         if layer - self.layers.start + 1 < what.remembered:
             self._prefetch(layer + 1)
-        out, lse = (lease.tensor.transpose(0, 1) for lease in leases)
-        return out, lse
+        out, *lses = (lease.tensor.transpose(0, 1) for lease in leases)
+        return out, tuple(lses)
 
     def _prefetch(self, layer: int) -> None:
         for handle in self.known.get(layer, ()):
@@ -150,22 +148,31 @@ def require_each_layer(name: str, attended: Sequence[int], layers: range) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _LayerView:
-    """Implements `ops.chunk_attention.LayerKV` for one layer of a cell."""
+    """Implements `ops.layer_kv.LayerKV` for one layer of a cell."""
 
     cell: Cell
     layer: int
+    writes: bool
+
+    def keeps(self, slice_index: int) -> bool:
+        piece = self.cell.pieces.get(slice_index)
+        return self.writes and piece is not None and piece.continues
+
+    def write(self, slice_index: int, k: Tensor, v: Tensor, window: int | None) -> None:
+        piece = self.cell.pieces[slice_index]
+        self.cell.store.write(piece.seq_id, self.layer, piece.index, k, v, window)
 
     def prefix(
         self, slice_index: int, window: int | None, *, gradients: bool
     ) -> Iterator[PrefixBlock]:
-        piece = self._piece(slice_index)
+        piece = self.cell.pieces.get(slice_index)
         if piece is None or piece.index == 0:
             return
         store = self.cell.store
         yield from store.prefix(piece.seq_id, self.layer, piece.index, window, gradients=gradients)
 
     def relayed(self, slice_index: int) -> Relayed | None:
-        piece, factor = self._piece(slice_index), self.cell.relay_factor
+        piece, factor = self.cell.pieces.get(slice_index), self.cell.relay_factor
         if piece is None:
             return None
         sent = self.cell.store.relayed(piece.seq_id, self.layer, piece.index)
@@ -173,8 +180,3 @@ class _LayerView:
             return sent
         first, dk, dv = sent
         return first, dk * factor, dv * factor
-
-    def _piece(self, slice_index: int) -> Piece | None:
-        """The piece of a cut sequence that a slice is, None for a whole sequence."""
-        rows = self.cell.slices[slice_index]
-        return next((piece for piece in self.cell.pieces if piece.rows == rows), None)

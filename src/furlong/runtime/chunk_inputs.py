@@ -1,17 +1,21 @@
-"""Inputs of a chunk: token ids, positions and labels, cut as the plan says.
+"""Inputs of a chunk on one process: token ids, positions and labels, cut as the plan says.
 
 Labels are shifted before cutting: the label of a chunk's last token is the first token of the next.
+A process without a token has one row of no sequence, without a label.
+
+    T rows of the process
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from furlong.ops.loss import IGNORE_INDEX, labelled_rows
+from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
 
@@ -22,8 +26,7 @@ class ChunkInputs:
     position_ids: Tensor  # (T,) int64, from each slice's own start
     labels: Tensor  # (T,) int64, shifted
     labelled_rows: Tensor  # (R,) int64, the rows that have a label
-    slices: tuple[slice, ...]
-    """Rows of each slice of the chunk."""
+    rows: ChunkRows
 
 
 def labelled_chunks(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> set[int]:
@@ -45,8 +48,11 @@ class BatchInputs:
         rank: int,
         sequences: Sequence[ShiftedSequence],
         device: torch.device,
+        rows_of: Callable[[Chunk], ChunkRows],
     ) -> None:
+        """`rows_of`: which rows of a chunk this process has."""
         self._chunks, self._sequences, self._device = plan.chunks, sequences, device
+        self._rows_of = rows_of
         self.num_valid_tokens = count_valid_tokens(sequences)
         self._built: dict[int, ChunkInputs] = {}
         last = {
@@ -58,8 +64,8 @@ class BatchInputs:
 
     def of(self, chunk: int) -> ChunkInputs:
         if chunk not in self._built:
-            inputs = chunk_inputs(self._chunks[chunk], self._sequences, self._device)
-            self._built[chunk] = inputs
+            rows = self._rows_of(self._chunks[chunk])
+            self._built[chunk] = chunk_inputs(rows, self._sequences, self._device)
         return self._built[chunk]
 
     def end(self, index: int) -> None:
@@ -68,22 +74,21 @@ class BatchInputs:
 
 
 def chunk_inputs(
-    chunk: Chunk, sequences: Sequence[ShiftedSequence], device: torch.device
+    rows: ChunkRows, sequences: Sequence[ShiftedSequence], device: torch.device
 ) -> ChunkInputs:
-    """The inputs of one chunk, on their way to the device."""
-    ids, positions, labels, rows = [], [], [], []
-    row = 0
-    for piece in chunk.slices:
-        tokens = slice(piece.start, piece.stop)
-        ids.append(sequences[piece.seq_id].input_ids[tokens])
-        labels.append(sequences[piece.seq_id].labels[tokens])
-        positions.append(torch.arange(piece.start, piece.stop, device="cpu"))
-        rows.append(slice(row, row + piece.num_tokens))
-        row += piece.num_tokens
+    """The inputs of a process's rows of one chunk, on their way to the device."""
+    ids, positions, labels = [], [], []
+    for seq_id, start, stop in rows.tokens:
+        ids.append(sequences[seq_id].input_ids[start:stop])
+        labels.append(sequences[seq_id].labels[start:stop])
+        positions.append(torch.arange(start, stop, device="cpu"))
+    if not rows.tokens:
+        ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
+        labels = [torch.full((1,), IGNORE_INDEX, device="cpu")]
     joined = torch.cat(labels)
     vectors = (torch.cat(ids), torch.cat(positions), joined, labelled_rows(joined))
     sent = [_sent(x, device) for x in vectors]
-    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], tuple(rows))
+    return ChunkInputs(sent[0], sent[1], sent[2], sent[3], rows)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

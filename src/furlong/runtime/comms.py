@@ -6,6 +6,7 @@ half a gradient that looks like a whole one.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -39,12 +40,16 @@ class Comms(Protocol):
         """Let go of what `unshard` gathered."""
         ...
 
-    def before_last_backward(self, stage: int) -> None:
-        """Announce the rank's last Backward of a stage."""
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        """Within it runs the rank's last Backward of a stage, without the loss in front of it."""
         ...
 
     def reduce(self, stage: int) -> None:
         """Add up a stage's gradients over its ranks."""
+        ...
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes; it may be changed."""
         ...
 
 
@@ -70,11 +75,14 @@ class Alone:
     def reshard(self, stage: int) -> None:
         """Nothing is sharded."""
 
-    def before_last_backward(self, stage: int) -> None:
-        """Nobody waits for it."""
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext()  # nobody waits for it
 
     def reduce(self, stage: int) -> None:
         """The only rank's sum is the whole one."""
+
+    def add_up(self, values: Tensor) -> Tensor:
+        return values
 
 
 def _nobody(text: str) -> PlanError:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from itertools import product
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from furlong.models.attention import KVReady
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
+from furlong.ops.exchange import Exchange
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
@@ -28,12 +31,12 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
-from furlong.runtime.cell import Cell, KVReady, require_each_layer
+from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.chunk_inputs import BatchInputs
 from furlong.runtime.comms import Comms
 from furlong.runtime.heap import FreedMemory, process_heap
-from furlong.runtime.inputs import ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, open_store
+from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
+from furlong.runtime.layout import chunk_pieces, open_store, rows_on
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
 from furlong.runtime.loss_head import LossHead
@@ -46,8 +49,7 @@ from furlong.timeline import Timeline
 
 
 class Executor:
-    """One plan on one rank, checked; `run` may be called once, and adds the gradients of
-    loss / num_valid_tokens to the parameters' `.grad`."""
+    """One plan on one rank, checked; `run`, once, adds the gradients of loss / num_valid_tokens."""
 
     def __init__(
         self,
@@ -60,21 +62,28 @@ class Executor:
         pools: Pools,
         comms: Comms,
         rank: int = 0,
+        num_labels: int | None = None,
+        process: int = 0,
+        exchange: Exchange | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
+        """`num_labels`: those of the whole batch, None if all sequences are there. `process`: the
+        number of this one among those that obey the rank's actions together, which `exchange`."""
         comms.accept(plan)
         check(plan)
-        self._model, self._plan, self._rank = model, plan, rank
-        self._divisor, self._backend = num_valid_tokens, backend
-        self._pools, self._comms = pools, comms
+        self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
+        self._backend, self._pools, self._comms = backend, pools, comms
         self._stages = model.stages(plan.stages)
         model.require_frozen(sum(plan.stages[: plan.frozen_stages]))
         self._actions = plan.actions[rank]
         self._passes = passes(plan, rank)
         own = self._last_action = last_actions(self._actions)
         self._ends = {index: at for at, index in own.items()}
+        model.require_held(i for stage in {s for _, s in own} for i in self._stages[stage].layers)
         self._last_backward = {a.stage: a for a in self._actions if isinstance(a, Backward)}
-        self._inputs = BatchInputs(plan, rank, sequences, model.device)
+        self._num_labels = num_labels or count_valid_tokens(sequences)
+        rows_of, self._exchange = rows_on(model, plan, process, exchange), exchange
+        self._inputs = BatchInputs(plan, rank, sequences, model.device, rows_of)
         self._store = open_store(plan, pools)
         self._graphs = None if plan.tiers.graphs == "device" else pools.of(plan.tiers.graphs)
         self._attention = pools.of(plan.tiers.attention)
@@ -93,6 +102,8 @@ class Executor:
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
         self.has_drawn = False
         """Whether a forward in train mode drew random numbers."""
+        self.num_labels = 0
+        """Tokens with a label in what has run on all ranks."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`.
@@ -100,8 +111,8 @@ class Executor:
         kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
         try:
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
-                self._recorder.begin()
-                self._expect_next(index)
+                self._recorder.begin(action)
+                self._hidden.expect_for(self._actions[index + 1 : index + 2])
                 self._obey(action, what)
                 for chunk, stage in kv_dead[index]:
                     self._free_kv(chunk, stage)
@@ -116,7 +127,8 @@ class Executor:
         except BaseException:
             self._abandon()
             raise
-        return self._head.total(self._inputs.num_valid_tokens), self._recorder.timeline()
+        loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
+        return loss_sum, self._recorder.timeline()
 
     def _end(self, index: int) -> None:
         """Forget the cell and the chunk's inputs that no later action uses."""
@@ -127,8 +139,8 @@ class Executor:
 
     def _abandon(self) -> None:
         """Forget everything that is alive, after an error."""
-        for clear in (self._live.clear, self._outbox.clear, self._store.clear, self._pools.clear):
-            clear()
+        for alive in (self._live, self._outbox, self._store, self._pools):
+            alive.clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
         match action:
@@ -163,8 +175,6 @@ class Executor:
         replay = None if isinstance(action, Forward) else live.rng
         with replayed(replay, self._model.device):
             match what.computes:
-                case "nothing":
-                    pass
                 case "to last kv":
                     with torch.no_grad(), suppress(KVReady):
                         self._run(live, at, what)
@@ -172,8 +182,7 @@ class Executor:
                     with torch.no_grad():
                         hidden = self._run(live, at, what)
                         if what.loss:
-                            chunk = self._plan.chunks[action.chunk]
-                            self._head.evaluate(hidden, self._inputs.of(action.chunk), chunk)
+                            self._head.evaluate(hidden, self._inputs.of(action.chunk))
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
@@ -225,7 +234,7 @@ class Executor:
 
     def _deliver(self, action: Action, hidden: Tensor) -> None:
         """Hand a stage's output (T, D) to the next stage."""
-        assert isinstance(action, Forward)
+        assert not isinstance(action, (Send, Recv, Unshard, Reshard, Reduce))
         following = action.chunk, action.stage + 1
         if following in self._last_action:
             self._hidden.deliver(following, hidden)
@@ -236,32 +245,33 @@ class Executor:
         at = action.chunk, action.stage
         live = self._live[at]
         assert live.output is not None
-        if self._last_backward[action.stage] is action:
-            self._comms.before_last_backward(action.stage)
         live.cell.relay_factor = action.relay_factor
         if what.loss:
             gradient = self._head.gradient(
                 live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
             )
-            self._pull(live.output, gradient)
+            if not self._head.num_labels and self._last_backward[action.stage] is action:
+                self._head.no_rows(live.output)
+            self._pull(action, live.output, gradient)
         else:
             following = action.chunk, action.stage + 1
             lease = self._hidden.read_gradient(following)
-            self._pull(live.output, lease.tensor)
+            self._pull(action, live.output, lease.tensor)
             lease.release()
             self._hidden.drop(following)
-        live.output = None
-        live.cell.forget()
-        if live.saved is not None:
-            live.saved.drop()
+        live.forget_graph()
         if self._ledger.holds("attention", *at):
             self._ledger.release("attention", *at)
         self._ledger.release("graph", *at)
         self._return_gradient(at, live)
 
-    def _pull(self, output: Tensor, gradient: Tensor) -> None:
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+    def _pull(self, action: Backward, output: Tensor, gradient: Tensor) -> None:
+        is_last = self._last_backward[action.stage] is action
+        with self._comms.last_backward(action.stage) if is_last else nullcontext():
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            elif is_last:  # nothing is trained below the head, whose own backwards are over
+                self._head.no_rows(output)
 
     def _return_gradient(self, at: tuple[int, int], live: LiveCell) -> None:
         """Hand the gradient of a cell's input to the stage before, if that is trained."""
@@ -277,23 +287,13 @@ class Executor:
         if self._ledger.holds("input", *at):
             self._hidden.drop(at)
 
-    def _expect_next(self, index: int) -> None:
-        """Begin to bring the hidden states that the next action reads."""
-        if index + 1 < len(self._actions):
-            match self._actions[index + 1]:
-                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
-                    self._hidden.expect((chunk, stage))
-                case Backward(chunk, stage):
-                    self._hidden.expect((chunk, stage + 1))
-
     def _open(self, chunk: int, stage: int) -> Cell:
-        slices = self._inputs.of(chunk).slices
-        pieces = chunk_pieces(self._plan, chunk, slices)
-        layers = self._stages[stage].layers
-        return Cell(slices, pieces, self._store, self._backend, self._attention, layers)
+        return Cell(
+            self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
+            self._backend, self._attention, self._stages[stage].layers, self._exchange,
+        )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:
         self._ledger.release("kv", chunk, stage)
-        for seq_id, index in self._plan.links[chunk]:
-            for layer in self._stages[stage].layers:
-                self._store.free(seq_id, layer, index)
+        for (seq_id, index), layer in product(self._plan.links[chunk], self._stages[stage].layers):
+            self._store.free(seq_id, layer, index)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.plan.values import ChunkPlan
+from furlong.plan.values import ChunkPlan, Forward
 from furlong.planners.options import ChunkOptions
 
 
@@ -111,6 +111,8 @@ def check_ranges(
     """
     for index, sequence in enumerate(sequences):
         num_tokens = len(sequence.input_ids)
+        if not num_tokens:  # another rank has it
+            continue
         if longest_tokens is not None and num_tokens > longest_tokens:
             raise _refusal(
                 f"sequence {index} of {num_tokens:,} tokens",
@@ -149,9 +151,17 @@ def require_seq_lens(seq_lens: object) -> list[int]:
     return lens
 
 
-def require_plan(plan: object, sequences: Sequence[ShiftedSequence]) -> None:
-    """Raise ConfigError for what is no ChunkPlan, DataError unless the sequences are of the lengths
-    that it was made for."""
+def sequences_of(
+    plan: object, sequences: object, rank: int
+) -> tuple[ChunkPlan, list[ShiftedSequence], bool]:
+    """The plan, its sequences with shifted labels, and whether all of them are there.
+
+    `sequences`: all, in order, or a mapping of seq_id to each that `rank` computes; the others are
+    then empty. Raises ConfigError for what is no ChunkPlan, DataError unless the sequences are of
+    the lengths that it was made for.
+    """
+    is_mapping = isinstance(sequences, Mapping)
+    shifted = shift_labels(sequences.values() if isinstance(sequences, Mapping) else sequences)
     if not isinstance(plan, ChunkPlan):
         raise ConfigError(
             given=f"a plan of type {type(plan).__name__}",
@@ -159,11 +169,38 @@ def require_plan(plan: object, sequences: Sequence[ShiftedSequence]) -> None:
             source="the arguments of Engine.run",
             change="pass what Engine.plan returns",
         )
-    lens = tuple(len(sequence.input_ids) for sequence in sequences)
-    if lens != plan.seq_lens:
+    if not is_mapping:
+        _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
+        return plan, shifted, True
+    assert isinstance(sequences, Mapping)
+    own: dict[Any, ShiftedSequence] = dict(zip(sequences, shifted, strict=True))
+    computed = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward)}
+    needed = sorted({piece.seq_id for chunk in computed for piece in plan.chunks[chunk].slices})
+    missing = [seq_id for seq_id in needed if seq_id not in own]
+    others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
+    if missing or others:
+        raise _refusal(
+            f"no sequence {missing[0]}" if missing else f"a sequence {others[0]!r:.60}",
+            f"at least those of list {rank} of the plan: {_listed(needed)}",
+            "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",
+        )
+    ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
+    _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
+    return plan, among(own, len(plan.seq_lens)), len(ids) == len(plan.seq_lens)
+
+
+def among(own: Mapping[Any, ShiftedSequence], num_sequences: int) -> list[ShiftedSequence]:
+    """A batch by seq_id, of which only `own` sequences are here: the others are empty."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    absent = ShiftedSequence(none, none)
+    return [own.get(seq_id, absent) for seq_id in range(num_sequences)]
+
+
+def _require_lens(lens: Sequence[int], required: Sequence[int]) -> None:
+    if tuple(lens) != tuple(required):
         raise _refusal(
             f"sequences of {_listed(lens)} tokens",
-            f"the plan's: {_listed(plan.seq_lens)}",
+            f"the plan's: {_listed(required)}",
             "pass the sequences for which the plan was made, in their order",
         )
 
@@ -197,10 +234,18 @@ def _refusal(
     return DataError(given=given, required=required, source=source, change=change)
 
 
-def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int) -> int:
-    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label."""
+def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
+    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label, or
+    where nobody says how many have one."""
     if num_valid_tokens is not None:
         return whole_number(num_valid_tokens, "num_valid_tokens")
+    if own_valid_tokens is None:
+        raise DataError(
+            given="a part of the batch's sequences, without num_valid_tokens",
+            required="the labelled tokens of the whole batch, by which the loss is divided",
+            source="the arguments of Engine.run",
+            change="pass num_valid_tokens, or all sequences of the batch",
+        )
     if not own_valid_tokens:
         raise no_data("no token with a label to divide the loss by", "at least one label")
     return own_valid_tokens

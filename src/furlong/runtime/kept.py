@@ -11,6 +11,7 @@ import torch
 
 from furlong.kv.arena import Arena
 from furlong.ops.choose import ProbedBackend
+from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.pools import Pools, Storage
 
 
@@ -24,6 +25,10 @@ class Kept:
     busy: threading.Lock = field(default_factory=threading.Lock)
     process: int = field(default_factory=os.getpid)
     """The process that has opened the pools."""
+    ranks: Ranks | None = None
+    """The processes among which the weights are divided, for good."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype in which divided weights are gathered."""
 
     @property
     def opened(self) -> Pools:

@@ -1,11 +1,35 @@
-"""Which rows of a chunk belong to which piece of a cut sequence, and which pieces are stored."""
+"""Which rows of a chunk a process has, and which of its slices are stored for later chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from furlong.errors import PlanError
 from furlong.kv.store import KVStore
-from furlong.plan.values import ChunkPlan
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.exchange import Exchange
+from furlong.plan.rows import ChunkRows, rows_of
+from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cell import Piece
 from furlong.runtime.pools import Pools
+
+
+def rows_on(
+    model: CausalLM, plan: ChunkPlan, process: int = 0, exchange: Exchange | None = None
+) -> Callable[[Chunk], ChunkRows]:
+    """The rows of each chunk of a plan that a process of the pool has.
+
+    Raises PlanError for a pool of several processes without an exchange.
+    """
+    if plan.sp_size > 1 and exchange is None:
+        raise PlanError(
+            f"the plan is for pools of {plan.sp_size} processes, between which nothing exchanges"
+        )
+    q_heads, kv_heads = model.heads if plan.sp_size > 1 else (1, 1)
+    return partial(
+        rows_of, process=process, sp_size=plan.sp_size, q_heads=q_heads, kv_heads=kv_heads
+    )
 
 
 def open_store(plan: ChunkPlan, pools: Pools) -> KVStore:
@@ -34,15 +58,14 @@ def trained_pieces(plan: ChunkPlan) -> dict[int, list[int]] | None:
     }
 
 
-def chunk_pieces(plan: ChunkPlan, chunk: int, rows: tuple[slice, ...]) -> tuple[Piece, ...]:
-    """The pieces of cut sequences in a chunk; `rows`: where each of its slices lies among its
-    tokens."""
+def chunk_pieces(plan: ChunkPlan, chunk: int) -> dict[int, Piece]:
+    """The pieces of cut sequences in a chunk, by the number of their slice."""
     index_of = dict(plan.links[chunk])
-    return tuple(
-        Piece(
-            where, s.seq_id, index_of[s.seq_id],
+    return {
+        number: Piece(
+            s.seq_id, index_of[s.seq_id],
             continues=index_of[s.seq_id] < plan.num_computed[s.seq_id] - 1,
         )
-        for s, where in zip(plan.chunks[chunk].slices, rows, strict=True)
+        for number, s in enumerate(plan.chunks[chunk].slices)
         if s.seq_id in index_of
-    )  # fmt: skip
+    }  # fmt: skip

@@ -26,6 +26,13 @@ class LiveCell:
     saved: SavedGraph | None = None
     """Tensors of a retained graph that wait in a lower tier."""
 
+    def forget_graph(self) -> None:
+        """Drop what only its backward needed."""
+        self.output = None
+        self.cell.forget()
+        if self.saved is not None:
+            self.saved.drop()
+
 
 def last_actions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
     """By (chunk, stage): the index of the last action on each cell of a rank."""

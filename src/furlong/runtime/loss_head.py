@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
-from furlong.plan.values import Chunk
 from furlong.runtime.chunk_inputs import ChunkInputs
 
 
@@ -32,15 +31,31 @@ class LossHead:
         """The loss of each token (T,) of each sequence."""
         self._num_counted = 0.0
         """Labels of drawn chunks, each as often as its loss in `loss_sum`."""
+        self.num_labels = 0
+        """Labels of this process that a loss was taken of."""
 
-    def total(self, num_valid_tokens: int) -> float:
-        """The summed loss of so many labels; of drawn chunks alone an estimate from their mean, in
-        which each weighs as in the gradient, and nan where none of them has a label."""
+    def total(
+        self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
+    ) -> tuple[float, int]:
+        """The summed loss of all ranks, and how many labels it is of. Of drawn chunks alone the
+        loss is an estimate for `num_valid_tokens` labels from their mean, in which each weighs as
+        in the gradient, and nan where none of them has a label."""
+        own = torch.tensor(
+            [0.0, self._num_counted, self.num_labels], dtype=torch.float64, device="cpu"
+        ).to(self.loss_sum.device)
+        own[0] = self.loss_sum
+        loss_sum, num_counted, num_labels = add_up(own).tolist()
+        if self.token_losses:
+            lens = [len(losses) for losses in self.token_losses]
+            for losses, total in zip(
+                self.token_losses, add_up(torch.cat(self.token_losses)).split(lens), strict=True
+            ):
+                losses.copy_(total)
         if not self._estimates:
-            return float(self.loss_sum)
-        if not self._num_counted:
-            return math.nan
-        return float(self.loss_sum) / self._num_counted * num_valid_tokens
+            return loss_sum, int(num_labels)
+        assert num_valid_tokens is not None
+        mean = loss_sum / num_counted if num_counted else math.nan
+        return mean * num_valid_tokens, num_valid_tokens
 
     def gradient(
         self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
@@ -59,18 +74,28 @@ class LossHead:
         weight = loss_factor if self._estimates else 1.0
         self.loss_sum += weight * loss_sum
         self._num_counted += weight * len(inputs.labelled_rows)
+        self.num_labels += len(inputs.labelled_rows)
         return gradient
 
-    def evaluate(self, hidden: Tensor, inputs: ChunkInputs, chunk: Chunk) -> None:
+    def no_rows(self, hidden: Tensor) -> None:
+        """A backward through the head that changes no gradient, of hidden states (T, D): where
+        several processes add up gradients, none may be missing."""
+        with torch.enable_grad():
+            total = self._model.logits(hidden[:0].detach()).sum()
+        if total.requires_grad:
+            torch.autograd.backward(total)
+
+    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
         """Add a chunk's loss, and note that of each token, of final hidden states (T, D)."""
         losses = token_losses(
             self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
             max_tile_tokens=self._max_tile_tokens,
         )  # fmt: skip
         self.loss_sum += losses.sum()
+        self.num_labels += len(inputs.labelled_rows)
         if self.token_losses:
-            for piece, rows in zip(chunk.slices, inputs.slices, strict=True):
-                self.token_losses[piece.seq_id][piece.start : piece.stop] = losses[rows]
+            for (seq_id, start, stop), row in inputs.rows.runs():
+                self.token_losses[seq_id][start:stop] = losses[row : row + stop - start]
 
     def _require_gradient(self, hidden: Tensor) -> None:
         """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TypedDict, Unpack
 
 from furlong.plan.values import Action
@@ -10,6 +11,10 @@ from furlong.runtime.memory import MemoryMeter
 from furlong.runtime.pools import Pools
 from furlong.runtime.stopwatch import Clock, stopwatch
 from furlong.timeline import Record, Timeline
+
+
+def _untold(action: Action) -> None:
+    """For a caller that asks for nothing."""
 
 
 class Measuring(TypedDict, total=False):
@@ -20,6 +25,8 @@ class Measuring(TypedDict, total=False):
     peak during its own; see `MemoryMeter`."""
     clock: Clock
     """Seconds on devices that compute in the calling thread; default: time.perf_counter."""
+    begun: Callable[[Action], None]
+    """Told each action before it is carried out."""
 
 
 class Recorder:
@@ -29,10 +36,12 @@ class Recorder:
         self._pools, self._rank = pools, rank
         self._watch = stopwatch(pools.arena.device, measuring.get("clock", time.perf_counter))
         self._meter = MemoryMeter(pools.arena.device, exact=measuring.get("exact_peaks", False))
+        self._begun = measuring.get("begun", _untold)
         self._noted: list[tuple[Action, int, int]] = []
 
-    def begin(self) -> None:
+    def begin(self, action: Action) -> None:
         """An action begins; the first one starts the clock."""
+        self._begun(action)
         if not self._noted:
             self._watch.mark()
         self._meter.begin()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from furlong.kv.pools.contract import Handle, Pool
 
@@ -40,14 +41,16 @@ class SavedGraph:
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
         """Within it what autograd saves goes into the pool, but for tensors that share memory with
         one of `stays`."""
-        known = {x.untyped_storage().data_ptr() for x in stays}
+        known = {x.untyped_storage().data_ptr() for x in stays if not isinstance(x, DTensor)}
         sent: dict[tuple[int, int, torch.dtype], tuple[Handle, Tensor]] = {}
         # The table holds the tensors: an address that is free could be another tensor's next.
 
         def pack(x: Tensor) -> Tensor | _Away:
             storage = x.untyped_storage()
             small = storage.nbytes() < _MIN_BYTES or not x.is_floating_point()
-            if small or storage.data_ptr() in known:
+            # a weight that was divided is gathered only now
+            is_weight = isinstance(x if x._base is None else x._base, nn.Parameter)
+            if small or is_weight or storage.data_ptr() in known:
                 # with its graph it would hold the very node that saves it: what no backward
                 # reaches (a norm behind a stage, all after an error) would never be freed
                 return x.detach()

@@ -10,6 +10,10 @@ Three comparisons of random sequences, computed whole by the model itself and co
 
 What differs is refused by name. In 16 bits the bound is twice what the whole run itself moves when
 the outputs of every attention and of the modules in it are rounded once more.
+
+Where a process holds one stage, nobody has the whole model to compare with. Its own weights must be
+finite, and a tiny twin (`runtime.twin`) is checked in the model's place: whole, and as stages that
+hold what theirs does and nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from torch import Tensor
 
 from furlong.errors import UnsupportedModelError, UserError
 from furlong.models.causal_lm import CausalLM
+from furlong.models.held import uncuttable
 from furlong.models.rope import num_positions
-from furlong.models.stage import uncuttable
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
 from furlong.runtime.rng import RNGState, replayed
@@ -39,10 +43,12 @@ from furlong.runtime.trial import (
     cuts,
     random_ids,
     refusal,
+    refuse_not_finite,
     rounded_again,
     watched,
     whole_run,
 )
+from furlong.runtime.twin import held_by, tiny_twin
 
 _T = TypeVar("_T")
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -64,9 +70,25 @@ def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None 
     afterwards as before. Raises UnsupportedModelError for a model that differs in chunks, whose
     weights are not finite, or whose forward changes a buffer.
     """
-    heights = tuple(heights or (model.num_layers,))
+    whole = (model.num_layers,)
+    heights = tuple(heights or whole)
     model.stages(heights)  # stages of other layers are no fault of the model
-    _refuse_not_finite(model)
+    refuse_not_finite(model)
+    if model.held == range(model.num_layers):
+        return _check([model] * len(heights), model, backend, heights)
+    twin = tiny_twin(model)
+    error = _check([twin], twin, backend, whole)
+    return (
+        error
+        if heights == whole
+        else max(error, _check(held_by(twin, heights), twin, backend, heights))
+    )
+
+
+def _check(
+    parts: Sequence[CausalLM], model: CausalLM, backend: Backend, heights: Sequence[int]
+) -> float:
+    """The largest error of a model that `parts` hold, each its own stage."""
     before = RNGState.read(model.device)
     modes = [(module, module.training) for module in model.model.modules()]
     try:
@@ -77,12 +99,12 @@ def self_check(model: CausalLM, backend: Backend, heights: Sequence[int] | None 
             if not RNGState.read(model.device).equals(before):
                 model.model.eval()
                 known.clear()
-            return max(_errors(model, backend, heights, known))
+            return max(_errors(parts, model, backend, heights, known))
     except UnsupportedModelError as error:
         if len(heights) == 1:
             raise
         # whole, it has passed already
-        raise uncuttable(model, error.given.removeprefix(model.name).lstrip()) from error
+        raise uncuttable(model.name, error.given.removeprefix(model.name).lstrip()) from error
     finally:
         for module, training in modes:
             module.training = training
@@ -123,18 +145,22 @@ def _ids(model: CausalLM) -> list[Tensor]:
 
 
 def _errors(
-    model: CausalLM, backend: Backend, heights: Sequence[int], known: list[Tensor]
+    parts: Sequence[CausalLM],
+    model: CausalLM,
+    backend: Backend,
+    heights: Sequence[int],
+    known: list[Tensor],
 ) -> list[float]:
     """The errors of all comparisons. `known`: the short sequence's own logits, if they are known;
     the first run takes them out."""
     limit = model.longest_tokens or 2**31
     window = shortest_window(model.base) or limit
     ids = _ids(model)
-    with watched(model) as watch:
+    with watched(model, parts[0]) as watch:
         errors = _compare(
             model,
             lambda: whole_run(model, ids, watch, known.pop() if known else None),
-            lambda: chunked_run(model, backend, heights, ids, watch),
+            lambda: chunked_run(parts, backend, heights, ids, watch),
             watch,
         )
     if window >= limit:  # no token is beyond it
@@ -149,7 +175,7 @@ def _errors(
     return errors + _compare(
         model,
         lambda: {name: torch.cat([model.whole_hidden(i) for i in beyond])},
-        lambda: {name: torch.cat(chunked_forwards(model, backend, heights, beyond, watch))},
+        lambda: {name: torch.cat(chunked_forwards(parts, backend, heights, beyond, watch))},
         watch,
     )
 
@@ -264,18 +290,3 @@ def _require_finite(model: CausalLM, whole: Run, dtype: torch.dtype) -> None:
             source="the start-up self-check",
             change=f"compute in a wider type than {dtype}, such as bfloat16 or float32",
         )
-
-
-def _refuse_not_finite(model: CausalLM) -> None:
-    """Raise UnsupportedModelError for a weight that is NaN or infinite."""
-    for name, parameter in model.model.named_parameters():
-        # a sum is finite if every term is, but for overflow: then each element is looked at
-        if not bool(parameter.detach().sum(dtype=torch.float32).isfinite()) and not bool(
-            parameter.detach().isfinite().all()
-        ):
-            raise UnsupportedModelError(
-                given=f"{model.name} with weights in {name} that are not finite",
-                required="finite weights",
-                source="the weights of the model",
-                change="load the weights again, or an earlier checkpoint",
-            )

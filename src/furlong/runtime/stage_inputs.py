@@ -6,9 +6,12 @@ is, so that a Backward out of order cannot read hidden states as gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from furlong.kv.pools.contract import Handle, Lease, Pool
+from furlong.plan.values import Action, Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.ledger import Ledger
 
 _Cell = tuple[int, int]
@@ -51,8 +54,16 @@ class StageInputs:
         self._ledger.release("input" if self._ledger.holds("input", *cell) else "gradient", *cell)
         self._pool.drop(self._handles.pop(cell))
 
-    def expect(self, cell: _Cell) -> None:
-        """Begin to bring what is there of a cell."""
+    def expect_for(self, actions: Sequence[Action]) -> None:
+        """Begin to bring what is there of the cells that these actions read."""
+        for action in actions:
+            match action:
+                case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                    self._expect((chunk, stage))
+                case Backward(chunk, stage):
+                    self._expect((chunk, stage + 1))
+
+    def _expect(self, cell: _Cell) -> None:
         handle = self._handles.get(cell)
         if handle is not None:
             self._pool.prefetch(handle)

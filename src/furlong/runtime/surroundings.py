@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
+from furlong.models.entrance import is_sharded
 from furlong.models.support import other_dropouts
 from furlong.models.wrappers import around, refuse_hooks
 
@@ -61,18 +62,19 @@ def device_type(model: nn.Module) -> str:
     return kind if torch.amp.is_autocast_available(kind) else "cpu"
 
 
-def left_out(model: nn.Module, bare: nn.Module) -> list[str]:
-    """Notes on what a caller may expect and nobody does, of a model and the bare one in it."""
+def left_out(model: nn.Module, bare: nn.Module, *, is_shared: bool = False) -> list[str]:
+    """Notes on what a caller may expect and nobody does, of a model and the bare one in it.
+    `is_shared`: several processes call it together."""
     notes = []
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    if not is_shared and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
         if size > 1:
             notes.append(
                 f"{size} processes: gradients are this process's own and nobody adds them up"
             )
     for module in around(model, bare):
-        hooks = module._forward_hooks, module._forward_pre_hooks
+        hooks = () if is_sharded(module) else (module._forward_hooks, module._forward_pre_hooks)
         if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
             notes.append(_NOT_RUN.format(f"hooks on {type(module).__name__} itself do"))
         if _has_own_forward(module):

@@ -7,7 +7,7 @@ last tokens of the long sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,13 +21,13 @@ from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
-from furlong.ops.chunk_attention import AttentionRule
+from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.runtime.cell import Cell, require_each_layer
 from furlong.runtime.chunk_inputs import chunk_inputs
 from furlong.runtime.inputs import ShiftedSequence
-from furlong.runtime.layout import chunk_pieces, piece_lens
+from furlong.runtime.layout import chunk_pieces, piece_lens, rows_on
 
 Run = dict[str, Tensor]
 """Tensors to compare, by name."""
@@ -77,14 +77,16 @@ class Watch:
 
 
 @contextmanager
-def watched(model: CausalLM) -> Iterator[Watch]:
-    """Within it the model's input embeddings are cut off from what follows, for a gradient."""
+def watched(*models: CausalLM) -> Iterator[Watch]:
+    """Within it the models' input embeddings are cut off from what follows, for a gradient."""
     watch = Watch()
-    handle = model.base.get_input_embeddings().register_forward_hook(watch.cut)
+    embeddings = dict.fromkeys(model.base.get_input_embeddings() for model in models)
+    handles = [module.register_forward_hook(watch.cut) for module in embeddings]
     try:
         yield watch
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -132,12 +134,19 @@ def whole_run(
 
 
 def chunked_run(
-    model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
+    parts: Sequence[CausalLM],
+    backend: Backend,
+    heights: Sequence[int],
+    ids: Sequence[Tensor],
+    watch: Watch,
 ) -> Run:
-    """The same in chunks and stages of `heights` layers, backwards descending."""
+    """The same in chunks and stages of `heights` layers, backwards descending.
+
+    `parts`: for each stage a model that holds it; the whole model holds all.
+    """
     length, num_short = (len(i) for i in ids)
     with torch.enable_grad():
-        outputs = chunked_forwards(model, backend, heights, ids, watch)
+        outputs = chunked_forwards(parts, backend, heights, ids, watch)
         grads = []
         for output, leaf in zip(reversed(outputs), reversed(watch.leaves), strict=True):
             is_last = output is outputs[-1]
@@ -149,7 +158,7 @@ def chunked_run(
     tiles = hidden[-num_short:].split(_TILE_TOKENS)  # a head that mixes tokens differs in tiles
     compared = {
         "hidden states": hidden[:-num_short],
-        "logits": torch.cat([model.logits(tile) for tile in tiles]),
+        "logits": torch.cat([parts[-1].logits(tile) for tile in tiles]),
     }
     return compared | {GRADIENTS: torch.cat(grads[::-1])[:length]}
 
@@ -168,7 +177,11 @@ def _gradient(hidden: Tensor, leaf: Tensor, cotangent: Tensor, watch: Watch) -> 
 
 
 def chunked_forwards(
-    model: CausalLM, backend: Backend, heights: Sequence[int], ids: Sequence[Tensor], watch: Watch
+    parts: Sequence[CausalLM],
+    backend: Backend,
+    heights: Sequence[int],
+    ids: Sequence[Tensor],
+    watch: Watch,
 ) -> list[Tensor]:
     """Final hidden states (T, D) of each chunk, after stages of `heights` layers.
 
@@ -179,21 +192,27 @@ def chunked_forwards(
     pieces = [Slice(0, start, stop) for start, stop in pairwise(cuts(length))]
     chunks = (*(Chunk((piece,)) for piece in pieces[:-1]), Chunk((pieces[-1], Slice(1, 0, short))))
     plan = ChunkPlan((length, short), chunks, tuple(heights), ((),))
+    model = parts[0]
     arena = Arena(model.device)
     store = KVStore(arena, piece_lens(plan))
+    stages = {part: part.stages(heights) for part in parts}
     labels = [torch.full(i.shape, -100, device="cpu") for i in ids]
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
     what = Pass("graph", writes_kv=True)
     watch.leaves.clear()
-    inputs = [chunk_inputs(chunk, sequences, model.device) for chunk in chunks]
+    rows_of = rows_on(model, plan)
+    inputs = [chunk_inputs(rows_of(chunk), sequences, model.device) for chunk in chunks]
     hidden = [own.input_ids for own in inputs]
-    with model.installed():
-        for stage in model.stages(heights):
+    with ExitStack() as installed:
+        for part in stages:
+            installed.enter_context(part.installed())
+        for number, part in enumerate(parts):
+            stage = stages[part][number]
             for index, own in enumerate(inputs):
                 num_leaves = len(watch.leaves)
                 cell = WatchedCell(
-                    own.slices, chunk_pieces(plan, index, own.slices), store, backend,
-                    DevicePool(arena), stage.layers,
+                    own.rows, chunk_pieces(plan, index), store, backend, DevicePool(arena),
+                    stage.layers,
                 )  # fmt: skip
                 hidden[index] = stage.run(hidden[index], own.position_ids, cell, what)
                 require_each_layer(model.name, cell.attended, stage.layers)
@@ -246,3 +265,18 @@ def refusal(
         given=f"{model.name} {what}", required=required, source="the start-up self-check",
         change=change,
     )  # fmt: skip
+
+
+def refuse_not_finite(model: CausalLM) -> None:
+    """Raise UnsupportedModelError for a weight that is NaN or infinite."""
+    for name, parameter in model.model.named_parameters():
+        # a sum is finite if every term is, but for overflow: then each element is looked at
+        if not bool(parameter.detach().sum(dtype=torch.float32).isfinite()) and not bool(
+            parameter.detach().isfinite().all()
+        ):
+            raise UnsupportedModelError(
+                given=f"{model.name} with weights in {name} that are not finite",
+                required="finite weights",
+                source="the weights of the model",
+                change="load the weights again, or an earlier checkpoint",
+            )

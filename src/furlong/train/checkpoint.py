@@ -9,7 +9,8 @@ Nothing is ever unpickled. DCP's default storage keeps its index (`.metadata`) a
 torch's private classes, and an unpickler that admits just those would break with each of their
 changes. DCP's safetensors storage has no index: the header of each file tells names, types, shapes
 and the offset of its part in the whole tensor, so that another number of processes can read it as
-well, and every safetensors tool can look inside.
+well, and every safetensors tool can look inside. Of several processes each writes the parts of the
+sharded tensors that it holds, into files of its own.
 
 A checkpoint is written under another name (`.tmp`), synchronised with the disk, listed in its
 manifest, and renamed. What a power failure or a full disk cut short has no manifest, or one that
@@ -18,11 +19,13 @@ its files do not fit, and is never loaded.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ from furlong.train.checkpoint_folder import (
     write_json,
 )
 from furlong.train.disk import FULL_DISK
+from furlong.train.processes.together import ALONE, Processes
 
 # DCP copies a file's tensors before it writes them: files of this size bound what that takes.
 _MAX_FILE_BYTES = 2**28
@@ -62,38 +66,64 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     num_kept: int = NUM_KEPT,
+    processes: Processes = ALONE,
 ) -> Path:
     """Writes `folder/step-XXXXXXXX` and removes all but the last `num_kept`; returns it.
 
-    `state` is what JSON can hold. Raises CheckpointError when the disk is full or cannot be
-    written; the checkpoints before are then as they were.
+    `state` is what JSON can hold; the first process's is written. Every process calls it, with the
+    parts of sharded tensors that it holds, and with whole ones that are equal. Raises
+    CheckpointError when the disk is full or cannot be written; the checkpoints before are then as
+    they were.
     """
     checkpoint = folder / f"step-{step:08d}"
     aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
-    try:
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def make_room() -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         aside.mkdir()
-        _write_tensors(aside, tensors)
+
+    def write() -> None:
+        _write_tensors(aside, tensors, is_alone=processes.num_processes == 1)
+
+    def complete() -> None:
+        _check_whole(aside, tensors)
         write_json(aside / STATE, state)
         write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": measure_files(aside)})
         os.rename(aside, checkpoint)
         for parent in (folder, folder.parent):
             sync_folder(parent)
+
+    try:
+        for part, is_of_first in ((make_room, True), (write, False), (complete, True)):
+            if processes.is_first or not is_of_first:
+                processes.together(partial(_writing, part, checkpoint, num_bytes))
+            else:
+                processes.together(lambda: None)
+    except CheckpointError:
+        if processes.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    for old in list_checkpoints(folder)[:-num_kept] if processes.is_first else ():
+        _remove(old)
+    return checkpoint
+
+
+def _writing(work: Callable[[], None], checkpoint: Path, num_bytes: int) -> None:
+    """Does the work; what the operating system refuses is a CheckpointError."""
+    try:
+        work()
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        room = f", with room for {sum(t.nbytes for t in tensors.values()):,} bytes"
+        room = f", with room for {num_bytes:,} bytes"
         is_full = error.errno in FULL_DISK
         raise CheckpointError(
             given=f"{error.strerror} while checkpoint {checkpoint.name} was written",
             required=f"a folder that can be written to{room if is_full else ''}",
-            source=str(folder),
+            source=str(checkpoint.parent),
             change=f"{'make room' if is_full else 'mend the folder'} and continue the run with"
             " --resume; the checkpoints before are whole",
         ) from error
-    for old in list_checkpoints(folder)[:-num_kept]:
-        _remove(old)
-    return checkpoint
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -139,7 +169,23 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless the parts of each tensor are in the folder: on machines without
+    a common disk each would write into a folder of its own."""
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        entry = stored.get(name)
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != tensor.numel():
+            raise CheckpointError(
+                given=f"a part of {name} that is not where the first process writes",
+                required="one run folder for the processes of all machines",
+                source=str(folder.parent),
+                change="set out to a folder on a disk that all machines share",
+            )
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool) -> None:
     file_of: dict[str, int] = {}
     number, num_bytes = 1, 0
     for name, tensor in tensors.items():
@@ -153,7 +199,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         # safetensors writes contiguous tensors only.
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save(whole, storage_writer=writer, no_dist=True)
+        save(whole, storage_writer=writer, no_dist=is_alone)
     except CheckpointException as failure:
         raise _cause(failure) from None
 

@@ -48,8 +48,11 @@ def decide_options(
     storage: Storage,
     *,
     rope: dict[str, Any] | None = None,
+    num_replicas: int = 1,
+    num_local: int = 1,
 ) -> Decision:
-    """The options of a run over `train`. Call it before the model takes memory.
+    """The options of a run over `train`. Call it before the model takes memory. `num_local`:
+    processes that share this machine's RAM.
 
     Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, and
     for a sample that would leave no chunk of the data out.
@@ -60,7 +63,7 @@ def decide_options(
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        model = _model(config, device, rope=rope)
+        model = _model(config, device, rope=rope, num_replicas=num_replicas)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
@@ -69,13 +72,13 @@ def decide_options(
     figures = calibrated(model, config.model.dtype)
     if nothing_left and not is_lowered:
         return Decision(ChunkOptions(**given), "", model=figures.model)
-    _, free_bytes, free_words = _device(device)
+    _, free_bytes, free_words = _device(device, num_local)
     if nothing_left:  # but the lower tiers must hold it
         free_bytes = _NO_BOUND_BYTES
     seed = config.train.seed
     decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
-        sequences_per_step=config.train.sequences_per_step,
+        sequences_per_step=-(-config.train.sequences_per_step // num_replicas),
         seed=seed,
         longest=train.longest,
         model=figures.model,
@@ -107,28 +110,40 @@ def _given(config: RunConfig, train: DataSet) -> dict[str, Any]:
 
 
 def cost_model(
-    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None = None
+    config: RunConfig,
+    device: torch.device,
+    *,
+    rope: dict[str, Any] | None = None,
+    num_replicas: int = 1,
 ) -> CostModel | None:
     """The cost model of a run's plans; None where the model's work cannot be counted."""
     try:
-        model = _model(config, device, rope=rope)
+        model = _model(config, device, rope=rope, num_replicas=num_replicas)
     except ConfigError:
         return None
     return calibrated(model, config.model.dtype).model
 
 
-def _model(config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None) -> CostModel:
-    """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
+def _model(
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, num_replicas: int
+) -> CostModel:
+    """The cost model without a calibration. Replicas share weights and the optimizer's state, and
+    each gathers whole weights for a step and sums whole gradients. Raises ConfigError where work
+    cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
-    return CostModel(shape, _device(device)[0], training_of(config.model))
+    training = training_of(config.model)
+    if num_replicas > 1:
+        training = replace(training, zero_stage=1, replicas=num_replicas)
+    return CostModel(shape, _device(device)[0], training)
 
 
-def _device(device: torch.device) -> tuple[HardwareSpec, int, str]:
+def _device(device: torch.device, num_local: int = 1) -> tuple[HardwareSpec, int, str]:
     """A device's figures, the bytes that its free memory allows, and the words for that budget."""
     if device.type != "cuda":
-        return this_cpu(measured=False), free_ram_budget_bytes(), FREE_RAM
+        words = FREE_RAM if num_local == 1 else f"{FREE_RAM} over {num_local} processes"
+        return this_cpu(measured=False), free_ram_budget_bytes() // num_local, words
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     name = nearest_hardware(torch.cuda.get_device_name(device), total_bytes)
     # gaps between the allocator's blocks

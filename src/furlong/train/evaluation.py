@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +15,11 @@ from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.train.fitting import Fitting
+from furlong.train.processes.watch import EVALUATION
+from furlong.train.replicas import Replicas
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
     from furlong.runtime.result import StepResult
 
 HELD_OUT, TRAINING = "held-out", "training"
@@ -53,7 +55,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    replicas: Replicas,
     model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
@@ -78,32 +80,37 @@ def evaluate(
                 return None
             if batch.num_valid_tokens == 0:
                 continue
-            sequences = batch.tensors(device)
             result = fitting.compute(
-                partial(_losses, engine, sequences, used),
+                partial(_losses, replicas, batch, device, used),
                 name="an evaluation", num_tokens=batch.num_tokens, device=device,
             )  # fmt: skip
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
-            for sequence, losses in zip(sequences, result.token_losses, strict=True):
-                _add_by_position(losses, sequence["labels"].cpu(), sums, counts)
+            for number in replicas.own(result.plan, len(batch.sequences)):
+                labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
+                _add_by_position(result.token_losses[number], labels, sums, counts)
     finally:
         for module, training in modes:
             module.training = training
-    return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, _buckets(sums, counts))
+    figures = replicas.processes.sums([*sums.tolist(), *counts.tolist()])
+    sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
+    by_position = _buckets(sums, counts.long())
+    return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, by_position)
 
 
 def _losses(
-    engine: Engine,
-    sequences: list[dict[str, Tensor]],
+    replicas: Replicas,
+    batch: Batch,
+    device: torch.device,
     used: UsedMemory | None,
     options: ChunkOptions,
 ) -> StepResult:
-    """The sequences' losses, within the budget of `used`."""
+    """The losses of a batch, within the budget of `used`."""
+    compute = partial(replicas.compute, batch, options, device, name=EVALUATION, backward=False)
     if used is None:
-        return engine.forward_backward(sequences, options, backward=False)
+        return compute()
     used.restart()
-    return engine.forward_backward(sequences, options, backward=False, watch=used.check)
+    return compute(watch=used.check)
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:

@@ -14,7 +14,7 @@ from furlong.train.checkpoint import load_tensors, one_process
 from furlong.train.checkpoint_folder import RemovedCheckpointError, removal_told
 from furlong.train.disk import folder_errors_reported
 from furlong.train.exportable import Exportable
-from furlong.train.run import build_run_model, read_architecture
+from furlong.train.prepare import build_run_model, read_architecture
 from furlong.train.state import base_fingerprint, check_base, trained_tensors
 
 _NUM_TRIES = 5

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, UserError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import give_back_memory
 from furlong.runtime.rng import RNGState
@@ -38,11 +38,13 @@ class Fitting:
         say: Callable[[str], None] = print,
         changed: Callable[[ChunkOptions], None] = lambda options: None,
         smallest_tokens: int = SMALLEST_TOKENS,
+        alike: Callable[[UserError], UserError] = lambda error: error,
     ) -> None:
-        """`changed` is told the new options; chunks of `smallest_tokens` are not halved."""
+        """`changed` is told the new options; chunks of `smallest_tokens` are not halved. `alike`
+        takes note of an error that all processes of a run are going to raise."""
         self.options = options
         self._say, self._changed = say, changed
-        self._smallest = smallest_tokens
+        self._smallest, self._alike = smallest_tokens, alike
 
     def compute(
         self,
@@ -68,7 +70,7 @@ class Fitting:
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = _reason(error)
+                reason = reason_of(error)
             # The error and the frames that it held are gone: now their memory can be freed.
             undo()
             before.write(device)
@@ -76,7 +78,7 @@ class Fitting:
             give_back_memory(device)
             tried.append(self.options.size)
             if tried.count(self.options.size) > 1:
-                raise _nothing_fits(name, tried, reason)
+                raise self._alike(_nothing_fits(name, tried, reason))
             self._shrink(name, num_tokens, reason)
 
     def _shrink(self, name: str, num_tokens: int, reason: str) -> None:
@@ -108,7 +110,7 @@ def lack_of_memory_told() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            given=f"out of memory beside the steps' own plans: {_reason(error)}",
+            given=f"out of memory beside the steps' own plans: {reason_of(error)}",
             required="memory for the weights, the gradients, the optimizer's state and its update",
             source="the memory of the device",
             change="use a device with more memory, LoRA (model.lora) or a smaller model; smaller"
@@ -123,7 +125,8 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

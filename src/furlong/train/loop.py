@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import Batch, LoaderState, told_ahead
 from furlong.plan.values import ChunkPlan
 from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
@@ -18,11 +18,11 @@ from furlong.train.fitting import Fitting
 from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import make_state
+from furlong.train.replicas import Replicas
 from furlong.train.step import TrainedStep, train_step, trained_parameters
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
     from furlong.runtime.result import StepResult
 
 
@@ -100,7 +100,7 @@ class Cadence:
 
 
 def run_steps(
-    engine: Engine,
+    replicas: Replicas,
     model: nn.Module,
     batches: Iterator[Batch],
     fitting: Fitting,
@@ -126,6 +126,7 @@ def run_steps(
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
     losses: list[float | None] = []
     saved_step = progress.step
+    batches = told_ahead(batches, lambda batch: replicas.expect(batch, fitting.options))
     after, stopped = _evaluate(progress.step, num_steps, cadence, log, used)
     if progress.step == 0:
         progress = replace(progress, eval_loss_before=after)
@@ -134,7 +135,7 @@ def run_steps(
         if cadence.check:
             cadence.check(progress.step + 1, batch, used)
         figures, result = train_step(
-            engine,
+            replicas,
             batch,
             fitting,
             step=progress.step + 1,

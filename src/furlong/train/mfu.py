@@ -26,16 +26,22 @@ class MfuMeter:
     shape: ModelShape
     peak_flops_per_s: float
     has_frozen_base: bool = False
+    num_devices: int = 1
 
     def mfu(self, seq_lens: Iterable[int], seconds: float) -> float:
         """Share of the peak, 0 to 1, of a step over these sequences."""
         linear = 2 if self.has_frozen_base else 3
         flops = sum(sequence_flops(self.shape, n).times(linear, 3).total for n in seq_lens)
-        return flops / (seconds * self.peak_flops_per_s)
+        return flops / (seconds * self.peak_flops_per_s * self.num_devices)
 
 
 def build_meter(
-    config: Any, device_name: str | None, dtype: torch.dtype, *, has_frozen_base: bool
+    config: Any,
+    device_name: str | None,
+    dtype: torch.dtype,
+    *,
+    has_frozen_base: bool,
+    num_devices: int = 1,
 ) -> MfuMeter | None:
     """A meter for a transformers config; None where the peak or the model's work is not known.
 
@@ -49,4 +55,4 @@ def build_meter(
     except ConfigError:
         return None
     peak = KNOWN[EXACT_NAMES[device_name]].peak_flops_per_s
-    return MfuMeter(shape, peak, has_frozen_base) if shape.exact else None
+    return MfuMeter(shape, peak, has_frozen_base, num_devices) if shape.exact else None

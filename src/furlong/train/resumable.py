@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -11,28 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from furlong.config.schema import RunConfig, TrainConfig
-from furlong.data.loader import Batch, LoaderState, in_order
+from furlong.config.schema import RunConfig
+from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
 from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
+from furlong.timeline import Timeline
 from furlong.train.checkpoint_folder import list_checkpoints, write_json
 from furlong.train.draws import step_options
-from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
+from furlong.train.evaluator import evaluator
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.metrics import MetricsLog, open_bar
 from furlong.train.mfu import MfuMeter, build_meter
 from furlong.train.optimizer import build_optimizer, build_schedule
+from furlong.train.processes.together import Processes
+from furlong.train.replicas import Replicas
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
-from furlong.train.state import RunState, base_fingerprint
+from furlong.train.state import RunState
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
 from furlong.train.used_memory import UsedMemory
@@ -58,7 +62,7 @@ class RunData:
 def run_resumable(
     config: RunConfig,
     run: RunFolder,
-    engine: Engine,
+    replicas: Replicas,
     model: nn.Module,
     options: ChunkOptions,
     data: RunData,
@@ -66,38 +70,35 @@ def run_resumable(
     *,
     num_steps: int,
     architecture: dict[str, Any],
+    base: str | None,
     predict: Callable[[ChunkPlan], Prediction] | None = None,
 ) -> LoopFigures:
     """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`, or up
-    to the one in which `stop` is asked. `predict` tells what a plan is expected to take.
+    to the one in which `stop` is asked of any process. `predict` tells what a plan is expected to
+    take; `base` is the model's `base_fingerprint`.
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
-    settings = config.train
+    settings, processes = config.train, replicas.processes
     state = _build_state(config, model, options, data.fingerprint, num_steps, architecture)
+    state = replace(state, base_fingerprint=base, processes=processes)
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
-        progress = state.restore(run.checkpoint, run.state)
+        restore = partial(state.restore, run.checkpoint, run.state)
+        progress = processes.together(restore)
         print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
     # The config comes last: a folder that has one holds a run.
-    _write_options(run.path, options)
-    write_json(run.path / CONFIG, state.config)
+    if processes.is_first:
+        _write_options(run.path, options)
+        write_json(run.path / CONFIG, state.config)
     with ExitStack() as stack:
-        log = _open_log(stack, config, run, progress.step, num_steps)
-        fitting = Fitting(options, say=log.say, changed=partial(_write_options, run.path))
-        save = _saver(state, fitting, run.path / CHECKPOINTS, log)
-        cadence = Cadence(
-            evaluate=_evaluator(engine, model, fitting, settings, data, lambda: stop.asked),
-            eval_every_steps=settings.eval_every_steps,
-            save=save if settings.save_every_steps else None,
-            save_every_steps=settings.save_every_steps,
-            measured=partial(_write_measured, run.path),
-            predict=predict,
-            check=_checker(config, engine, model, fitting, state.optimizer, log),
-            should_stop=lambda: stop.asked,
-        )
+        log = _open_log(stack, config, run, progress.step, num_steps, processes)
+        changed = partial(_write_options, run.path) if processes.is_first else lambda _: None
+        fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
+        cadence = _cadence(config, run.path, state, replicas, fitting, data, stop, log)
+        cadence = replace(cadence, predict=predict if processes.is_first else None)
         figures = run_steps(
-            engine,
+            replicas,
             model,
             data.batches(progress.data),
             fitting,
@@ -108,12 +109,41 @@ def run_resumable(
             log=log,
             progress=progress,
             cadence=cadence,
-            meter=_build_meter(config, model, state.base_fingerprint),
+            meter=_build_meter(config, model, base, processes.num_processes),
             budget_bytes=None if config.memory.device == "auto" else config.memory.device,
         )
     if figures.stopped:
         _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps)
     return figures
+
+
+def _cadence(
+    config: RunConfig,
+    folder: Path,
+    state: RunState,
+    replicas: Replicas,
+    fitting: Fitting,
+    data: RunData,
+    stop: StopRequest,
+    log: MetricsLog,
+) -> Cadence:
+    """All that happens between the steps, but for predictions."""
+    settings, processes, model = config.train, replicas.processes, state.model
+
+    def is_stopped() -> bool:
+        return processes.any(stop.asked)
+
+    evaluate = evaluator(replicas, model, fitting, settings, data.train, data.held_out, is_stopped)
+    save = _saver(state, fitting, folder / CHECKPOINTS, log)
+    return Cadence(
+        evaluate=evaluate,
+        eval_every_steps=settings.eval_every_steps,
+        save=save if settings.save_every_steps else None,
+        save_every_steps=settings.save_every_steps,
+        measured=partial(_write_measured, folder, processes),
+        check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
+        should_stop=is_stopped,
+    )
 
 
 def _build_state(
@@ -142,15 +172,23 @@ def _build_state(
         optimizer=optimizer,
         scheduler=scheduler,
         data_fingerprint=data_fingerprint,
-        base_fingerprint=base_fingerprint(model),
+        base_fingerprint=None,
         architecture=architecture,
     )
 
 
 def _open_log(
-    stack: ExitStack, config: RunConfig, run: RunFolder, start_step: int, num_steps: int
+    stack: ExitStack,
+    config: RunConfig,
+    run: RunFolder,
+    start_step: int,
+    num_steps: int,
+    processes: Processes,
 ) -> MetricsLog:
-    """The log of the run, cut back to what the checkpoint knows of."""
+    """The log of the run, cut back to what the checkpoint knows of; that of the first process is
+    kept."""
+    if not processes.is_first:
+        return stack.enter_context(MetricsLog(Path(os.devnull), num_steps))
     trackers = open_trackers(
         stack,
         run.path,
@@ -179,6 +217,7 @@ def _saver(
     state: RunState, fitting: Fitting, folder: Path, log: MetricsLog
 ) -> Callable[[Progress], None]:
     def save(progress: Progress) -> None:
+        state.processes.flight.at("a checkpoint")
         started_s = time.perf_counter()
         now = replace(state, options=fitting.options)
         checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
@@ -187,10 +226,14 @@ def _saver(
     return save
 
 
-def _write_measured(folder: Path, step: int, result: StepResult) -> None:
+def _write_measured(folder: Path, processes: Processes, step: int, result: StepResult) -> None:
+    """Writes a step with the records of all processes, each from the start of its own plan."""
     assert result.plan is not None  # the engine plans every step
-    measured = MeasuredStep(step, result.plan, result.timeline)
-    write_json(folder / MEASURED, measured.to_json())
+    told = processes.to_first(json.dumps(result.timeline.to_json()))
+    if processes.is_first:
+        records = [record for text in told for record in json.loads(text)]
+        measured = MeasuredStep(step, result.plan, Timeline.from_json(records))
+        write_json(folder / MEASURED, measured.to_json())
 
 
 def _checker(
@@ -220,55 +263,22 @@ def _checker(
     return check
 
 
-def _evaluator(
-    engine: Engine,
-    model: nn.Module,
-    fitting: Fitting,
-    settings: TrainConfig,
-    data: RunData,
-    should_stop: Callable[[], bool],
-) -> Callable[[UsedMemory], dict[str, Evaluation] | None] | None:
-    """Evaluates the held-out sequences and the share of the training ones; None without either."""
-    sets = {} if data.held_out is None else {HELD_OUT: data.held_out}
-    if settings.eval_train_share:
-        sets[TRAINING] = _share(data.train, settings.eval_train_share, settings.seed)
-    if not sets:
-        return None
-
-    def evaluate_all(used: UsedMemory) -> dict[str, Evaluation] | None:
-        evaluations = {}
-        for name, sequences in sets.items():
-            batches = in_order(sequences, settings.sequences_per_step)
-            evaluation = evaluate(
-                engine, model, batches, fitting, used=used, should_stop=should_stop
-            )
-            if evaluation is None:
-                return None
-            evaluations[name] = evaluation
-        return evaluations
-
-    return evaluate_all
-
-
-def _share(train: Items[Sequence], share: float, seed: int) -> list[Sequence]:
-    """The same sequences in every evaluation of a run, at least one, in the order of the data."""
-    num_chosen = max(1, round(share * len(train)))
-    chosen = np.random.default_rng(seed).permutation(len(train))[:num_chosen]
-    return [train[int(index)] for index in np.sort(chosen)]
-
-
-def _build_meter(config: RunConfig, model: Any, fingerprint: str | None) -> MfuMeter | None:
+def _build_meter(
+    config: RunConfig, model: Any, fingerprint: str | None, num_devices: int
+) -> MfuMeter | None:
     device = next(model.parameters()).device
     return build_meter(
         model.config.get_text_config(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         getattr(torch, config.model.dtype),
         has_frozen_base=fingerprint is not None,
+        num_devices=num_devices,
     )
 
 
 def _tell_how_to_go_on(folder: Path, signal_name: str | None, step: int, num_steps: int) -> None:
-    where = f"stopped by {signal_name} after step {step} of {num_steps}"
+    cause = signal_name or "a signal to another process"
+    where = f"stopped by {cause} after step {step} of {num_steps}"
     command = f"furlong train {folder / CONFIG} --resume"
     if list_checkpoints(folder / CHECKPOINTS):
         print(f"{where}; go on with: {command}")

@@ -26,13 +26,14 @@ from furlong.train.checkpoint_folder import (
     set_aside,
 )
 from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.processes.flight import FLIGHT
 from furlong.train.report import TrainReport, missing_of_export, read_report
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"
 _LOCK = ".lock"
 _FILES = (CONFIG, OPTIONS, METRICS, REPORT, MEASURED, WANDB, _LOCK)
-_FOLDERS = (CHECKPOINTS, EXPORT)
+_FOLDERS = (CHECKPOINTS, EXPORT, FLIGHT)
 # What these change is time, memory and what is shown: neither weights nor their order.
 _FREE_KEYS = (
     "chunks.", "memory.", "parallel.", "log.", "out", "data.eval", "data.cache_dir",
@@ -61,7 +62,9 @@ class RunFolder:
     """That of a finished run whose exported model is whole."""
 
 
-def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
+def open_run_folder(
+    stack: ExitStack, config: RunConfig, *, resume: bool, num_processes: int = 1
+) -> RunFolder:
     """The run folder `config.out`; that of a run to resume is locked until `stack` ends.
 
     A new run needs an empty one. With `resume` the run in it goes on from its newest whole
@@ -83,7 +86,7 @@ def open_run_folder(stack: ExitStack, config: RunConfig, *, resume: bool) -> Run
         if (report := _finished(path)) is not None:
             print(f"the run in {path} is finished: its model is {path / EXPORT}")
             return RunFolder(path, is_new=False, report=report)
-        return _resumed(path, config, differing)
+        return _resumed(path, config, differing, num_processes)
 
 
 def _finished(path: Path) -> TrainReport | None:
@@ -109,7 +112,9 @@ def _finished(path: Path) -> TrainReport | None:
     return None
 
 
-def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> RunFolder:
+def _resumed(
+    path: Path, config: RunConfig, differing: Mapping[str, Any], num_processes: int
+) -> RunFolder:
     """The run folder with the checkpoint that the run goes on from. Raises CheckpointError."""
     checkpoint = newest_checkpoint(path / CHECKPOINTS)
     state = None
@@ -121,7 +126,7 @@ def _resumed(path: Path, config: RunConfig, differing: Mapping[str, Any]) -> Run
     set_aside(path / CHECKPOINTS, checkpoint)
     return RunFolder(
         path,
-        options=_decided_options(path, state, differing),
+        options=_decided_options(path, state, differing, num_processes),
         checkpoint=checkpoint,
         state=state,
         is_new=False,
@@ -208,7 +213,7 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
 
 def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
     """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
-    old, new = _flat(saved.model_dump(mode="json")), _flat(given.model_dump(mode="json"))
+    old, new = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
     return {
         key: (old.get(key), new.get(key))
         for key in old | new
@@ -250,25 +255,30 @@ def _check_empty(path: Path, out: str) -> None:
             " and add --resume, or set another out",
         )
     has_run = holds_run(path)
+    go_on = "add --resume to go on with that run, " if has_run else ""
     raise ConfigError(
         given=f"out = {out}, which {'holds a run' if has_run else 'is not empty'}",
         required="a folder that does not exist or is empty",
         source="out",
-        change=("add --resume to go on with that run, " if has_run else "")
-        + "set another out, or move the old folder away",
+        change=f"{go_on}set another out, or move the old folder away",
     )
 
 
 def _is_leftover(entry: Path) -> bool:
     """Whether a process that was killed before its run began may have left the entry."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
-    return is_unfinished or entry.name in (_LOCK, OPTIONS)
+    return is_unfinished or entry.name in (_LOCK, OPTIONS, FLIGHT)
 
 
 def _decided_options(
-    path: Path, state: Mapping[str, Any] | None, differing: Mapping[str, Any]
+    path: Path,
+    state: Mapping[str, Any] | None,
+    differing: Mapping[str, Any],
+    num_processes: int = 1,
 ) -> ChunkOptions | None:
     changed = [key for key in differing if key.startswith(_DECIDING_KEYS)]
+    if state and state.get("written_by", {}).get("processes", 1) != num_processes:
+        changed.append("the number of processes")
     if changed:
         print(f"options are decided again, for these keys have changed: {', '.join(changed)}")
         return None
@@ -280,11 +290,10 @@ def _decided_options(
     return None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by whole key: `{"train.lr": ...}`."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+        whole = f"{prefix}{key}"
+        found |= flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: value}
+    return found

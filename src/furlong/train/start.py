@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from furlong.config.data import SourceConfig
 from furlong.config.schema import RunConfig
@@ -11,19 +16,53 @@ from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.auto.decide import given_dials
-from furlong.train.run_folder import RunFolder, open_run_folder
+from furlong.planners.options import ChunkOptions
+from furlong.train.checkpoint_folder import read_state
+from furlong.train.processes.alike import check_alike, versions
+from furlong.train.processes.flight import read_flights, remove_flights
+from furlong.train.processes.launch import replicas
+from furlong.train.processes.together import ALONE, Processes
+from furlong.train.report import TrainReport
+from furlong.train.run_folder import RunFolder, flat, open_run_folder
 from furlong.train.trackers import check_packages
 
-# What launchers (torchrun, accelerate; mpirun) tell each of the processes that they start.
-_NUM_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
-
-def open_run(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
+def open_run(
+    stack: ExitStack, config: RunConfig, *, resume: bool, processes: Processes = ALONE
+) -> RunFolder:
     """The run folder of `config`, locked until `stack` ends if there is a run to resume.
 
-    Raises UserError for launchers, packages, paths and run folders that cannot be.
+    A launcher that has started the processes again after one of them had ended resumes their run.
+    Raises UserError, on all processes, for launches, packages, paths and run folders that cannot
+    be.
     """
-    _check_processes()
+    launch = processes.launch
+    if launch.num_processes > 1:
+        facts = flat(config.model_dump(mode="json")) | versions()
+        check_alike(processes, facts, "the command lines, run files and packages of the processes")
+    processes.together(partial(_check, config, launch.num_processes))
+
+    def open_folder() -> dict[str, Any]:
+        run = open_run_folder(
+            stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
+        )
+        _tell_flights(run)
+        return _plain(run)
+
+    if launch.num_processes == 1:
+        return open_run_folder(stack, config, resume=resume)
+    return _run_of(processes.by_first(open_folder))
+
+
+def _check(config: RunConfig, num_processes: int) -> None:
+    replicas(config.parallel, num_processes)
+    if num_processes > 1 and config.chunks.sample is not None:
+        raise ConfigError(
+            given=f"chunks.sample with {num_processes} processes",
+            required="one process: samples over several are not in this release",
+            source="chunks.sample, and the number of processes that were started",
+            change="remove chunks.sample, or start one process",
+        )
     given_dials(config.chunks)  # what contradicts itself there
     check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
     check_files(config.model.name)
@@ -32,21 +71,38 @@ def open_run(stack: ExitStack, config: RunConfig, *, resume: bool) -> RunFolder:
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
                 list_files(source, key)
-    return open_run_folder(stack, config, resume=resume)
+
+
+def _plain(run: RunFolder) -> dict[str, Any]:
+    """A run folder as plain values for other processes, which read the checkpoint's state from the
+    disk that all share."""
+    checkpoint = None if run.checkpoint is None else str(run.checkpoint)
+    options, report = (value and asdict(value) for value in (run.options, run.report))
+    values = {"path": str(run.path), "checkpoint": checkpoint, "is_new": run.is_new}
+    return values | {"options": options, "report": report}
+
+
+def _run_of(values: Mapping[str, Any]) -> RunFolder:
+    """The inverse of `_plain`."""
+    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+    return RunFolder(
+        Path(values["path"]),
+        options=values["options"] and ChunkOptions(**values["options"]),
+        checkpoint=checkpoint,
+        state=None if checkpoint is None else read_state(checkpoint),
+        is_new=values["is_new"],
+        report=values["report"] and TrainReport(**values["report"]),
+    )
+
+
+def _tell_flights(run: RunFolder) -> None:
+    """Print where the processes of an attempt that was cut short have ended, once."""
+    if ended := read_flights(run.path):
+        said = ", ".join(f"process {number} at {text}" for number, text in ended.items())
+        print(f"the attempt before ended with {said}")
+    remove_flights(run.path)
 
 
 def source_of(named: str | SourceConfig) -> Source:
     """The source that an entry of `data.train` or `data.eval` names."""
     return Source(named) if isinstance(named, str) else Source(**named.model_dump())
-
-
-def _check_processes() -> None:
-    for name in _NUM_PROCESSES:
-        number = os.environ.get(name, "")
-        if number.isdecimal() and int(number) > 1:
-            raise ConfigError(
-                given=f"{number} processes",
-                required="one process: several devices are not in this release",
-                source=f"the environment variable {name}, which launchers such as torchrun set",
-                change=f"start furlong train without a launcher, or unset {name}",
-            )

@@ -22,6 +22,7 @@ from furlong.errors import CheckpointError
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.loop import Progress
+from furlong.train.processes.together import ALONE, Processes
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -44,10 +45,11 @@ class RunState:
     """Identifies what is not saved, see `base_fingerprint`."""
     architecture: dict[str, Any]
     """The model's config, see `architecture_of`."""
+    processes: Processes = ALONE
 
     def save(self, folder: Path, progress: Progress, *, metrics_bytes: int) -> Path:
         """Writes a checkpoint into `folder`; raises CheckpointError. `metrics_bytes`: length of
-        the run's metrics so far."""
+        the run's metrics so far. All processes call it."""
         state = {
             "step": progress.step,
             "progress": progress.to_dict(),
@@ -59,10 +61,10 @@ class RunState:
             "base_fingerprint": self.base_fingerprint,
             "architecture": self.architecture,
             "metrics_bytes": metrics_bytes,
-            "written_by": written_by(self.model),
+            "written_by": self._written_by(),
         }
-        tensors = all_tensors(self.model, self.optimizer)
-        return save_checkpoint(folder, progress.step, tensors, state)
+        tensors = all_tensors(self.model, self.optimizer, self.processes)
+        return save_checkpoint(folder, progress.step, tensors, state, processes=self.processes)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
         """Puts everything into place as it was when the checkpoint was taken.
@@ -70,18 +72,21 @@ class RunState:
         Raises CheckpointError when base model or parameters are others. See `check_data`.
         """
         check_base(checkpoint, state, self.base_fingerprint)
-        restore_tensors(checkpoint, self.model, self.optimizer)
+        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
         restore_groups(state["groups"], self.model, self.optimizer)
         self.scheduler.load_state_dict(dict(state["schedule"]))
         before = state["written_by"]
         changed = [
-            f"{name} = {value}, before {before.get(name)}"
-            for name, value in written_by(self.model).items()
-            if value != before.get(name)
+            f"{name} = {value}, before {before.get(name, 1)}"
+            for name, value in self._written_by().items()
+            if value != before.get(name, 1)
         ]
         if changed:
             print(f"{'; '.join(changed)}: the last bits may differ from those of a run without it")
         return Progress.from_dict(state["progress"])
+
+    def _written_by(self) -> dict[str, Any]:
+        return written_by(self.model) | {"processes": self.processes.num_processes}
 
 
 def written_by(model: nn.Module) -> dict[str, Any]:
@@ -128,21 +133,30 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {_MODEL + name: parameter.data for name, parameter in _trained(model).items()}
 
 
-def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, generators' states."""
+def all_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes = ALONE
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
+    generators, of several processes one below the other. A collective."""
     tensors = trained_tensors(model)
     for name, parameter in _trained(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
-    tensors[_CPU_RNG] = torch.get_rng_state()
+    tensors[_CPU_RNG] = processes.gathered(torch.get_rng_state())
     device = next(model.parameters()).device
     if device.type == "cuda":
-        tensors[_CUDA_RNG] = torch.cuda.get_rng_state(device)
+        tensors[_CUDA_RNG] = processes.gathered(torch.cuda.get_rng_state(device))
     return tensors
 
 
-def restore_tensors(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The inverse of `all_tensors`, in place. Raises CheckpointError if the names do not fit."""
+def restore_tensors(
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    processes: Processes = ALONE,
+) -> None:
+    """The inverse of `all_tensors`, in place, also for another number of processes. Raises
+    CheckpointError if the names do not fit."""
     tensors = trained_tensors(model)
     parameters = _trained(model)
     optimizer.state.clear()
@@ -162,10 +176,20 @@ def restore_tensors(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
         elif stored not in tensors:
             raise _misfit(checkpoint, stored.removeprefix(_MODEL))
     load_tensors(checkpoint, tensors)
-    torch.set_rng_state(rng[_CPU_RNG])
-    device = next(model.parameters()).device
+    _restore_generators(rng, processes.launch.number, next(model.parameters()).device)
+
+
+def _restore_generators(rng: Mapping[str, Tensor], number: int, device: torch.device) -> None:
+    """The generators of process `number`; one more than there were gets a state of its own."""
+    states = torch.atleast_2d(rng[_CPU_RNG])
+    if number >= len(states):
+        seed = xxhash.xxh3_64_intdigest(states[0].numpy().tobytes(), seed=number)
+        torch.manual_seed(seed >> 1)
+        return
+    # clones: torch reads a state from where its storage begins
+    torch.set_rng_state(states[number].clone())
     if device.type == "cuda" and _CUDA_RNG in rng:
-        torch.cuda.set_rng_state(rng[_CUDA_RNG], device)
+        torch.cuda.set_rng_state(torch.atleast_2d(rng[_CUDA_RNG])[number].clone(), device)
 
 
 def group_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

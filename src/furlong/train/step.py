@@ -14,13 +14,15 @@ from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import memory_bytes, peak_memory_bytes
+from furlong.runtime.parallel.norm import clip_gradients
 from furlong.train.draws import drawn_share, step_options
 from furlong.train.fitting import Fitting
 from furlong.train.mfu import MfuMeter
+from furlong.train.processes.watch import STEP
+from furlong.train.replicas import Replicas
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
     from furlong.runtime.result import StepResult
 
 
@@ -55,6 +57,7 @@ class TrainedStep:
     recompute_s: float
     backward_s: float
     data_s: float
+    """Seconds until the batch was there."""
     step_s: float
     """The whole step, data included."""
     mfu: float | None = None
@@ -63,13 +66,16 @@ class TrainedStep:
     host_bytes: int | None = None
     """Most bytes at a time in the tier host; None where nothing was there."""
     disk_bytes: int | None = None
+    plan_s: float | None = None
+    """Seconds in which the first process waited for the step's plan; None where it plans as it
+    goes, alone."""
     drawn_share: float | None = None
     """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
     gradient is exact."""
 
 
 def train_step(
-    engine: Engine,
+    replicas: Replicas,
     batch: Batch,
     fitting: Fitting,
     *,
@@ -91,25 +97,24 @@ def train_step(
     started_s = time.perf_counter()
     optimizer.zero_grad()
     before_bytes = memory_bytes(used.device)
-    result = _gradients(engine, batch, fitting, step, optimizer, used)
-    norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf))
-    loss = _finite_loss(step, batch, result, norm, optimizer)
+    result = _gradients(replicas, batch, fitting, step, optimizer, used)
+    norm = clip_gradients(parameters, max_grad_norm)
+    loss = _finite_loss(step, batch, result, norm, optimizer, replicas)
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
     seconds = result.timeline.seconds_by_kind()
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(used.device)
-    seq_lens = [s.seq_len for s in batch.sequences]
     share = drawn_share(result.plan)
     figures = TrainedStep(
         loss=loss,
         grad_norm=norm,
         lr=lr,
-        num_sequences=len(seq_lens),
+        num_sequences=len(batch.sequences),
         num_tokens=batch.num_tokens,
         num_valid_tokens=batch.num_valid_tokens,
-        longest_tokens=max(seq_lens),
+        longest_tokens=max(batch.seq_lens),
         tokens_per_s=batch.num_tokens / step_s,
         peak_memory_bytes=peak_bytes,
         step_memory_bytes=max(0, peak_bytes - before_bytes),
@@ -121,16 +126,17 @@ def train_step(
         backward_s=seconds.get("B", 0.0),
         data_s=data_s,
         step_s=step_s,
-        mfu=meter.mfu(seq_lens, step_s) if meter and share is None else None,
+        mfu=meter.mfu(batch.seq_lens, step_s) if meter and share is None else None,
         host_bytes=result.host_bytes or None,
         disk_bytes=result.disk_bytes or None,
+        plan_s=replicas.waited_s,
         drawn_share=share,
     )
     return figures, result
 
 
 def _gradients(
-    engine: Engine,
+    replicas: Replicas,
     batch: Batch,
     fitting: Fitting,
     step: int,
@@ -139,12 +145,11 @@ def _gradients(
 ) -> StepResult:
     """Gradients of the mean loss of the global batch, in chunks that fit; a sampled one's draw is
     that of the step, however often it is tried."""
-    sequences = batch.tensors(used.device)
 
     def call(options: ChunkOptions) -> StepResult:
         used.restart()
         drawn = step_options(options, step)
-        return engine.forward_backward(sequences, drawn, batch.num_valid_tokens, watch=used.check)
+        return replicas.compute(batch, drawn, used.device, name=f"{STEP} {step}", watch=used.check)
 
     return fitting.compute(
         call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
@@ -153,19 +158,24 @@ def _gradients(
 
 
 def _finite_loss(
-    step: int, batch: Batch, result: StepResult, norm: float, optimizer: torch.optim.Optimizer
+    step: int,
+    batch: Batch,
+    result: StepResult,
+    norm: float,
+    optimizer: torch.optim.Optimizer,
+    replicas: Replicas,
 ) -> float | None:
     """The loss; None where it is estimated from drawn chunks and none of them has a label.
 
     Such a draw leaves gradients of zeros: a loss that is truly not a number leaves others. Raises
-    DivergenceError, with no gradients, when loss or norm are not finite.
+    DivergenceError, with no gradients and on all processes, when loss or norm are not finite.
     """
     is_estimated = result.plan is not None and not result.plan.report_loss
     if is_estimated and norm == 0 and math.isnan(result.loss):
         return None
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
         optimizer.zero_grad()
-        raise _not_finite(step, batch, result.loss, norm)
+        raise replicas.processes.alike(_not_finite(step, batch, result.loss, norm))
     return result.loss
 
 

@@ -19,13 +19,14 @@ from furlong.runtime.pools import Storage
 from furlong.units import format_bytes
 
 
-def storage_of(config: RunConfig, device: torch.device) -> Storage:
-    """Budgets and folder of a run's tiers; null as the folder is the run's own. Raises ConfigError
+def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -> Storage:
+    """Budgets and folder of a run's tiers, for one of the `num_local` processes that share the
+    machine's RAM; null as the folder is the run's own. Raises ConfigError
     for budgets and tiers that a CPU does not have, and for a folder that cannot take a file."""
     tier = config.chunks.tier
     host_bytes, disk_bytes = tier_budgets(
         tier, config.memory.host, config.memory.disk,
-        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes(),
+        on_cpu=device.type != "cuda", free_host_bytes=free_ram_budget_bytes() // num_local,
     )  # fmt: skip
     named = config.memory.disk_dir
     folder = Path(config.out if named is None else named).expanduser()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from furlong.runtime.memory import (
     file_bytes,
@@ -44,7 +45,7 @@ class UsedMemory:
         self.budget_bytes = budget_bytes if self.device.type != "cuda" else None
         self._base_bytes = 0
         if self.device.type != "cuda":
-            state_bytes = sum(p.nbytes for p in held) + _state_bytes(optimizer)
+            state_bytes = sum(_own_bytes(p) for p in held) + _state_bytes(optimizer)
             give_back_memory(self.device)
             self._base_bytes = memory_bytes(self.device) - file_bytes() - state_bytes
 
@@ -71,9 +72,14 @@ class UsedMemory:
             )
 
 
+def _own_bytes(x: torch.Tensor) -> int:
+    """Bytes of a tensor on this process, which may hold a part of it."""
+    return (x.to_local() if isinstance(x, DTensor) else x).nbytes
+
+
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        value.nbytes
+        _own_bytes(value)
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)

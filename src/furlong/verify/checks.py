@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from furlong.api import Engine
+from furlong.models.shrink import VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.verify.shrink import VOCAB_SIZE
 from furlong.verify.subject import (
     CHUNK_SIZE,
     EXACT,

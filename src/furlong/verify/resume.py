@@ -19,9 +19,9 @@ from torch import Tensor
 
 from furlong.config.schema import RunConfig
 from furlong.models.build import build_model, export_model
+from furlong.models.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.verify.checks import Finding
-from furlong.verify.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.verify.subject import CHUNK_SIZE
 
 NUM_STEPS = 24

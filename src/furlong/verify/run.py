@@ -12,6 +12,7 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.build import model_of_config, read_config
 from furlong.models.folder import check_folder
+from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.planners.auto.decide import dials_in_words, given_dials
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.pools import Storage
@@ -25,7 +26,6 @@ from furlong.verify.checks import (
 )
 from furlong.verify.resume import check_resume
 from furlong.verify.sampling import check_draws, num_chunks_of_run, sampling_of_run
-from furlong.verify.shrink import LONGEST_TOKENS, shrink_config
 from furlong.verify.subject import CHUNK_SIZE, Subject, build_subject
 
 
@@ -82,8 +82,8 @@ def _model_config(run: RunConfig) -> Any:
     rope = None if run.model.rope is None else run.model.rope.model_dump(mode="json")
     source = check_folder(run.model.name)
     config = read_config(source, rope=rope, max_seq_len=run.data.max_seq_len)
-    with torch.device("meta"):  # what cannot be built is told of this model, not of its shrunk copy
-        model_of_config(config, source, dtype=torch.float32)
+    # what cannot be built is told of this model, not of its shrunk copy
+    model_of_config(config, source, dtype=torch.float32)
     return config
 
 

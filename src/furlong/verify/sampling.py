@@ -17,6 +17,7 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
+from furlong.models.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.options import fixed_options
@@ -32,7 +33,6 @@ from furlong.planners.sampling.use import check_sampling, sampling_in_words
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
 from furlong.verify.checks import Bound, Finding
-from furlong.verify.shrink import LONGEST_TOKENS
 from furlong.verify.subject import (
     ROUNDED,
     Batch,

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from furlong.models.build import build_model
+from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.pools import Storage
-from furlong.verify.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 
 EXACT = 1e-12
 ROUNDED = 2e-6

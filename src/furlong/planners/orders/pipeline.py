@@ -48,14 +48,23 @@ def plan_1f1b(
     stages: Sequence[int],
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
+    frozen_stages: int = 0,
+    backward: bool = True,
     **dials: Any,
 ) -> ChunkPlan:
     """A checked plan of any groups in state-aware 1F1B, in the order in which they are listed.
 
-    `stages`: layers per stage; rank s holds stage s. `dials`: those of `state_aware_lists`.
+    `stages`: layers per stage; rank s holds stage s. The first `frozen_stages`, with nothing to
+    train in them or below, only run forward; without backward all do. `dials`: those of
+    `state_aware_lists`.
     """
-    lists = state_aware_lists(number_chunks(groups), stages, **dials)
-    return assemble(seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size)
+    numbered = number_chunks(groups)
+    first = frozen_stages if backward else len(stages)
+    lists = state_aware_lists(numbered, stages, frozen_stages=first, **dials)
+    return assemble(
+        seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size,
+        frozen_stages=frozen_stages if backward else 0,
+    )  # fmt: skip
 
 
 def state_aware_lists(
@@ -66,12 +75,12 @@ def state_aware_lists(
     keep: Keep = "kv",
     recompute: RecomputeStart = "eager",
     recompute_layers: int = 0,
-    backward: bool = True,
+    frozen_stages: int = 0,
 ) -> list[list[Action]]:
     """The list of every rank for groups whose chunks have the numbers `numbered`.
 
-    Dropped chunks keep what `keep` says, the others recompute `recompute_layers` of each stage;
-    without backward the plan only evaluates.
+    Dropped chunks keep what `keep` says, the others recompute `recompute_layers` of each stage; the
+    first `frozen_stages` only run forward.
     """
     lists = []
     for stage, height in enumerate(stages):
@@ -80,14 +89,14 @@ def state_aware_lists(
                 group,
                 num_retained=num_retained,
                 keep=keep,
-                backward=backward,
+                backward=stage >= frozen_stages,
                 stage=stage,
                 recompute_layers=min(recompute_layers, height),
             )
             for group in numbered
         ]
         cells = _interleave(schedules, num_ahead=len(stages) - 1 - stage)
-        lists.append(with_messages(cells, stage, len(stages), recompute))
+        lists.append(with_messages(cells, stage, len(stages), recompute, frozen_stages))
     return lists
 
 
@@ -116,12 +125,17 @@ def number_chunks(groups: Groups) -> list[range]:
 
 
 def with_messages(
-    cells: Iterable[Action], stage: int, num_stages: int, recompute: RecomputeStart = "eager"
+    cells: Iterable[Action],
+    stage: int,
+    num_stages: int,
+    recompute: RecomputeStart = "eager",
+    frozen_stages: int = 0,
 ) -> list[Action]:
     """The list of rank `stage`: its cells, each with the messages from and to its neighbours.
 
     A message is received right before the cell that needs it and sent right after the cell that
-    makes it, so that both ends have the order of their cells.
+    makes it, so that both ends have the order of their cells. No gradient goes to one of the first
+    `frozen_stages`.
     """
     actions: list[Action] = []
     early = -1
@@ -137,7 +151,7 @@ def with_messages(
         actions.append(action)
         if isinstance(action, Forward) and stage < num_stages - 1:
             actions.append(Send("activation", action.chunk, stage, stage + 1))
-        if isinstance(action, Backward) and stage > 0:
+        if isinstance(action, Backward) and stage > frozen_stages:
             actions.append(Send("gradient", action.chunk, stage, stage - 1))
     return actions
 
@@ -150,6 +164,7 @@ def assemble(
     *,
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
+    frozen_stages: int = 0,
 ) -> ChunkPlan:
     """The checked plan of every rank's list; a Reduce ends each that has a Backward."""
     chunks: list[Chunk] = [chunk for group in groups for chunk in group]
@@ -163,6 +178,7 @@ def assemble(
         ),
         tiers=tiers,
         sp_size=sp_size,
+        frozen_stages=frozen_stages,
     )
     check(plan)
     return plan

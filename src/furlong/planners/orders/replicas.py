@@ -16,6 +16,7 @@ from furlong.plan.values import (
     Backward,
     Chunk,
     ChunkPlan,
+    Forward,
     Recv,
     Reduce,
     Send,
@@ -39,10 +40,11 @@ def join_replicas(
     `model`: where its ZeRO-3 gathers weights with every pass, the replicas go in step. On one rank
     with one stage each, their groups are sorted and filled up for it (`in_step`); pipelines and
     layer-first walks stay as they are, and must have equal passes.
-    Raises ConfigError where there are fewer sequences than replicas, ValueError for plans that
+    A replica without sequences has the plan of a dummy (`idle_plan`).
+    Raises ConfigError where there is no sequence, ValueError for plans that
     differ or do not belong to the sequences, and PlanError for unequal passes in step.
     """
-    refuse_idle(len(seq_lens), len(plans))
+    refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     _refuse_different(plans, seq_ids, seq_lens)
     first = plans[0]
     num_ranks = len(first.actions)
@@ -65,6 +67,21 @@ def join_replicas(
     )  # fmt: skip
     check(joined)
     return joined
+
+
+def idle_plan(like: ChunkPlan) -> ChunkPlan:
+    """The plan of a replica without sequences, beside one with the plan `like`: it takes one token
+    of no sequence through all stages, so that its processes meet the others' collectives."""
+    (walk,) = like.actions  # a pipeline has no idle replica yet
+    trained = any(isinstance(action, Backward) for action in walk)
+    stages = range(len(like.stages))
+    backwards = stages[like.frozen_stages :] if trained else ()
+    actions: list[Action] = [
+        Forward(0, stage, "all" if stage in backwards else "input") for stage in stages
+    ]
+    for stage in reversed(backwards):
+        actions += [Backward(0, stage), Reduce(stage)]
+    return replace(like, seq_lens=(), chunks=(Chunk(()),), actions=(tuple(actions),))
 
 
 def _refuse_different(

@@ -1,8 +1,9 @@
 """A model's config with small sizes: the same family, features and ratios, few numbers.
 
 Kept: config class, pattern of layer types, ratio of heads, RoPE type, tied heads, softcaps, scales,
-biases, whether there are experts and a window. Small: layers, heads, widths, experts, vocabulary;
-the window is shorter than the sequences of the proof. Dropout is off: it has no truth to compare.
+biases, whether there are experts and a window. Small: heads, widths, experts, vocabulary, and the
+number of layers unless all are wanted; the window is shorter than the sequences of the proof.
+Dropout is off: it has no truth to compare.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ SHORTEST_TOKENS = 9
 _EXPERTS = dict.fromkeys(NUM_EXPERTS, 4) | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1}
 
 
-def shrink_config(config: Any, *, max_seq_len: int) -> Any:
+def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) -> Any:
     """The config of a small model of the same kind, for sequences of `SHORTEST_TOKENS` to
     `LONGEST_TOKENS`.
 
-    `config` is the transformers config of a decoder. RoPE of type longrope keeps its choice: long
-    factors if the run's `max_seq_len` lies beyond the original length.
+    `config` is the transformers config of a decoder; `all_layers` keeps their number. RoPE of type
+    longrope keeps its choice: long factors if the run's `max_seq_len` lies beyond the original
+    length.
     Raises UnsupportedModelError for a config without the numbers of a decoder.
     """
     if config.get_text_config() is not config:
@@ -48,7 +50,11 @@ def shrink_config(config: Any, *, max_seq_len: int) -> Any:
             raise _refused(config, f"names no {name}")
     for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
         values.pop(key, None)
-    _shrink_layers(config, values)
+    if not all_layers:
+        _shrink_layers(config, values)
+    for key in WINDOWS:
+        if isinstance(values.get(key), int):
+            values[key] = min(values[key], WINDOW)
     _shrink_widths(config, values)
     _shrink_tokens(values)
     _shrink_rope(config, values, max_seq_len)
@@ -59,14 +65,11 @@ def shrink_config(config: Any, *, max_seq_len: int) -> Any:
 
 
 def _shrink_layers(config: Any, values: dict[str, Any]) -> None:
-    """Cut a config to the layers that show every type of layer and one more; windows are short."""
+    """Cut a config to the layers that show every type of layer and one more."""
     before = values[own_key(config, "num_hidden_layers")]
     types = values.get("layer_types") or ["attention"] * before
     shown = 1 + max(types.index(kind) for kind in set(types))
     cut_layers(config, values, min(MAX_LAYERS, max(3, shown + 1)))
-    for key in WINDOWS:
-        if isinstance(values.get(key), int):
-            values[key] = min(values[key], WINDOW)
 
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:

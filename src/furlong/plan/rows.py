@@ -1,0 +1,238 @@
+"""Which rows of a chunk are where: before, during and after the exchanges of its places.
+
+A level is what a process has in common with one place: the rows of all slices of a chunk that lie
+on it, one slice behind the other. Before the exchange each process of the place has an equal part
+of these rows with all heads; after it, all rows with its part of the heads. Where the place is
+larger than the heads can be divided, it falls into inner places of equally many processes: queries
+stay within an inner place, keys and values are gathered by all. Pure integers: inputs, attention,
+messages and losses read them here, and none of them decides anew.
+
+    s  processes of the place;  u  those among which heads are divided;  c = s / u  inner places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+from furlong.plan.values import Chunk, Slice
+
+Run = tuple[int, int, int]
+"""Consecutive rows: (whose they are, start, stop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tokens of a slice among the query rows of a level."""
+
+    start: int
+    stop: int
+    position: int
+    """Position of its first token in its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSlice:
+    """A slice of a chunk as a process has it after the exchange."""
+
+    index: int
+    """Its number among the slices of the chunk."""
+    start: int
+    """Position of its first token in its sequence."""
+    stretches: tuple[Stretch, ...]
+    """Its query rows: all of them in one stretch, or those of an inner place in at most two."""
+    keys: tuple[int, int]
+    """Its rows among the keys and values in token order."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Twice its pairs of a query and a key, about, over all processes."""
+        num_tokens = self.keys[1] - self.keys[0]
+        return num_tokens * (2 * self.start + num_tokens)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The rows of one place, which a process exchanges with the others of it."""
+
+    size: int
+    """Processes of the place; 1: the rows are the process's own, and nothing is exchanged."""
+    inner_size: int
+    """Processes among which heads are divided; where it is less than `size`, there are several
+    such inner places, and keys and values are gathered."""
+    member: int
+    """The process's number in the place."""
+    local: tuple[int, int]
+    """The rows that it has before the exchange, among all that it has of the chunk."""
+    shares: tuple[int, ...]
+    """Rows of each process of the place before the exchange."""
+    slices: tuple[PlacedSlice, ...]
+    key_runs: tuple[Run, ...] = ()
+    """The keys in token order as (number, start, stop) of what comes from each inner place; empty
+    where nothing is gathered, since they then come in token order."""
+
+    @property
+    def num_inner(self) -> int:
+        return self.size // self.inner_size
+
+    @property
+    def inner(self) -> int:
+        """The number of the process's inner place."""
+        return self.member // self.inner_size
+
+    @cached_property
+    def inner_rows(self) -> tuple[int, ...]:
+        """Rows of each inner place."""
+        u = self.inner_size
+        return tuple(sum(self.shares[b * u : (b + 1) * u]) for b in range(self.num_inner))
+
+    @property
+    def num_queries(self) -> int:
+        """Query rows after the exchange: those of the process's inner place."""
+        return self.inner_rows[self.inner]
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a chunk that one process of a pool has, and what it exchanges."""
+
+    levels: tuple[Level, ...]
+    """Places that hold slices, in falling size: the order in which all exchange."""
+    tokens: tuple[Run, ...]
+    """(seq_id, start, stop) of the process's rows before the exchange, in their order."""
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(stop - start for _, start, stop in self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of hidden states: a process without a token has one of no sequence, since a model
+        does not take none."""
+        return max(1, self.num_tokens)
+
+    @cached_property
+    def exchanged(self) -> tuple[Level, ...]:
+        return tuple(level for level in self.levels if level.size > 1)
+
+    @cached_property
+    def own(self) -> Level | None:
+        """The slices that lie on this process alone."""
+        return next((level for level in self.levels if level.size == 1), None)
+
+    def runs(self) -> Iterator[tuple[Run, int]]:
+        """Each run of tokens, with the row of its first."""
+        row = 0
+        for run in self.tokens:
+            yield run, row
+            row += run[2] - run[1]
+
+
+def inner_size_of(size: int, q_heads: int, kv_heads: int) -> int:
+    """Processes of a place among which heads are divided: the most that take equally many query
+    heads each, and whole key-value heads or copies of one."""
+    both = gcd(size, q_heads)
+    return max(
+        u for u in range(1, both + 1)
+        if both % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+    )  # fmt: skip
+
+
+def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int) -> ChunkRows:
+    """The rows of a chunk that `process` of a pool of `sp_size` has, for a model with so many query
+    and key-value heads."""
+    assert 0 <= process < sp_size, f"process {process} of a pool of {sp_size}"
+    by_size: dict[int, list[tuple[int, Slice]]] = {}
+    for index, piece in enumerate(chunk.slices):
+        if piece.place.first <= process < piece.place.stop:
+            by_size.setdefault(piece.place.size, []).append((index, piece))
+    levels: list[Level] = []
+    tokens: list[Run] = []
+    row = 0
+    for size in sorted(by_size, reverse=True):
+        member = process - by_size[size][0][1].place.first
+        u = inner_size_of(size, q_heads, kv_heads)
+        level, runs = _level(by_size[size], size, u, member, row)
+        levels.append(level)
+        tokens += runs
+        row = level.local[1]
+    return ChunkRows(tuple(levels), tuple(tokens))
+
+
+def _level(
+    slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int
+) -> tuple[Level, list[Run]]:
+    """A level whose local rows begin at `row`, and the runs of its local tokens."""
+    num_inner, own_inner = size // u, member // u
+    inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
+    totals = [sum(stop - start for _, start, stop in runs) for runs in inners]
+    shares = [
+        totals[b] * (i + 1) // u - totals[b] * i // u for b in range(num_inner) for i in range(u)
+    ]
+    inner, total = member % u, totals[own_inner]
+    part = range(total * inner // u, total * (inner + 1) // u)
+    level = Level(
+        size, u, member, (row, row + len(part)), tuple(shares),
+        _placed(slices, inners[own_inner]), _key_runs(inners) if num_inner > 1 else (),
+    )  # fmt: skip
+    numbered = [(slices[at][1].seq_id, start, stop) for at, start, stop in inners[own_inner]]
+    return level, _cut(numbered, part)
+
+
+def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run]:
+    """(number, start, stop) of the tokens that an inner place has of each slice, by position.
+
+    Of 2c parts of a slice the inner place b has b and 2c-1-b: an early one, which sees little, and
+    a late one, so that all see equally much.
+    """
+    if num_inner == 1:
+        return [(at, piece.start, piece.stop) for at, piece in enumerate(slices)]
+    runs: list[Run] = []
+    last = 2 * num_inner - 1
+    for at, piece in enumerate(slices):
+        for part in (inner, last - inner):
+            start, stop = (piece.num_tokens * p // (last + 1) for p in (part, part + 1))
+            if start < stop:
+                runs.append((at, piece.start + start, piece.start + stop))
+    return runs
+
+
+def _placed(slices: Sequence[tuple[int, Slice]], runs: Sequence[Run]) -> tuple[PlacedSlice, ...]:
+    """The slices of a level with the query rows of an inner place, whose tokens are `runs`."""
+    stretches: list[list[Stretch]] = [[] for _ in slices]
+    row = 0
+    for at, start, stop in runs:
+        stretches[at].append(Stretch(row, row + stop - start, start))
+        row += stop - start
+    found = []
+    key = 0
+    for (index, piece), own in zip(slices, stretches, strict=True):
+        keys = (key, key + piece.num_tokens)
+        found.append(PlacedSlice(index, piece.start, tuple(own), keys))
+        key = keys[1]
+    return tuple(found)
+
+
+def _key_runs(inners: Sequence[Sequence[Run]]) -> tuple[Run, ...]:
+    """Where the tokens of all slices, in order, lie among the rows of each inner place."""
+    found: list[tuple[tuple[int, int], Run]] = []
+    for inner, runs in enumerate(inners):
+        row = 0
+        for at, start, stop in runs:
+            found.append(((at, start), (inner, row, row + stop - start)))
+            row += stop - start
+    return tuple(run for _, run in sorted(found))
+
+
+def _cut(runs: Sequence[Run], rows: range) -> list[Run]:
+    """Those tokens of consecutive runs that lie in `rows`."""
+    found: list[Run] = []
+    row = 0
+    for seq_id, start, stop in runs:
+        first, end = max(rows.start, row), min(rows.stop, row + stop - start)
+        if first < end:
+            found.append((seq_id, start + first - row, start + end - row))
+        row += stop - start
+    return found

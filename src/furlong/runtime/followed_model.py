@@ -1,0 +1,186 @@
+"""A caller's model between calls: adapted, checked and divided, and again when it has changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.causal_lm import CausalLM
+from furlong.models.fingerprint import fingerprint
+from furlong.models.wrappers import bare_model, refuse_placement
+from furlong.runtime.comms import Alone, Comms
+from furlong.runtime.kept import Kept
+from furlong.runtime.parallel.comms import Links, ShardedRanks
+from furlong.runtime.parallel.ranks import Ranks, ranks_given
+from furlong.runtime.parallel.sharding import one_step, shard
+from furlong.runtime.parallel.start import require_stages
+from furlong.runtime.pools import Storage
+from furlong.runtime.precision import compute_parameters
+from furlong.runtime.self_check import self_check
+from furlong.runtime.surroundings import device_type, left_out, refuse_mode
+
+# By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
+# and saved files hold nothing of ours.
+_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+
+
+class FollowedModel:
+    """The model of one engine. `model` is its adapter, as of the last `follow`."""
+
+    model: CausalLM
+
+    def __init__(
+        self,
+        given: nn.Module,
+        *,
+        max_seq_len: int | None,
+        compute_dtype: torch.dtype | None,
+        storage: Storage | None,
+        ranks: Ranks | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
+        one alone."""
+        self.given, self.storage = given, storage
+        self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
+        self.kept = _KEPT.setdefault(bare_model(given), Kept())
+        self.ranks = ranks_given(ranks, process_group, device_type(given))
+        self._fingerprint: int | None = None
+        self._notes: set[str] = set()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse a second call on the same model, and modes in which nothing can be recorded.
+
+        A caller's autocast is off within: the dtypes are the engine's own.
+        """
+        refuse_mode(self.given, self.compute_dtype)
+        if not self.kept.busy.acquire(blocking=False):
+            raise ConfigError(
+                given="a second forward_backward on a model while the first one runs",
+                required="one call at a time on each model",
+                source="another thread, a hook of the model, or a thread that ran at a fork",
+                change="call them one after the other, or give each thread a model of its own",
+            )
+        try:
+            with torch.autocast(device_type(self.given), enabled=False):
+                yield
+        finally:
+            self.kept.busy.release()
+
+    def follow(self) -> None:
+        """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
+        if that is not done."""
+        base = bare_model(self.given)
+        for message in left_out(self.given, base, is_shared=self.ranks is not None):
+            self.note(message)
+        now = fingerprint(base)
+        if now == self._fingerprint:
+            return
+        self._require_own_shards(base)
+        refuse_placement(base)
+        self.model = CausalLM(self.given, max_seq_len=self.max_seq_len)
+        if self.ranks is not None:
+            require_stages(self.ranks.pp, self.model.num_layers)
+        self.kept.open_pools(self.model.device, self.storage)
+        if self.ranks is None or self.ranks.pp == 1:  # a cut model has no forward of its own
+            self._check_once(now, (self.model.num_layers,))
+        self._fingerprint = now
+        if self.ranks is not None and self.kept.ranks is None:
+            self._shard(self.ranks)
+
+    def require_checked(self, heights: tuple[int, ...]) -> None:
+        """Check the model in stages of `heights` layers against its own forward, if that is new."""
+        if self.ranks is None or self.ranks.pp == 1:
+            self._check_once(self._fingerprint, heights)
+
+    @contextmanager
+    def computing(self, *, regathers: bool = False) -> Iterator[None]:
+        """Within it the weights are in the compute dtype; `regathers`: see `one_step`."""
+        if self._is_sharded:
+            with one_step(self.model.base, regathers=regathers):
+                yield
+            return
+        dtype = self.compute_dtype
+        unchanged = [] if dtype is None else self.model.stays_float32(dtype)
+        with compute_parameters(self.model.model, dtype, unchanged=unchanged):
+            yield
+
+    def comms(self, links: Links | None = None) -> Comms:
+        """The exchange with other ranks, for one plan; `links`: with other stages of a pipeline."""
+        if self.ranks is None:
+            return Alone()
+        layers = self.model.layers if self._is_sharded else ()
+        return ShardedRanks(self.model.base, layers, self.ranks, links)
+
+    def note(self, message: str) -> None:
+        """Warn once per engine."""
+        if message not in self._notes:
+            self._notes.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.ranks is not None and self.ranks.shard_mesh.size() > 1 and bool(self.kept.ranks)
+
+    def _check_once(self, now: int | None, heights: tuple[int, ...]) -> None:
+        key = self._key(now, heights)
+        if key not in self.kept.checked:
+            with self.computing():
+                self_check(self.model, self.kept.backend, heights)
+            self.kept.checked.add(key)
+
+    def _key(self, now: int | None, heights: tuple[int, ...]) -> tuple[object, ...]:
+        return now, self.compute_dtype, self.max_seq_len, heights
+
+    def _shard(self, ranks: Ranks) -> None:
+        """Divide the weights; what was checked whole is checked."""
+        model, dtype = self.model, self.compute_dtype
+        if ranks.shard_mesh.size() > 1:
+            _require_layers(model)
+            unchanged = [] if dtype is None else model.stays_float32(dtype)
+            shard(model.base, model.layers, ranks.shard_mesh, dtype, unchanged=unchanged)
+            self._fingerprint = fingerprint(model.base)
+            self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
+        self.kept.ranks, self.kept.compute_dtype = ranks, dtype
+
+    def _require_own_shards(self, base: nn.Module) -> None:
+        """Raise ConfigError for weights that others have divided, or this engine otherwise."""
+        kept, whole = self.kept, [n for n, p in base.named_parameters() if type(p) is nn.Parameter]
+        if kept.ranks is None:
+            return
+        if kept.ranks != self.ranks or kept.compute_dtype != self.compute_dtype:
+            what = f"weights divided among {kept.ranks.num_processes} processes for a compute_dtype"
+            raise ConfigError(
+                given=f"{what} of {kept.compute_dtype}",
+                required="an engine with the same ranks and the same compute_dtype",
+                source="an earlier furlong.Engine of this model",
+                change="pass that engine's ranks and compute_dtype, or load the model again",
+            )
+        if self._is_sharded and whole:
+            raise ConfigError(
+                given=f"the parameter {whole[0]}, put into a model whose weights are divided",
+                required="all parameters in the model when the engine is made",
+                source="a change of the model after furlong.Engine was made",
+                change="add adapters first, then make the engine, then the optimizer",
+            )
+
+
+def _require_layers(model: CausalLM) -> None:
+    """Raise UnsupportedModelError for a decoder whose layers could not be gathered one by one."""
+    try:
+        assert model.layers
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            given=error.given,
+            required="a decoder with one list of its layers, for weights that processes share",
+            source="the model's modules",
+            change="train it in one process",
+        ) from error

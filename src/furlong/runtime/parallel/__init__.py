@@ -1,0 +1,1 @@
+"""Several processes: which one this is, how weights are shared, how gradients are added up."""

@@ -1,0 +1,145 @@
+"""Exchange of one of several ranks with the others, as an argument of the executor."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from furlong.errors import PlanError
+from furlong.plan.text import format_action
+from furlong.plan.values import Backward, ChunkPlan, Forward, Recv, Reduce, Send
+from furlong.runtime.parallel.ranks import Ranks
+from furlong.runtime.parallel.sharding import adding_up
+
+
+class Links(Protocol):
+    """Messages between the stages of a pipeline."""
+
+    def send(self, action: Send, x: Tensor) -> None:
+        """Send hidden states, or their gradient, (T, D) to a neighbour."""
+        ...
+
+    def recv(self, action: Recv) -> Tensor:
+        """Receive the same."""
+        ...
+
+
+class ShardedRanks:
+    """The comms of one plan on this process, one of several that hold its stage's weights."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        layers: Sequence[nn.Module],
+        ranks: Ranks,
+        links: Links | None = None,
+    ) -> None:
+        """`base`: the model, as `sharding.shard` has left it; whole where no other process holds
+        the same stage. `layers`: all of its decoder, of which a pipeline's process has its own."""
+        self._base, self._layers, self._ranks, self._links = base, layers, ranks, links
+        self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
+        self._last_stage = 0
+
+    def accept(self, plan: ChunkPlan) -> None:
+        ranks = self._ranks
+        _require_layout(plan, ranks)
+        own = plan.actions[ranks.plan_rank]
+        trained = [action.stage for action in own if isinstance(action, Backward)]
+        self._last_stage = min(trained, default=0)
+        stops = list(accumulate(plan.stages))
+        self._stages = tuple(
+            tuple(x for x in self._layers[stop - n : stop] if isinstance(x, FSDPModule))
+            for n, stop in zip(plan.stages, stops, strict=True)
+        )
+
+    def send(self, action: Send, x: Tensor) -> None:
+        self._linked(action).send(action, x)
+
+    def recv(self, action: Recv) -> Tensor:
+        return self._linked(action).recv(action)
+
+    def unshard(self, stage: int) -> None:
+        """Gather the stage's layers, and in front of the first ones what is beside all layers."""
+        if stage == 0 and isinstance(self._base, FSDPModule):
+            self._base.unshard()
+        for module in self._stages[stage]:
+            module.unshard()
+
+    def reshard(self, stage: int) -> None:
+        for module in self._stages[stage]:
+            module.reshard()
+
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        """Within it the stage's gradients are added up, and in the last one of all those beside the
+        layers.
+
+        All ranks come to it in the same order: the last Backward of a stage comes after that of the
+        stage behind it.
+        """
+        modules = [*self._stages[stage]]
+        is_last = stage == self._last_stage
+        if is_last and isinstance(self._base, FSDPModule):
+            modules.append(self._base)
+        return adding_up(modules, is_last=is_last)
+
+    def reduce(self, stage: int) -> None:
+        """Nothing is left to do: the last Backward has added them up."""
+
+    def add_up(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._ranks.group)
+        return values
+
+    def _linked(self, action: Send | Recv) -> Links:
+        if self._links is None:
+            text = format_action(action)
+            raise PlanError(f"this run has one stage: nobody answers {text!r}")
+        return self._links
+
+
+def require_agreement(ranks: Ranks, plan: ChunkPlan, divisor: int) -> None:
+    """Raise PlanError, on all processes, unless all run the same plan with the same divisor.
+
+    Others would wait for each other for ever, or add up what does not belong together.
+    """
+    own = torch.tensor([zlib.crc32(repr(plan).encode()), divisor], device=ranks.mesh.device_type)
+    found = [torch.empty_like(own) for _ in range(ranks.num_processes)]
+    dist.all_gather(found, own, group=ranks.group)
+    (first_plan, first_divisor), *others = torch.stack(found).tolist()
+    for process, (other_plan, other_divisor) in enumerate(others, 1):
+        if other_plan != first_plan:
+            raise PlanError(f"process {process} has another plan than process 0")
+        if other_divisor != first_divisor:
+            shown = f"{other_divisor}, not {first_divisor}"
+            raise PlanError(f"process {process} has another divisor than process 0: {shown}")
+
+
+def _require_layout(plan: ChunkPlan, ranks: Ranks) -> None:
+    """Raise PlanError for a plan that is not of these ranks."""
+    num_lists, sp_size = ranks.dp * ranks.pp, ranks.sp
+    if (len(plan.actions), plan.sp_size) != (num_lists, sp_size):
+        raise PlanError(
+            f"the plan has {len(plan.actions)} lists of actions for {plan.sp_size} processes each, "
+            f"this run has dp {ranks.dp} x pp {ranks.pp} = {num_lists}, each for sp {sp_size}"
+        )
+    if plan.regathers and ranks.pp > 1:
+        raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
+    stages = {ranks.stage} if ranks.pp > 1 else set(range(len(plan.stages)))
+    own = {a.stage for a in plan.actions[ranks.plan_rank] if isinstance(a, Forward)}
+    if not own <= stages:
+        raise PlanError(
+            f"list {ranks.plan_rank} of the plan has forwards of the stages {sorted(own)}, this "
+            f"process holds {sorted(stages)}"
+        )
+    for rank, actions in enumerate(plan.actions):
+        kinds = {type(action) for action in actions}
+        if Forward not in kinds or (Backward in kinds) > (Reduce in kinds):
+            lack = "Forward; without work it takes a dummy" if Forward not in kinds else "Reduce"
+            raise PlanError(f"list {rank} of the plan has no {lack}: others wait for it for ever")

@@ -1,0 +1,115 @@
+"""One process among all of a run: its pipeline stage, its replica, its place in a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from furlong.errors import ConfigError
+from furlong.plan.values import place_sizes
+from furlong.runtime.parallel.start import require_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The coordinates of this process, and the groups that it communicates in.
+
+    Processes are numbered with the pool innermost and the stages outermost, so that the processes
+    of a pool are neighbours.
+    """
+
+    mesh: DeviceMesh
+    """All processes: axes pp, dp, then sp0, sp1, ... whose sizes multiply to that of a pool."""
+    group: ProcessGroup
+    """All processes of the run."""
+    pp: int
+    dp: int
+    sp: int
+    stage: int
+    replica: int
+    process: int
+    """Its number in the pool."""
+    place_groups: Mapping[int, ProcessGroup]
+    """By number of processes, the one place of that size that this process is in; from 2 on."""
+    shard_mesh: DeviceMesh
+    """The replicas and pools of this stage on one axis: they share its weights."""
+
+    @property
+    def plan_rank(self) -> int:
+        """Number of the list of actions that this process obeys: replica by replica, and in each
+        stage by stage (see `planners.orders.replicas`)."""
+        return self.replica * self.pp + self.stage
+
+    @property
+    def num_processes(self) -> int:
+        return self.dp * self.sp * self.pp
+
+    def peer(self, plan_rank: int) -> int:
+        """Number of the process at the same place of the pool that obeys another list."""
+        replica, stage = divmod(plan_rank, self.pp)
+        processes = self.mesh.mesh.reshape(self.pp, self.dp, self.sp)
+        return int(processes[stage, replica, self.process])
+
+
+def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
+    """The ranks of a run; every process calls it with the same sizes, inside `joined`.
+
+    Raises ConfigError for sizes that do not multiply to the number of processes.
+    """
+    require_sizes(dp, sp, pp, dist.get_world_size())
+    pool = _pool_axes(sp)
+    names = tuple(f"sp{index}" for index in range(len(pool)))
+    mesh = init_device_mesh(device_type, (pp, dp, *pool), mesh_dim_names=("pp", "dp", *names))
+    places = {
+        prod(pool[first:]): _flat(mesh, names[first:], f"place{prod(pool[first:])}")
+        for first in reversed(range(len(pool)))
+    }
+    stage, replica, *own = mesh.get_coordinate() or []
+    world = dist.group.WORLD
+    assert world is not None
+    return Ranks(
+        mesh, world, pp, dp, sp, stage, replica,
+        process=sum(at * prod(pool[axis + 1 :]) for axis, at in enumerate(own)),
+        place_groups={size: place.get_group() for size, place in places.items()},
+        shard_mesh=_flat(mesh, ("dp", *names), "shard"),
+    )  # fmt: skip
+
+
+def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
+    """Data-parallel ranks in a process group that the caller has made."""
+    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
+    size = group.size()
+    return Ranks(mesh, group, 1, size, 1, 0, group.rank(), 0, {}, mesh)
+
+
+def ranks_given(
+    ranks: Ranks | None, process_group: ProcessGroup | None, device_type: str
+) -> Ranks | None:
+    """The ranks of an engine, None for a process that is alone. Raises ConfigError for both."""
+    if ranks is not None and process_group is not None:
+        raise ConfigError(
+            given="ranks and a process_group",
+            required="one of them",
+            source="the arguments of furlong.Engine",
+            change="leave process_group out: the ranks have their own groups",
+        )
+    if process_group is not None:
+        ranks = ranks_of_group(process_group, device_type)
+    return ranks if ranks is not None and ranks.num_processes > 1 else None
+
+
+def _pool_axes(sp: int) -> tuple[int, ...]:
+    """Axes of a pool: places are its last ones, so each doubling has one of its own."""
+    sizes = place_sizes(sp)  # 24: 1, 2, 4, 8, 24
+    return tuple(b // a for a, b in pairwise(sizes))[::-1]
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
+    """The processes along some axes, on one."""
+    return mesh[names]._flatten(name) if len(names) > 1 else mesh[names[0]]

@@ -1,0 +1,147 @@
+"""Weights that several processes share, by FSDP2: gathered once per step, gradients added up once.
+
+The root is the model itself, each layer a group of its own, and every pass enters through the
+model's entrance. A step keeps what it has gathered, so that no collective depends on the number of
+its chunks; or each pass gathers its layers anew, and then all ranks go in step. Gradients are added
+up on each process over all chunks, and over the processes once: in the last backward of each.
+
+Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
+added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from furlong.errors import UnsupportedModelError
+from furlong.models.entrance import add_entrance, mark_sharded
+
+
+def shard(
+    base: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    unchanged: Sequence[nn.Parameter] = (),
+) -> None:
+    """Divide a model's weights among the processes of a mesh, which call it together.
+
+    Its parameters are then DTensors, of which each process holds a part: an optimizer is made after
+    it. `compute_dtype`: the dtype in which they are gathered (None: as they are). `unchanged`:
+    parameters that must not compute in it. Raises UnsupportedModelError for what FSDP2 cannot
+    divide.
+    """
+    dtype = _refuse_indivisible(base, unchanged if compute_dtype else ())
+    # reduce_dtype is that of the sums over chunks, too
+    wide = torch.promote_types(compute_dtype or dtype, torch.float32)
+    policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
+    for module in (*layers, base):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    register_fsdp_forward_method(base, add_entrance(base))
+    mark_sharded(base)
+    for part in sharded_modules(base):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        if hasattr(part, "set_reduce_scatter_unused_params"):
+            # a head without a label on one process must not be missing in a sum with others
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def sharded_modules(base: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights are gathered and whose gradients are added up together."""
+    return [module for module in base.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
+    """Within it gradients stay on their process until `adding_up`, and weights that have been
+    gathered are kept, or with `regathers` gathered for each pass; those of the root are kept.
+
+    On exit, also after an error, all weights are divided again. An error forgets the gradients that
+    were not added up.
+    """
+    if not isinstance(base, FSDPModule):
+        yield
+        return
+    base.set_requires_gradient_sync(False)
+    base.set_is_last_backward(False)
+    base.set_reshard_after_forward(regathers)
+    base.set_reshard_after_backward(regathers)
+    # the head is used tile by tile, and other processes have other numbers of tiles
+    base.set_reshard_after_forward(False, recurse=False)
+    base.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    except BaseException:
+        _forget(base)
+        raise
+    finally:
+        # weights left gathered by an evaluation would hide the gradients of later steps
+        for module in sharded_modules(base):
+            module.reshard()
+
+
+@contextmanager
+def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]:
+    """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
+    the root is among them, and no backward follows."""
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_is_last_backward(is_last)
+    yield
+    for module in modules:  # any further backward would add them up again
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _forget(base: Any) -> None:
+    """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
+    if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
+        base.reset_iter_state()
+    for module in sharded_modules(base):
+        state: Any = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _refuse_indivisible(base: nn.Module, unchanged: Sequence[nn.Parameter]) -> torch.dtype:
+    """The dtype of the trained parameters; raises UnsupportedModelError."""
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
+    trained = {p.dtype for p in base.parameters() if p.requires_grad}
+    scalar = next((n for n, p in base.named_parameters() if not p.ndim), None)
+    sparse = next((n for n, m in base.named_modules() if getattr(m, "sparse", False)), None)
+    hooked = next((n for n, p in base.named_parameters() if p._backward_hooks), None)
+    if len(trained) > 1:
+        what = f"trains parameters of {len(trained)} dtypes: {', '.join(map(str, trained))}"
+    elif scalar is not None:
+        what = f"has the parameter {scalar}, a single number"
+    elif sparse is not None:
+        what = f"has sparse gradients at {sparse}"
+    elif hooked is not None:
+        what = f"has a hook on {hooked}, which would see no gradient"
+    elif unchanged:
+        what = f"computes in float32 with {names[id(unchanged[0])]}, whatever the compute dtype"
+    else:
+        return next(iter(trained), torch.float32)
+    raise UnsupportedModelError(
+        given=f"{type(base).__name__} {what}",
+        required="parameters of at least one axis, trained in one dtype, for weights that several "
+        "processes share",
+        source="the model that was passed, and the number of processes",
+        change="freeze or cast the parameter, or train in one process",
+    )

@@ -1,0 +1,52 @@
+"""The lines that a run prints about itself before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from furlong.config.schema import RunConfig
+from furlong.planners.auto.decide import Decision
+from furlong.planners.options import dials_of, value_in_words
+from furlong.planners.sampling.use import sampling_in_words
+from furlong.runtime.pools import Storage
+from furlong.train.decide import DIALS
+from furlong.units import format_bytes, format_count
+
+
+def announce(
+    config: RunConfig,
+    model: Any,
+    decision: Decision,
+    device: torch.device,
+    storage: Storage,
+    num_steps: int,
+    num_replicas: int,
+) -> None:
+    """Print what is going to be trained, and how."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    where = str(device) if num_replicas == 1 else f"{num_replicas} processes, each a {device.type}"
+    print(
+        f"model: {config.model.name}, {format_count(total)} parameters,"
+        f" {format_count(trained)} trained, {config.model.dtype} on {where}; {num_steps} steps"
+    )
+    options = decision.options
+    values = {"tier": "device", "order": options.order} | dials_of(options)
+    dials = [
+        f"{name} {value_in_words(values[name])}"
+        + (" (auto)" if getattr(config.chunks, name) == "auto" else "")
+        for name in DIALS
+        if name in values
+    ]
+    print(f"chunks: {', '.join(dials)}")
+    if "disk" in asdict(options.tiers).values():
+        print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
+    if options.sampling is not None:
+        print(f"sample: {sampling_in_words(options.sampling)}; the gradient is an estimate")
+    if decision.words:
+        print(f"auto: {decision.words}")
+    if decision.figures:
+        print(f"figures: {decision.figures}")

@@ -1,0 +1,88 @@
+"""The end of a run: its model as a folder, and its report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from furlong.config.schema import RunConfig
+from furlong.models.build import export_model
+from furlong.train.checkpoint_folder import write_json
+from furlong.train.loop import LoopFigures
+from furlong.train.prepare import build_run_model
+from furlong.train.processes.together import Processes
+from furlong.train.report import TrainReport, list_export
+from furlong.train.run_folder import EXPORT, REPORT, clear_export
+
+
+def finish(
+    config: RunConfig,
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    figures: LoopFigures,
+    processes: Processes,
+) -> TrainReport:
+    """Exports the model and writes the report, which marks the run as finished."""
+    processes.flight.at("the export")
+    if processes.num_processes > 1:
+        weights = whole_weights(model, keep=processes.is_first)
+
+    def write() -> dict[str, Any]:
+        whole = model
+        if processes.num_processes > 1:
+            whole = build_run_model(config)
+            put_weights(whole, weights)
+        return asdict(_report(config, folder, whole, tokenizer, figures))
+
+    return TrainReport(**processes.by_first(write))
+
+
+def _report(
+    config: RunConfig, folder: Path, model: Any, tokenizer: Any, figures: LoopFigures
+) -> TrainReport:
+    clear_export(folder)
+    dtype = getattr(torch, config.model.dtype)
+    exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype)
+    progress = figures.progress
+    report = TrainReport(
+        num_steps=progress.step,
+        num_tokens=progress.num_tokens,
+        train_loss=progress.last_loss,
+        eval_loss_before=progress.eval_loss_before,
+        eval_loss_after=figures.eval_loss_after,
+        tokens_per_s=progress.num_tokens / progress.steps_s,
+        peak_memory_bytes=progress.peak_memory_bytes,
+        num_skipped_batches=progress.num_skipped_batches,
+        run_folder=str(folder),
+        export_folder=str(exported),
+        export_files=list_export(exported),
+    )
+    write_json(folder / REPORT, asdict(report))
+    print(f"exported to {exported}")
+    return report
+
+
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The trained weights of all processes, on the CPU; empty without `keep`. A collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            weight = parameter.data
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if keep:
+                found[name] = whole.cpu()
+    return found
+
+
+def put_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy weights into the parameters of their names."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)

@@ -1,0 +1,142 @@
+"""Plans of global batches over replicas: made by the first process, ahead of time, for all.
+
+The others fetch the text from the store, under a name that says for what it was made. Nobody waits
+in a collective for a plan, and a process that sees another batch finds no plan of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from base64 import b85decode, b85encode
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+
+from furlong.plan.check import check
+from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.values import ChunkPlan, Forward, Unshard
+from furlong.planners.chunks.balance import by_cost
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.replicas import idle_plan, join_replicas
+from furlong.train.processes.together import Processes
+
+_NUM_KEPT = 4
+"""Plans that stay in the store: whoever takes the last one has the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A batch to be planned."""
+
+    seq_lens: tuple[int, ...]
+    options: ChunkOptions
+    backward: bool = True
+
+    @property
+    def name(self) -> str:
+        """The same on every process that sees the same batch."""
+        values = {"seq_lens": self.seq_lens, "backward": self.backward} | asdict(self.options)
+        return f"plan/{sha256(json.dumps(values).encode()).hexdigest()[:32]}"
+
+
+def plan_batch(
+    wanted: Wanted,
+    *,
+    num_replicas: int,
+    work: Callable[[Sequence[int]], Sequence[float]],
+    num_layers: int,
+    frozen_layers: int = 0,
+) -> ChunkPlan:
+    """A checked plan in which each replica walks its own sequences as one device would.
+
+    `work`: the FLOPs of each sequence, or whatever else is to be dealt out evenly. Where there are
+    fewer sequences than replicas some have a dummy. Weights are gathered before the first chunk: no
+    collective is then left before the gradients are added up, and a replica that fails in between
+    can tell the others.
+    """
+    num_busy = min(num_replicas, len(wanted.seq_lens))
+    dealt = by_cost(work(wanted.seq_lens), num_busy)
+    is_cut = wanted.options.order == "layer-first" and wanted.backward
+    plans = [
+        plan_on_device(
+            [wanted.seq_lens[seq_id] for seq_id in own], wanted.options,
+            num_layers=num_layers, backward=wanted.backward,
+            frozen_layers=frozen_layers if is_cut else 0,
+        )
+        for own in dealt
+    ]  # fmt: skip
+    num_idle = num_replicas - num_busy
+    plans += [idle_plan(plans[0])] * num_idle
+    joined = join_replicas(plans, [*dealt, *([[]] * num_idle)], wanted.seq_lens)
+    gathers = tuple(Unshard(stage) for stage in range(len(joined.stages)))
+    plan = replace(joined, actions=tuple((*gathers, *actions) for actions in joined.actions))
+    check(plan)
+    return plan
+
+
+def own_sequences(plan: ChunkPlan, rank: int) -> list[int]:
+    """The sequences of which a rank computes a token."""
+    chunks = {action.chunk for action in plan.actions[rank] if isinstance(action, Forward)}
+    return sorted({piece.seq_id for chunk in chunks for piece in plan.chunks[chunk].slices})
+
+
+class SharedPlans:
+    """The plans of a run of several processes, in the order in which all of them ask."""
+
+    def __init__(self, processes: Processes, make: Callable[[Wanted], ChunkPlan]) -> None:
+        """`make` runs in a thread of the first process."""
+        self._processes, self._make = processes, make
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
+        self._coming: dict[str, Future[ChunkPlan]] = {}
+        self._given: list[str] = []
+        self._is_closed = False
+        self.waited_s = 0.0
+        """Seconds that the last `get` has waited."""
+
+    def expect(self, wanted: Wanted) -> None:
+        """Begin to make, or to fetch, a plan that will be asked for."""
+        if wanted.name not in self._coming:
+            self._coming[wanted.name] = self._thread.submit(self._find, wanted)
+
+    def get(self, wanted: Wanted) -> ChunkPlan:
+        """The plan; the same on all processes, which all ask for it."""
+        started_s = time.perf_counter()
+        self.expect(wanted)
+        plan = self._coming.pop(wanted.name).result()
+        self._given.append(wanted.name)
+        if self._processes.is_first:
+            self._forget()
+        self.waited_s = time.perf_counter() - started_s
+        return plan
+
+    def close(self) -> None:
+        """End the thread, when nobody asks any more."""
+        self._is_closed = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def _find(self, wanted: Wanted) -> ChunkPlan:
+        if not self._processes.is_first:
+            return unpacked(self._processes.fetch(wanted.name, lambda: self._is_closed))
+        plan = self._make(wanted)
+        self._processes.publish(wanted.name, packed(plan))
+        return plan
+
+    def _forget(self) -> None:
+        """Let go of texts that all have fetched by now."""
+        kept = {*self._given[-_NUM_KEPT:], *self._coming}
+        self._processes.forget(*(name for name in self._given if name not in kept))
+        self._given = self._given[-_NUM_KEPT:]
+
+
+def packed(plan: ChunkPlan) -> str:
+    """A plan as short text."""
+    return b85encode(zlib.compress(save_plan(plan).encode(), 1)).decode()
+
+
+def unpacked(text: str) -> ChunkPlan:
+    """The inverse of `packed`."""
+    return load_plan(zlib.decompress(b85decode(text)).decode())

@@ -1,0 +1,217 @@
+"""The parts of a run before its first step: device, tiers, data, dials, model, engine, steps.
+
+Below `train.run` functions take plain arguments; those here read them from the config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.api import Engine
+from furlong.config.data import DataConfig
+from furlong.config.schema import RunConfig, TrainConfig
+from furlong.cost.model import CostModel
+from furlong.data.dataset import DataSet
+from furlong.data.load import load_data
+from furlong.data.loader import count_steps, describe_batches, iterate_batches
+from furlong.data.tokenize import load_tokenizer
+from furlong.errors import ConfigError
+from furlong.models.build import build_model, read_config
+from furlong.models.check import check_model
+from furlong.models.folder import check_folder
+from furlong.planners.auto.decide import Decision
+from furlong.planners.chunks.balance import sequence_work
+from furlong.planners.options import ChunkOptions
+from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.pools import Storage
+from furlong.train.architecture import architecture_of, check_architecture
+from furlong.train.decide import decide_options
+from furlong.train.disk import check_room
+from furlong.train.processes.launch import Launch
+from furlong.train.processes.together import Processes
+from furlong.train.resumable import RunData
+from furlong.train.run_folder import CHECKPOINTS, RunFolder
+from furlong.train.start import source_of
+from furlong.train.state import check_data
+from furlong.train.storage import check_free, storage_of
+
+
+def device_of(launch: Launch) -> torch.device:
+    """The device of this process."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.num_processes == 1:
+        return torch.device("cuda")
+    return torch.device("cuda", launch.local_number)
+
+
+def checked(
+    config: RunConfig, run: RunFolder, device: torch.device, launch: Launch
+) -> tuple[Storage, dict[str, Any], Any]:
+    """Tiers, architecture and tokenizer of a run, as far as they can be had before all else."""
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and launch.local_number >= num_gpus:
+        raise ConfigError(
+            given=f"{launch.num_local} processes on a machine with {num_gpus} GPUs",
+            required="at most one process per GPU",
+            source="the number of processes that were started",
+            change=f"torchrun --nproc-per-node {num_gpus}",
+        )
+    storage = storage_of(config, device, num_local=launch.num_local)
+    limit = config.data.max_seq_len
+    check_model(config.model.name, init=config.model.init, rope=rope_of(config), max_seq_len=limit)
+    architecture = read_architecture(config)
+    if run.checkpoint is not None and run.state is not None:
+        check_architecture(run.checkpoint, run.state, architecture, config.model.name)
+    return storage, architecture, load_tokenizer(config.model.name)
+
+
+def check_batches(config: RunConfig, run: RunFolder, train: DataSet) -> None:
+    """Raises UserError for data other than a checkpoint's, and for batches larger than it."""
+    if run.checkpoint is not None and run.state is not None:
+        check_data(run.checkpoint, run.state, train.fingerprint)
+    draws_per_epoch = sum(train.mixture.draws)
+    print(f"data.train: {describe_batches(draws_per_epoch, config.train.sequences_per_step)}")
+
+
+def decided(
+    config: RunConfig,
+    run: RunFolder,
+    train: DataSet,
+    device: torch.device,
+    storage: Storage,
+    processes: Processes,
+) -> Decision:
+    """The dials of the run; the first process decides for all."""
+
+    def decide() -> Decision:
+        if run.options is not None:
+            return Decision(run.options, "")
+        launch = processes.launch
+        decision = decide_options(
+            config, train, device, storage, rope=rope_of(config),
+            num_replicas=launch.num_processes, num_local=launch.num_local,
+        )  # fmt: skip
+        check_free(storage, decision)
+        return decision
+
+    if processes.num_processes == 1:
+        return decide()
+
+    def decide_for_all() -> dict[str, Any]:
+        decision = decide()
+        told = {"words": decision.words, "figures": decision.figures}
+        return {"options": asdict(decision.options)} | told
+
+    values = processes.by_first(decide_for_all)
+    return Decision(ChunkOptions(**values.pop("options")), **values)
+
+
+def engine_of(config: RunConfig, model: Any, storage: Storage, num_replicas: int) -> Engine:
+    """The engine of this process; the weights of several are divided among them from now on."""
+    ranks = None
+    if num_replicas > 1:
+        ranks = make_ranks(num_replicas, 1, 1, next(model.parameters()).device.type)
+    return Engine(
+        model,
+        max_seq_len=config.data.max_seq_len,
+        storage=storage,
+        compute_dtype=getattr(torch, config.model.dtype),
+        ranks=ranks,
+    )
+
+
+def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
+    """FLOPs of each sequence; its tokens where the model's work cannot be counted."""
+    if model is None:
+        return lambda seq_lens: seq_lens
+    return partial(sequence_work, shape=model.shape)
+
+
+def check_run_room(config: RunConfig, model: Any, folder: Path, num_steps: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run is going to write."""
+    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    every = config.train.save_every_steps
+    num_saves = math.ceil(num_steps / every) if every else 0
+    check_room(folder, folder / CHECKPOINTS, weight_bytes=trained_bytes, num_saves=num_saves)
+
+
+def build_run_model(config: RunConfig) -> Any:
+    """The model that a run begins with, on the CPU."""
+    settings = config.model
+    return build_model(
+        settings.name,
+        init=settings.init,
+        dtype=getattr(torch, settings.dtype),
+        lora=None if settings.lora is None else settings.lora.model_dump(),
+        rope=rope_of(config),
+        max_seq_len=config.data.max_seq_len,
+        seed=config.train.seed,
+    )
+
+
+def read_architecture(config: RunConfig) -> dict[str, Any]:
+    """The architecture of the run's model, by its files as they are now."""
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    return architecture_of(read_config(source, rope=rope_of(config), max_seq_len=limit))
+
+
+def rope_of(config: RunConfig) -> dict[str, Any] | None:
+    """The change of the position embedding, as plain values."""
+    return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
+
+
+def load_splits(settings: DataConfig, tokenizer: Any) -> dict[str, DataSet]:
+    """The data sets `train` and, if there is one, `eval`; prints what was found."""
+    data = {}
+    for split, named in (("train", settings.train), ("eval", settings.eval)):
+        if named is not None:
+            data[split] = load_data(
+                [source_of(source) for source in named],
+                tokenizer,
+                format=settings.format,
+                max_seq_len=settings.max_seq_len,
+                too_long=settings.too_long,
+                cache_dir=settings.cache_dir,
+                key=f"data.{split}",
+            )
+            print(*data[split].describe(), sep="\n")
+    return data
+
+
+def run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:
+    """The sequences of a run, and their batches from a position on."""
+    train = data["train"]
+    return RunData(
+        batches=lambda state: iterate_batches(
+            train,
+            sequences_per_step=config.train.sequences_per_step,
+            seed=config.train.seed,
+            state=state,
+            mixture=train.mixture,
+        ),
+        train=train,
+        held_out=data.get("eval"),
+        fingerprint=train.fingerprint,
+    )
+
+
+def steps_of(settings: TrainConfig, train: DataSet) -> int:
+    """The number of steps of a run, by steps or by epochs."""
+    if settings.steps is not None:
+        return settings.steps
+    assert settings.epochs is not None  # the schema holds it
+    return count_steps(
+        settings.epochs,
+        train.valid_tokens > 0,
+        train.mixture,
+        sequences_per_step=settings.sequences_per_step,
+        seed=settings.seed,
+    )

@@ -1,0 +1,1 @@
+"""The processes of a run: how they begin, agree, are watched and end."""

@@ -1,0 +1,91 @@
+"""How this process was started: alone, or by a launcher as one of several. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from furlong.config.parallel import ParallelConfig
+from furlong.errors import ConfigError
+
+_NUMBERS = ("RANK", "LOCAL_RANK", "MASTER_PORT")
+_COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The place of this process among those that a launcher has started together."""
+
+    number: int = 0
+    """From 0; torchrun calls it the rank."""
+    num_processes: int = 1
+    local_number: int = 0
+    """The same among the processes of its machine: the number of its device."""
+    num_local: int = 1
+    """Processes of its machine: they share its memory."""
+    attempt: int = 0
+    """How many times the launcher has started all processes before, after one of them ended."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it speaks for all: it prints, and writes what is written once."""
+        return self.number == 0
+
+
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The launch that torchrun, or a launcher with its variables, describes; else one process.
+
+    Raises ConfigError for launchers with other variables and for variables that are missing.
+    """
+    others = environment.get("OMPI_COMM_WORLD_SIZE", "")
+    count = environment.get("WORLD_SIZE", "")
+    if not (count.isdecimal() and int(count) > 1):
+        if others.isdecimal() and int(others) > 1:
+            raise ConfigError(
+                given=f"{others} processes of mpirun",
+                required="processes that torchrun has started, or that have its variables",
+                source="the environment variable OMPI_COMM_WORLD_SIZE",
+                change=f"start them by {_COMMAND.format(others)}",
+            )
+        return Launch()
+    missing = [name for name in _NUMBERS if not environment.get(name, "").isdecimal()]
+    missing += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if missing:
+        raise ConfigError(
+            given=f"WORLD_SIZE = {count} without a number in {', '.join(missing)}",
+            required="all variables that torchrun sets",
+            source="the environment",
+            change=f"start the processes by {_COMMAND.format(count)}, or unset WORLD_SIZE",
+        )
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    num_local = environment.get("LOCAL_WORLD_SIZE", count)
+    return Launch(
+        number=int(environment["RANK"]),
+        num_processes=int(count),
+        local_number=int(environment["LOCAL_RANK"]),
+        num_local=int(num_local) if num_local.isdecimal() else int(count),
+        attempt=int(attempt) if attempt.isdecimal() else 0,
+    )
+
+
+def replicas(parallel: ParallelConfig, num_processes: int) -> int:
+    """The number of data-parallel replicas, one per process of this release.
+
+    Raises ConfigError unless the sizes of `parallel` multiply to the number of processes.
+    """
+    sizes = {name: getattr(parallel, name) for name in ("dp", "sp", "pp")}
+    fixed = {name: 1 if size == "auto" else size for name, size in sizes.items()}
+    if sizes["dp"] == "auto":
+        return num_processes
+    product = fixed["dp"] * fixed["sp"] * fixed["pp"]
+    if product == num_processes:
+        return int(fixed["dp"])
+    arithmetic = " x ".join(f"{name} {size}" for name, size in fixed.items())
+    raise ConfigError(
+        given=f"{arithmetic} = {product}, and {num_processes}"
+        f" process{'' if num_processes == 1 else 'es'}",
+        required="sizes that multiply to the number of processes",
+        source="parallel, and the number of processes that were started",
+        change=f"start {product}: {_COMMAND.format(product)}; or set parallel.dp to auto",
+    )

@@ -1,0 +1,190 @@
+"""Steps of several replicas against one process: models, plans, and what each rank finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.gradients import (
+    Batch,
+    batch,
+    reference_loss,
+    take_grads,
+    worst_relative_error,
+)
+from helpers.tiny_families import build
+from torch import Tensor, nn
+
+import furlong
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.values import ChunkPlan
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.replicas import join_replicas
+from furlong.runtime.parallel.ranks import make_ranks
+
+NUM_LAYERS = 3
+
+
+def llama(**changes: Any) -> nn.Module:
+    return wide_norms(build("llama", **changes))
+
+
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+def adapted_llama() -> nn.Module:
+    """A model with adapters that are not zero, beside frozen weights."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return model.double()
+
+
+def llama_with_a_trained_head() -> nn.Module:
+    model = llama()
+    model.requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def wide_norms(model: nn.Module) -> nn.Module:
+    """The model with norms that do not round to float32 inside."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x * scale
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(forward, module)
+    return model
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: lengths of the sequences of each replica, and how these are walked."""
+
+    lens: tuple[tuple[int, ...], ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    masked: tuple[range, ...] = ()
+    """Tokens without a label, by sequence."""
+    backward: bool = True
+    regathers: bool = False
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [n for own in self.lens for n in own]
+
+    def ids(self, replica: int) -> range:
+        start = sum(map(len, self.lens[:replica]))
+        return range(start, start + len(self.lens[replica]))
+
+    def sequences(self) -> Batch:
+        return batch(self.seq_lens, masked=self.masked)
+
+    def plan(self, model: nn.Module) -> ChunkPlan:
+        options = furlong.ChunkOptions(**{"size": 8} | self.options)
+        plans = [
+            plan_on_device(own, options, num_layers=NUM_LAYERS, backward=self.backward)
+            for own in self.lens
+        ]
+        ids = [self.ids(replica) for replica in range(len(plans))]
+        return join_replicas(plans, ids, self.seq_lens, cost_of(model) if self.regathers else None)
+
+
+def cost_of(model: Any) -> CostModel:
+    shape = ModelShape.from_config(model.config.to_dict())
+    return CostModel(shape, hardware("A100-80"), Training(zero_stage=3))
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients, each put together from all ranks, which call it together."""
+    grads = {
+        n: p.grad.full_tensor().double() for n, p in model.named_parameters() if p.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+class Counted:
+    """Counts FSDP2's collectives within it."""
+
+    def __init__(self) -> None:
+        self.num_gathers = self.num_sums = 0
+
+    def __enter__(self) -> Counted:
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single",
+                 "reduce_scatter_single")  # fmt: skip
+        self._own = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+        for name in self._own:
+            setattr(dist, name, self._counting(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, own in self._own.items():
+            setattr(dist, name, own)
+
+    def _counting(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_gathers += "gather" in name
+            self.num_sums += "scatter" in name
+            return self._own[name](*args, **kwargs)
+
+        return call
+
+
+@dataclass(frozen=True)
+class Found:
+    """One step on one rank."""
+
+    loss_error: float
+    error: float
+    """The largest relative error of any parameter's gradient."""
+    num_gathers: int
+    num_sums: int
+
+
+def run_steps(rank: int, steps: Sequence[Step], make: Callable[[], nn.Module]) -> list[Found]:
+    """The steps one after the other on one model, without an update."""
+    model = make()
+    truths = []
+    for step in steps:
+        loss = reference_loss(model, step.sequences(), backward=step.backward)
+        truths.append((loss, take_grads(model)))
+    ranks = make_ranks(len(steps[0].lens), 1, 1, "cpu")
+    engine = furlong.Engine(model, ranks=ranks)
+    for height in {
+        step.options.get("stage_layers", 1) for step in steps if "order" in step.options
+    }:
+        engine.run(*_evaluated(model, height))  # checks the model in these stages
+    found = []
+    for step, (loss, truth) in zip(steps, truths, strict=True):
+        with Counted() as counted:
+            result = engine.run(step.plan(model), step.sequences())
+        assert result.num_valid_tokens == sum(
+            (s["labels"][1:] != -100).sum() for s in step.sequences()
+        )
+        error = worst_relative_error(whole_grads(model), truth) if truth else 0.0
+        found.append(
+            Found(abs(result.loss / loss - 1), error, counted.num_gathers, counted.num_sums)
+        )
+    return found
+
+
+def _evaluated(model: nn.Module, height: int) -> tuple[ChunkPlan, Batch]:
+    options = {"order": "layer-first", "stage_layers": height}
+    step = Step(((3,),) * dist.get_world_size(), options, backward=False)
+    return step.plan(model), step.sequences()

@@ -1,0 +1,197 @@
+"""How processes end together: by an error of all, of one, by a death, a stop, or a dead end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.launched import Launched
+
+from furlong.errors import DataError
+from furlong.train.processes.flight import flight_file, read_flights, remove_flights
+from furlong.train.processes.join import joined
+from furlong.train.processes.launch import read_launch
+from furlong.train.processes.together import Processes
+from furlong.train.processes.watch import Limits
+
+QUICK = Limits(round_s=0.1, silent_rounds=15, stuck_rounds=15)
+
+
+def work(what: str, folder: Path) -> None:
+    launch = read_launch()
+    try:
+        with joined(launch, limits=QUICK) as processes:
+            processes.flight.write_to(flight_file(folder, launch.attempt, launch.number))
+            CASES[what](processes)
+    except DataError as error:
+        print(error, flush=True)
+        raise SystemExit(2) from error
+
+
+def is_done(processes: Processes) -> None:
+    assert processes.sums([1.0, processes.launch.number]) == [2.0, 1.0]
+    assert processes.any(not processes.is_first) and not processes.any(False)
+    assert processes.by_first(lambda: {"a": [1]}) == {"a": [1]}
+    order: list[int] = []
+    processes.first_of_each_machine(lambda: order.append(time.monotonic_ns()))
+    print(order[0], flush=True)
+
+
+def raises_of_one(processes: Processes) -> None:
+    def read() -> None:
+        if not processes.is_first:
+            raise DataError(given="no file", required="a file", source="here", change="add it")
+
+    processes.together(read)
+
+
+def fails_on_one(processes: Processes) -> None:
+    processes.flight.at("step 3 F1.0 kv")
+    if not processes.is_first:
+        raise ValueError("no such layer")
+    dist.barrier()
+
+
+def fails_as_a_user_may_mend(processes: Processes) -> None:
+    if not processes.is_first:
+        raise DataError(given="no room", required="room", source="here", change="make room")
+    dist.barrier()
+
+
+def fails_outside(processes: Processes) -> None:
+    """The others are not in a collective."""
+    if not processes.is_first:
+        raise ValueError("no such layer")
+    time.sleep(60)
+
+
+def dies_at_a_collective(processes: Processes) -> None:
+    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    if processes.launch.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def dies_outside(processes: Processes) -> None:
+    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    if processes.launch.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def the_first_dies(processes: Processes) -> None:
+    if processes.is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def stops(processes: Processes) -> None:
+    processes.flight.at(f"step 3 F{processes.launch.number}.0 kv")
+    if processes.launch.number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+
+
+def sticks(processes: Processes) -> None:
+    """Each waits for something else."""
+    processes.flight.at(f"step 3 B{processes.launch.number}.0")
+    if processes.is_first:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+def waits_long_between_steps(processes: Processes) -> None:
+    processes.flight.at("a checkpoint")
+    time.sleep(4 * QUICK.stuck_rounds * QUICK.round_s / 2)
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        is_done, raises_of_one, fails_on_one, fails_as_a_user_may_mend, fails_outside,
+        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks, waits_long_between_steps,
+    )
+}  # fmt: skip
+
+
+def run(folder: Path, what: str, num_processes: int = 2) -> Launched:
+    return Launched(folder, work, what, folder, num_processes=num_processes)
+
+
+def test_they_agree_and_leave(tmp_path: Path) -> None:
+    ended = run(tmp_path, "is_done").ended()
+    assert [process.code for process in ended] == [0, 0], ended
+    assert int(ended[0].said) < int(ended[1].said)
+
+
+def test_an_error_of_one_is_that_of_all(tmp_path: Path) -> None:
+    ended = run(tmp_path, "raises_of_one").ended()
+    assert [process.code for process in ended] == [2, 2], ended
+    assert ended[0].said.startswith("given:    process 1: no file\nrequired: a file")
+    assert ended[1].said.startswith("given:    no file\nrequired: a file")
+
+
+@pytest.mark.parametrize("what", ["fails_on_one", "fails_outside"])
+def test_a_failure_of_one_ends_the_others_with_its_text(tmp_path: Path, what: str) -> None:
+    ended = run(tmp_path, what).ended(20)
+    assert [process.code for process in ended] == [1, 1], ended
+    assert "process 1 ended by ValueError: no such layer" in ended[0].said
+    assert "Traceback" in ended[1].said and "no such layer" in ended[1].said
+
+
+def test_what_one_alone_finds_wrong(tmp_path: Path) -> None:
+    ended = run(tmp_path, "fails_as_a_user_may_mend").ended(20)
+    assert [process.code for process in ended] == [1, 2], ended
+    assert ended[1].said.startswith("given:    no room\nrequired: room")
+    assert "Traceback" not in ended[1].said
+    assert "process 1 ended by DataError: given:    no room" in ended[0].said
+
+
+@pytest.mark.parametrize("what", ["dies_at_a_collective", "dies_outside"])
+def test_a_death_is_told_with_its_last_action(tmp_path: Path, what: str) -> None:
+    ended = run(tmp_path, what, num_processes=3).ended(20)
+    assert [process.code for process in ended] == [1, -signal.SIGKILL, 1], ended
+    for number in (0, 2):
+        assert "process 1" in ended[number].said
+        assert "its last action was step 3 F1.0 kv" in ended[number].said
+        assert f"it was at step 3 F{number}.0 kv" in ended[number].said
+        assert "process 2 stopped" not in ended[number].said
+    assert read_flights(tmp_path) == {n: f"step 3 F{n}.0 kv" for n in range(3)}
+    remove_flights(tmp_path)
+    assert read_flights(tmp_path) == {}
+
+
+def test_the_death_of_the_first(tmp_path: Path) -> None:
+    """It holds the store: the others cannot even ask."""
+    ended = run(tmp_path, "the_first_dies").ended(20)
+    assert [process.code for process in ended] == [-signal.SIGKILL, 1], ended
+    assert "process 1 ends; it was at its start" in ended[1].said
+
+
+def test_a_stopped_process(tmp_path: Path) -> None:
+    launched = run(tmp_path, "stops", num_processes=3)
+    launched.processes[0].join(20)
+    launched.processes[2].join(20)
+    ended = launched.ended(1)
+    assert [process.code for process in ended] == [1, None, 1], ended
+    for number in (0, 2):
+        told = "process 1: silent for 2 s; its last action was step 3 F1.0 kv"
+        assert told in ended[number].said
+
+
+def test_a_dead_end(tmp_path: Path) -> None:
+    ended = run(tmp_path, "sticks").ended(20)
+    assert [process.code for process in ended] == [1, 1], ended
+    for process in ended:
+        assert "no process has gone on for 2 s: process 0 at step 3 B0.0" in process.said
+        assert "process 1 at step 3 B1.0" in process.said
+
+
+def test_a_long_wait_between_steps_is_no_dead_end(tmp_path: Path) -> None:
+    ended = run(tmp_path, "waits_long_between_steps").ended(20)
+    assert [process.code for process in ended] == [0, 0], ended

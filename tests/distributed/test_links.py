@@ -1,0 +1,251 @@
+"""Links over gloo: order, forms, what is held and for how long, and a neighbour that is gone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.pipeline_plans import random_1f1b
+from helpers.ranks import run_ranks
+
+from furlong.errors import LinkError, PlanError
+from furlong.plan.messages import messages
+from furlong.plan.values import Chunk, ChunkPlan, Forward, Recv, Send, Slice
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.runtime.parallel.links import Incoming, Links, Outgoing, Parcel, open_links
+
+CPU = torch.device("cpu")
+PARCEL = Parcel(3, torch.float64, CPU)
+
+
+def opened(num_stages: int, timeout_s: float = 30) -> Links:
+    return open_links([range(num_stages)], CPU, timedelta(seconds=timeout_s))
+
+
+def plan_of(num_chunks: int, num_stages: int = 2, **settings: Any) -> ChunkPlan:
+    """One sequence; chunk i has i % 3 + 1 tokens."""
+    chunks, start = [], 0
+    for index in range(num_chunks):
+        chunks.append(Chunk((Slice(0, start, start + index % 3 + 1),)))
+        start += index % 3 + 1
+    return plan_1f1b([start], [chunks], stages=(1,) * num_stages, **settings)
+
+
+def value(action: Send | Recv, plan: ChunkPlan) -> torch.Tensor:
+    code = action.chunk * 10 + action.stage + (0.5 if action.payload == "gradient" else 0)
+    return torch.full((plan.chunks[action.chunk].num_tokens, 3), code, dtype=torch.float64)
+
+
+def obey(links: Links, plan: ChunkPlan, rank: int) -> None:
+    links.begin(plan, rank, PARCEL)
+    for action in plan.actions[rank]:
+        if isinstance(action, Send):
+            links.send(action, value(action, plan))
+        elif isinstance(action, Recv):
+            assert torch.equal(links.recv(action), value(action, plan))
+    links.finish()
+
+
+def test_both_ends_expect_the_same_messages():
+    for seed in range(40):
+        plan = random_1f1b(seed)
+        for rank in range(len(plan.actions)):
+            for step in (-1, 1):
+                if 0 <= rank + step < len(plan.actions):
+                    sent = messages(plan, rank + step, rank)
+                    own = [a for a in plan.actions[rank] if isinstance(a, Recv)]
+                    own = [a for a in own if a.peer == rank + step]
+                    assert len(sent) == len(own) > 0
+                    assert all(m.is_of(a) for m, a in zip(sent, own, strict=True))
+                    assert all(m.num_rows == plan.chunks[m.chunk].num_tokens for m in sent)
+
+
+def many_steps(rank: int, num_ranks: int) -> tuple[int, int]:
+    links = opened(num_ranks)
+    for num_chunks in (1, 12, 5):
+        obey(links, plan_of(num_chunks, num_ranks), rank)
+    most = links.most_held
+    held = sum(out.num_held for out, _ in links._ways.values())
+    links.close()
+    return most, held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_messages_of_mixed_sizes_arrive_in_order_step_after_step(num_ranks):
+    outcomes = run_ranks(many_steps, num_ranks, num_ranks=num_ranks)
+    assert all(held == 0 for _, held in outcomes), "a finished step holds nothing"
+    assert all(0 < most <= 12 for most, _ in outcomes)
+
+
+def slow_receiver(rank: int) -> tuple[int, list[float]]:
+    """The receiver takes its time; the sender's clock at each send."""
+    links, plan = opened(2), plan_of(8, backward=False)
+    links.begin(plan, rank, PARCEL)
+    dist.barrier()
+    clock, started_s = [], time.monotonic()
+    for action in plan.actions[rank]:
+        if isinstance(action, Recv):
+            time.sleep(0.05)
+            links.recv(action)
+        elif isinstance(action, Send):
+            links.send(action, value(action, plan))
+            clock.append(time.monotonic() - started_s)
+    links.finish()
+    links.close()
+    return links.most_held, clock
+
+
+def test_a_stage_that_waits_for_nobody_does_not_run_away():
+    """Its outputs would all be held: nothing but the receiver's pace keeps it back."""
+    (most, clock), _ = run_ranks(slow_receiver, num_ranks=2)
+    assert most <= 2
+    assert clock[0] < 0.05 and clock[-1] > 0.15
+
+
+class Nowhere:
+    """A wire on which nothing goes."""
+
+    def isend(self, x):
+        raise AssertionError("it must not leave")
+
+
+def test_what_the_other_end_does_not_expect_does_not_leave():
+    """gloo would reinterpret its bytes, or fill a part of the buffer, without a word."""
+    plan = plan_of(2)
+    first, later = [a for a in plan.actions[0] if isinstance(a, Send)][:2]
+    good = value(first, plan)
+    for action, x, why in (
+        (later, value(later, plan), "expects Message"),
+        (first, good.float(), "was given .* of torch.float32"),
+        (first, good[:, :2], r"was given \(1, 2\)"),
+        (first, torch.cat([good, good]), r"was given \(2, 3\)"),
+    ):
+        end = Outgoing(Nowhere(), "the link")
+        end.begin(messages(plan, 0, 1), PARCEL, one_way=False)
+        with pytest.raises(PlanError, match=f"the link {why}"):
+            end.send(action, x)
+
+
+def gone(rank: int, how: str) -> tuple[str, float]:
+    plan, links = plan_of(4), opened(2, timeout_s=2 if how == "silent" else 30)
+    links.begin(plan, rank, PARCEL)
+    started_s = time.monotonic()
+    if rank == 1:
+        if how == "closed":
+            for ends in links._ways.values():
+                for end in ends:
+                    dist.destroy_process_group(end._wire.group)
+        return "", 0.0
+    try:
+        for action in plan.actions[0]:
+            if isinstance(action, Send):
+                links.send(action, value(action, plan))
+            elif isinstance(action, Recv):
+                links.recv(action)
+    except LinkError as error:
+        return str(error), time.monotonic() - started_s
+    return "nothing was noticed", 0.0
+
+
+@pytest.mark.parametrize("how", ["silent", "closed"])
+def test_a_neighbour_that_is_gone_is_named_with_the_action(how):
+    (said, took_s), _ = run_ranks(gone, how, num_ranks=2)
+    assert re.match(r"the link from process \d to \d \(stages \d, \d\) broke at '", said), said
+    assert "gradient" in said or "activation" in said
+    assert took_s < 10
+    assert ("Timed out" in said) == (how == "silent")
+
+
+FAILING = """
+import sys, torch
+from datetime import timedelta
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[3])
+from distributed.test_links import PARCEL, opened, plan_of, value
+from furlong.plan.values import Send
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+links, plan = opened(2, timeout_s=300), plan_of(4)
+if rank == 0:
+    sys.stdin.read()  # stays, and takes nothing
+links.begin(plan, rank, PARCEL)
+first = next(a for a in plan.actions[1] if isinstance(a, Send))
+links.send(first, value(first, plan))
+raise ValueError("no such layer")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_leaves_at_once(tmp_path):
+    """Although its neighbour has not taken what it has sent."""
+    folder = str(Path(__file__).parents[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), folder],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, told = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == 1 and "no such layer" in told
+        assert ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@dataclass
+class Slow:
+    """A wire on which everything is there when it is asked for; it counts what is posted."""
+
+    posted: list[torch.Tensor] = field(default_factory=list)
+
+    def irecv(self, x):
+        self.posted.append(x)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+def test_one_receive_is_posted_ahead_of_the_next_message():
+    """So that a message travels while its receiver computes; each has a buffer of its own."""
+    plan, wire = plan_of(5), Slow()
+    end = Incoming(wire, "the link")
+    end.begin(messages(plan, 0, 1), PARCEL)
+    received = [a for a in plan.actions[1] if isinstance(a, Recv)]
+    for number, action in enumerate(received, 1):
+        assert len(wire.posted) == number
+        assert end.recv(action) is wire.posted[number - 1]
+        assert len(wire.posted) == min(number + 1, 5)
+    assert [len(x) for x in wire.posted] == [chunk.num_tokens for chunk in plan.chunks]
+    with pytest.raises(PlanError, match="expects no message any more"):
+        end.recv(received[0])
+
+
+def strangers(rank: int) -> str:
+    links = opened(2)
+    plan = ChunkPlan(
+        (1,), (Chunk((Slice(0, 0, 1),)),), (1, 1),
+        ((Forward(0, 0, "all"), Send("activation", 0, 0, 2)),) * 3,
+    )  # fmt: skip
+    try:
+        links.begin(plan, rank, PARCEL)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_message_to_no_neighbour_is_refused():
+    said = run_ranks(strangers, num_ranks=2)
+    assert "its links lead to 1" in said[0] and "its links lead to 0" in said[1]

@@ -1,0 +1,255 @@
+"""A run on two processes is the run on one: losses, lines, files, checkpoints, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.launched import Ended, Launched
+from helpers.tiny_runs import TinyRun, build_tiny_run
+from safetensors.torch import load_file
+
+from furlong.cli.main import main
+from furlong.train import replicas as replicas_module
+from furlong.train.metrics import MetricsLog
+from furlong.train.step import TrainedStep
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+FILES = {"checkpoints", "config.json", "metrics.jsonl", "model", "options.json", "report.json",
+         "timeline.json", ".lock"}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+def command(arguments: list[str]) -> None:
+    raise SystemExit(main(arguments))
+
+
+def launch(folder: Path, arguments: list[str], **options: Any) -> list[Ended]:
+    function = options.pop("function", command)
+    return Launched(folder, function, arguments, **options).ended(120)
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def records(run: Path, key: str) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [record[key] for record in map(json.loads, lines) if record.get(key) is not None]
+
+
+def weights(run: Path) -> Mapping[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def worst(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).norm() / other[n].norm()) for n in one)
+
+
+def shape_of(line: str) -> str:
+    """A line without its figures."""
+    return re.sub(r"[0-9.]+(e-[0-9]+)?K?( ([KM]iB|B|ms|s)\b)?", "#", line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (("--model.dtype=float64",), 1e-6),  # RMSNorm rounds to float32 inside
+        # with one sequence in a step one replica is always idle
+        (("--model.lora.rank=4", "--train.sequences_per_step=1"), 1e-4),
+        pytest.param(
+            ("--chunks.order=layer-first", "--chunks.keep=kv"), 1e-4, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["float64", "lora, with a replica without work", "layer-first"],
+)
+def test_two_processes_train_as_one(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    tolerance: float,
+) -> None:
+    held_out = f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"
+    common = ("--train.steps=5", "--train.epochs=null", held_out, "--train.eval_train_share=0.5")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(tiny_run.arguments(one, *common, *flags)) == 0
+    told = capsys.readouterr().out
+    ended = launch(tmp_path / "out", tiny_run.arguments(two, *common, *flags))
+    assert [process.code for process in ended] == [0, 0], ended
+    for key in ("loss", "grad_norm", "eval_loss", "eval_training_loss", "lr", "num_tokens"):
+        expected = records(one, key)
+        assert len(expected) >= 3, key
+        assert records(two, key) == pytest.approx(expected, rel=tolerance), key
+    if "--model.lora.rank=4" not in flags:
+        assert worst(weights(two), weights(one)) < 100 * tolerance
+    names = {path.name for path in two.iterdir()}
+    assert names == FILES
+    shares = records(two, "plan_s")
+    assert len(shares) == 5
+    # the first process prints the same lines, the other one nothing
+    lines = [line for line in ended[0].said.splitlines() if "step " in line or "loss" in line]
+    assert [shape_of(line) for line in lines if line[:5] != "model"] == [
+        shape_of(line)
+        for line in told.splitlines()
+        if ("step " in line or "loss" in line) and line[:5] != "model"
+    ]
+    assert ended[1].said == ""
+
+
+def stops_after(arguments: list[str], number: int, step: int) -> None:
+    """A signal comes to one process only, after a step."""
+    log = MetricsLog.step
+
+    def logged(self: MetricsLog, at: int, figures: TrainedStep) -> None:
+        log(self, at, figures)
+        if at == step and os.environ["RANK"] == str(number):
+            signal.raise_signal(signal.SIGTERM)
+
+    MetricsLog.step = logged  # type: ignore[method-assign]
+    command(arguments)
+
+
+def test_a_signal_to_one_stops_all_and_one_process_goes_on(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main(tiny_run.arguments(whole)) == 0
+    arguments = tiny_run.arguments(run)
+    started = Launched(tmp_path / "out", stops_after, arguments, 1, 3)
+    ended = started.ended(120)
+    assert [process.code for process in ended] == [0, 0], ended
+    assert "stopped by a signal to another process after step 3 of 9" in ended[0].said
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000002", "step-00000003",
+    ]  # fmt: skip
+    assert not (run / "flight").exists()
+    assert main([*arguments, "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert "processes = 1, before 2: the last bits may differ" in printed
+    assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
+    assert worst(weights(run), weights(whole)) < 1e-3
+
+
+def has_no_memory(arguments: list[str], at: int, num_times: int) -> None:
+    """Process 1 lacks memory in its first tries of a step, after so many actions."""
+    watch = replicas_module.Attempt.watch
+    tries: list[object] = []
+
+    def short(self: Any) -> None:
+        watch(self)
+        if self._num_done == at and self not in tries and len(tries) < num_times:
+            tries.append(self)
+            raise MemoryError("no room")
+
+    if os.environ["RANK"] == "1":
+        replicas_module.Attempt.watch = short  # type: ignore[method-assign]
+    command(arguments)
+
+
+@pytest.mark.parametrize(
+    ("at", "sizes"),
+    [pytest.param(1, (256, 128, 64), marks=pytest.mark.slow), (3, (128, 64))],
+)
+def test_lack_of_memory_on_one_is_answered_by_all(
+    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    flags = (f"--chunks.size={sizes[0]}", "--train.steps=2", "--train.epochs=null")
+    assert main(tiny_run.arguments(whole, *flags)) == 0
+    arguments = tiny_run.arguments(run, *flags)
+    ended = Launched(tmp_path / "out", has_no_memory, arguments, at, len(sizes) - 1).ended(120)
+    assert [process.code for process in ended] == [0, 0], ended
+    for size, before in zip(sizes[1:], sizes, strict=False):
+        told = f"chunks of {size} tokens from now on, {before} before"
+        assert f"step 1 did not fit (out of memory on process 1): {told}" in ended[0].said
+    assert read_json(run / "options.json")["size"] == sizes[-1]
+    assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
+    assert worst(weights(run), weights(whole)) < 1e-3
+
+
+def diverges(arguments: list[str]) -> None:
+    """The loss of one process is not a number."""
+    from furlong.runtime.loss_head import LossHead
+
+    gradient = LossHead.gradient
+
+    def broken(self: Any, *args: Any) -> Any:
+        found = gradient(self, *args)
+        self.loss_sum *= float("nan")
+        return found
+
+    if os.environ["RANK"] == "1":
+        LossHead.gradient = broken  # type: ignore[method-assign]
+    command(arguments)
+
+
+def test_a_loss_that_is_no_number_is_told_once(tiny_run: TinyRun, tmp_path: Path) -> None:
+    ended = launch(tmp_path / "out", tiny_run.arguments(tmp_path / "run"), function=diverges)
+    assert [process.code for process in ended] == [2, 2], ended
+    assert "given:    loss nan" in ended[0].said and "in step 1" in ended[0].said
+    assert ended[1].said == ""
+
+
+def differs(arguments: list[str], flag: str) -> None:
+    command([*arguments, *([flag] if os.environ["RANK"] == "1" else [])])
+
+
+def differs_in_version(arguments: list[str]) -> None:
+    from furlong.train.processes import alike
+
+    if os.environ["RANK"] == "1":
+        alike.__version__ = "9.9"
+    command(arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "extra", "flags", "part"),
+    [
+        (differs, ("--train.lr=0.5",), (), "process 1: train.lr = 0.5, on process 0 0.01"),
+        pytest.param(
+            differs, ("--train.lrr=0.5",), (), "process 1: --train.lrr", marks=pytest.mark.slow
+        ),
+        (differs_in_version, (), (), "process 1: furlong = '9.9', on process 0 '0.1.0'"),
+        (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
+        pytest.param(
+            command,
+            (),
+            ("--parallel.sp=2",),
+            "the rest is not in this release",
+            marks=pytest.mark.slow,
+        ),
+        (command, (), ("--data.train=nowhere",), "nowhere: no such file or folder"),
+        pytest.param(
+            command, (), ("--data.max_seq_len=20",), "a sequence of", marks=pytest.mark.slow
+        ),
+        (command, (), ("--chunks.sample.rate=0.5",), "chunks.sample with 2 processes"),
+    ],
+)
+def test_a_wrong_input_is_told_once(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    function: Any,
+    extra: tuple[str, ...],
+    flags: tuple[str, ...],
+    part: str,
+) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", *flags)
+    ended = Launched(tmp_path / "out", function, arguments, *extra).ended(60)
+    assert [process.code for process in ended] == [2, 2], ended
+    assert part in ended[0].said
+    assert ended[0].said.count("given:") == 1 and ended[1].said == ""
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,236 @@
+"""Engine on several replicas: who passes what, what all get, what is refused, and after errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.sharded_cases import NUM_LAYERS, Step, llama, whole_grads
+from helpers.gradients import (
+    Batch,
+    batch,
+    num_labels,
+    reference_loss,
+    take_grads,
+    worst_relative_error,
+)
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import furlong
+from furlong.errors import FurlongError
+from furlong.plan.values import Backward, Chunk, Forward, Reduce
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.runtime.cell import Cell, _LayerView
+from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.result import StepResult
+
+BOUND = 1e-10
+STEP = Step(((21, 4), (17, 9, 5)))
+OPTIONS = furlong.ChunkOptions(size=8)
+
+
+def truth_of(model: nn.Module, sequences: Batch) -> tuple[float, dict[str, Tensor]]:
+    return reference_loss(model, sequences), take_grads(model)
+
+
+def each_way(rank: int) -> dict[str, tuple[float, float]]:
+    """The errors of loss and gradients of the same batch, however it is passed."""
+    model, sequences = llama(), STEP.sequences()
+    loss, grads = truth_of(model, sequences)
+    engine = furlong.Engine(model, process_group=dist.group.WORLD)
+    plan, labels = STEP.plan(model), num_labels(sequences)
+    own = {i: sequences[i] for i in STEP.ids(rank)}
+
+    def errors(*results: StepResult) -> tuple[float, float]:
+        assert sum(result.num_valid_tokens for result in results) == labels
+        found = sum(result.loss for result in results)
+        return abs(found / loss - 1), worst_relative_error(whole_grads(model), grads)
+
+    found = {
+        "all": errors(engine.run(plan, sequences)),
+        "own": errors(engine.run(plan, own, labels)),
+        "dealt": errors(engine.run(engine.plan(STEP.seq_lens, OPTIONS), sequences)),
+        "own lists": errors(engine.forward_backward(list(own.values()), OPTIONS)),
+    }
+    parts = [
+        (Step(((21,), (17,))).plan(model), {0: sequences[0], 1: sequences[2]}),
+        (Step(((4,), (9, 5))).plan(model), {0: sequences[1], 1: sequences[3], 2: sequences[4]}),
+    ]
+    found["two calls"] = errors(*[engine.run(plan, part, labels) for plan, part in parts])
+    again = furlong.Engine(model, process_group=dist.group.WORLD)
+    found["another engine"] = errors(again.run(plan, sequences))
+    model.eval()  # which is checked anew, on weights that are divided by now
+    evaluated = engine.forward_backward(list(own.values()), OPTIONS, backward=False)
+    assert [len(losses) for losses in evaluated.token_losses] == STEP.seq_lens
+    mean = sum(float(losses.sum()) for losses in evaluated.token_losses) / labels
+    found["evaluated"] = abs(evaluated.loss / loss - 1), abs(mean / loss - 1)
+    return found
+
+
+def test_a_batch_may_be_passed_whole_or_in_parts():
+    first, second = run_ranks(each_way, num_ranks=2)
+    assert first == second, "all ranks get the same result"
+    assert {name: of for name, of in first.items() if max(of) > BOUND} == {}
+
+
+def idle(rank: int) -> float:
+    """One replica has no sequence, and takes a dummy."""
+    model, sequences = llama(), batch([21, 9])
+    grads = truth_of(model, sequences)[1]
+    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
+    plan = plan_on_device([21, 9], OPTIONS, num_layers=NUM_LAYERS)
+    own = len(plan.chunks)
+    passes = Forward(own, 0, "all"), Backward(own, 0), Reduce(0)
+    plan = replace(plan, chunks=(*plan.chunks, Chunk(())), actions=(*plan.actions, passes))
+    engine.run(plan, {} if rank else dict(enumerate(sequences)), num_labels(sequences))
+    return worst_relative_error(whole_grads(model), grads)
+
+
+def test_a_replica_without_a_sequence():
+    assert max(run_ranks(idle, num_ranks=2)) <= BOUND
+
+
+def draws(rank: int) -> tuple[float, float]:
+    """Replicas that draw chunks: against one process that runs the draws one after the other."""
+    step = Step(((40,), (29, 5)))
+    single, model, sequences = llama(), llama(), step.sequences()
+    options = furlong.ChunkOptions(size=8, sample={"chunks": 2, "rule": "fixed", "seed": 3})
+    own = [[sequences[i] for i in step.ids(replica)] for replica in range(2)]
+    for of_replica in own:
+        furlong.forward_backward(single, of_replica, options, num_labels(sequences))
+    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
+    result = engine.forward_backward(own[rank], options)
+    assert result.plan.sampled and result.num_valid_tokens == num_labels(sequences)
+    return worst_relative_error(whole_grads(model), take_grads(single)), result.loss
+
+
+def test_replicas_that_draw_chunks():
+    first, second = run_ranks(draws, num_ranks=2)
+    assert first == second and first[0] <= BOUND and 1 < first[1] < 100
+
+
+def failing_at(number: int, plain: Callable[..., object]) -> Callable[..., object]:
+    """The function, which fails at its call number `number`."""
+    calls = []
+
+    def call(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) == number:
+            raise MemoryError
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def fails_and_works(rank: int) -> list[float]:
+    """The gradients' error in the step after one that failed, wherever it did."""
+    step = Step(((21,), (17,)))
+    model, sequences = llama(), step.sequences()
+    grads = truth_of(model, sequences)[1]
+    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
+    errors = []
+    places = [(Cell, "attend", n) for n in (2, 4, 8)] + [(_LayerView, "relayed", n) for n in (1, 5)]
+    for options in ({}, {"order": "layer-first"}):
+        plan = replace(step, options=options).plan(model)
+        engine.run(plan, sequences)  # checked once more in these stages
+        model.zero_grad()
+        for owner, name, number in places:
+            with (
+                patch.object(owner, name, failing_at(number, getattr(owner, name))),
+                pytest.raises(MemoryError),
+            ):
+                engine.run(plan, sequences)
+            model.zero_grad()
+            engine.run(plan, sequences)
+            errors.append(worst_relative_error(whole_grads(model), grads))
+    return errors
+
+
+def test_a_step_after_one_that_failed():
+    for errors in run_ranks(fails_and_works, num_ranks=2):
+        assert len(errors) == 10 and max(errors) <= BOUND
+
+
+def message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except FurlongError as error:
+        return str(error)
+    return "accepted"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each mistake is told, in the order in which all ranks make it."""
+    model, sequences = llama(), STEP.sequences()
+    ranks = make_ranks(2, 1, 1, "cpu")
+    hooked = llama()
+    hooked.lm_head.weight.register_hook(lambda grad: None)
+    mixed = llama()
+    mixed.lm_head.float()
+    found = {
+        "hook": message(lambda: furlong.Engine(hooked, ranks=ranks)),
+        "dtypes": message(lambda: furlong.Engine(mixed, ranks=ranks, compute_dtype=torch.float64)),
+        "stages": message(
+            lambda: furlong.Engine(llama(num_hidden_layers=1), ranks=make_ranks(1, 1, 2, "cpu"))
+        ),
+        "both": message(lambda: furlong.Engine(model, ranks=ranks, process_group=dist.group.WORLD)),
+    }
+    engine = furlong.Engine(model, ranks=ranks)
+    plan = STEP.plan(model)
+    own = {i: sequences[i] for i in STEP.ids(rank)}
+    alone = plan_on_device(STEP.seq_lens, OPTIONS, num_layers=NUM_LAYERS)
+    other = STEP.plan(model) if rank else Step(STEP.lens, {"size": 5}).plan(model)
+    silent = replace(plan, actions=tuple(own[:-1] for own in plan.actions))
+    found |= {
+        "another plan": message(lambda: engine.run(other, sequences)),
+        "another divisor": message(lambda: engine.run(plan, sequences, 40 + rank)),
+        "one rank": message(lambda: engine.run(alone, sequences)),
+        "no Reduce": message(lambda: engine.run(silent, sequences)),
+        "pool": message(lambda: engine.run(replace(plan, sp_size=2), sequences)),
+        "no divisor": message(lambda: engine.run(plan, own)),
+        "missing": message(lambda: engine.run(plan, {9: sequences[0]}, 40)),
+        "short": message(lambda: engine.run(plan, own | {min(own): sequences[4]}, 40)),
+        "bad on one": message(lambda: engine.forward_backward(sequences if rank else [], OPTIONS)),
+        "alone": message(lambda: furlong.Engine(model)),
+        "compute dtype": message(
+            lambda: furlong.Engine(model, ranks=ranks, compute_dtype=torch.float32)
+        ),
+    }
+    model.lm_head.weight.register_hook(lambda grad: None)
+    found["later hook"] = message(lambda: engine.run(plan, sequences))
+    model.model.norm = nn.LayerNorm(32)
+    found["new weight"] = message(lambda: engine.run(plan, sequences))
+    return found
+
+
+SAID = {
+    "hook": "has a hook on lm_head.weight, which would see no gradient",
+    "dtypes": "trains parameters of 2 dtypes",
+    "stages": "pp 2 for a model of 1 layers",
+    "both": "ranks and a process_group",
+    "another plan": "process 1 has another plan than process 0",
+    "another divisor": r"process 1 has another divisor than process 0: 41, not 40",
+    "one rank": "1 lists of actions for 1 processes each, this run has dp 2 x pp 1 = 2, each for",
+    "no Reduce": "has no Reduce: others wait for it for ever",
+    "pool": "2 lists of actions for 2 processes each, this run",
+    "no divisor": "a part of the batch's sequences, without num_valid_tokens",
+    "missing": r"no sequence (0|2)\n.*at least those of list [01] of the plan: (0, 1|2, 3, 4)",
+    "short": "sequences of (5, 4|5, 9, 5) tokens",
+    "bad on one": "(no sequences|an error on replica 0)",
+    "alone": "weights divided among 2 processes for a compute_dtype of None",
+    "compute dtype": "weights divided among 2 processes for a compute_dtype of None",
+    "later hook": "has a hook on lm_head.weight, of which this process holds a part",
+    "new weight": "model.norm.weight, put into a model whose weights are divided",
+}
+
+
+def test_mistakes_are_refused_by_name():
+    for found in run_ranks(refusals, num_ranks=2):
+        assert {n: text for n, text in found.items() if not re.search(SAID[n], text)} == {}
+        assert found.keys() == SAID.keys()

@@ -1,0 +1,99 @@
+"""Replicas that share their weights: gradients, losses and collectives against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from distributed.sharded_cases import (
+    NUM_LAYERS,
+    Found,
+    Step,
+    adapted_llama,
+    llama,
+    llama_with_a_trained_head,
+    run_steps,
+    tied_llama,
+)
+from helpers.ranks import run_ranks
+from helpers.tiny_families import bound, build
+
+BOUND = 1e-10
+UNEQUAL = ((21, 4, 40, 7), (5, 9))
+"""One replica has more than three times the chunks of the other."""
+LAYER_FIRST = {"order": "layer-first", "keep": "kv"}
+KEPT = {
+    "chunk-first": Step(UNEQUAL),
+    "two retained": Step(UNEQUAL, {"num_retained": 2, "keep": "kv"}),
+    "split": Step(((23,), (40,)), {"keep": "input", "num_retained": 0}),
+    "packed": Step(((5, 3, 8, 1, 2), (3, 3))),
+    "evaluation": Step(UNEQUAL, backward=False),
+    "after it": Step(UNEQUAL, {"recompute_layers": 2}),
+    "masked": Step(((29, 9), (12, 11)), {"hybrid": False}, (range(21), range(9))),
+    "no label": Step(((29, 9), (12, 11)), {}, (range(0), range(0), range(12), range(11))),
+    "host tier": Step(UNEQUAL, {"tier": "host", "num_retained": 2}),
+    "layer-first": Step(UNEQUAL, LAYER_FIRST),
+    "two layers": Step(UNEQUAL, LAYER_FIRST | {"stage_layers": 2, "keep": "input"}),
+}
+REGATHERED = {
+    "in step": Step(UNEQUAL, {"keep": "kv"}, regathers=True),
+    "to the last K,V": Step(((40,), (9, 9, 3)), {"keep": "input"}, regathers=True),
+    "retained": Step(((21, 4), (17, 40)), {"num_retained": 2}, (range(21),), regathers=True),
+    "kept again": Step(UNEQUAL),
+}
+
+
+def tried(steps, make=llama, num_ranks=2):
+    """What both ranks have found, by the name of the step; the same but for collectives."""
+    answers = run_ranks(run_steps, list(steps.values()), make, num_ranks=num_ranks, limit_s=180)
+    assert all(found == answers[0] for found in answers), "ranks differ in results or collectives"
+    return dict(zip(steps, answers[0], strict=True))
+
+
+def assert_exact(found: dict[str, Found]) -> None:
+    assert {name: of for name, of in found.items() if of.error > BOUND} == {}
+    assert {name: of for name, of in found.items() if of.loss_error > BOUND} == {}
+
+
+def test_kept_weights_are_gathered_and_their_gradients_added_up_once():
+    found = tried(KEPT)
+    assert_exact(found)
+    num_groups = NUM_LAYERS + 1
+    for name, of in found.items():
+        sums = num_groups if KEPT[name].backward else 0
+        assert (of.num_gathers, of.num_sums) == (num_groups, sums), name
+    assert found["chunk-first"].error > 0, "compared with itself"
+
+
+def test_weights_gathered_with_each_pass():
+    found = tried(REGATHERED)
+    assert_exact(found)
+    assert all(of.num_sums == NUM_LAYERS + 1 for of in found.values())
+    assert found["kept again"].num_gathers == NUM_LAYERS + 1
+    assert min(found[name].num_gathers for name in REGATHERED if name != "kept again") > 20
+
+
+def test_a_tied_head():
+    names = "chunk-first", "evaluation", "no label", "layer-first"
+    assert_exact(tried({name: KEPT[name] for name in names}, tied_llama))
+
+
+@pytest.mark.parametrize("make", [adapted_llama, llama_with_a_trained_head])
+def test_frozen_weights(make):
+    names = "chunk-first", "evaluation", "no label", "layer-first"
+    assert_exact(tried({name: KEPT[name] for name in names}, make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "gpt_oss", "granite", "mixtral"])
+def test_other_families(family):
+    names = "chunk-first", "evaluation", "no label", "layer-first"
+    found = tried({name: KEPT[name] for name in names}, partial(build, family))
+    assert max(of.error for of in found.values()) <= max(BOUND, bound(family))
+
+
+@pytest.mark.slow
+def test_four_replicas():
+    lens = ((21, 4, 40, 7), (5, 9), (3,), (17, 30))
+    steps = {"kept": Step(lens), "in step": Step(lens, regathers=True)}
+    assert_exact(tried(steps, num_ranks=4))

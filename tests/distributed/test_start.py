@@ -1,0 +1,161 @@
+"""Who is who among several processes, joining them, and layouts that are refused by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+
+from furlong.errors import ConfigError
+from furlong.runtime.parallel.ranks import make_ranks, ranks_of_group
+from furlong.runtime.parallel.start import joined, require_sizes, require_stages
+
+
+def of_one(rank: int, num_processes: int, own: int, sizes: tuple[int, int, int]) -> dict:
+    """What process `own` of a large world would see: no message is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=num_processes)
+    ranks = make_ranks(*sizes, "cpu")
+    return {
+        "axes": ranks.mesh.mesh_dim_names,
+        "shape": tuple(ranks.mesh.mesh.shape),
+        "at": (ranks.stage, ranks.replica, ranks.process, ranks.plan_rank),
+        "places": {n: dist.get_process_group_ranks(g) for n, g in ranks.place_groups.items()},
+        "shards": dist.get_process_group_ranks(ranks.shard_mesh.get_group()),
+        "peers": [ranks.peer(other) for other in range(ranks.pp * ranks.dp)],
+        "all": ranks.num_processes,
+    }
+
+
+def test_a_process_of_eight_in_a_pool_on_two_stages():
+    (seen,) = run_ranks(of_one, 16, 13, (1, 8, 2), num_ranks=1)
+    assert seen["axes"] == ("pp", "dp", "sp0", "sp1", "sp2") and seen["all"] == 16
+    assert seen["shape"] == (2, 1, 2, 2, 2)
+    assert seen["at"] == (1, 0, 5, 1)
+    assert seen["places"] == {2: [12, 13], 4: [12, 13, 14, 15], 8: list(range(8, 16))}
+    assert seen["shards"] == list(range(8, 16))
+    assert seen["peers"] == [5, 13]
+
+
+def test_a_pool_of_24_has_places_up_to_8_and_all_of_it():
+    (seen,) = run_ranks(of_one, 48, 24 + 13, (2, 24, 1), num_ranks=1)
+    assert seen["shape"] == (1, 2, 3, 2, 2, 2)
+    assert seen["at"] == (0, 1, 13, 1)
+    assert seen["places"] == {
+        2: [36, 37], 4: [36, 37, 38, 39], 8: list(range(32, 40)), 24: list(range(24, 48)),
+    }  # fmt: skip
+    assert seen["shards"] == list(range(48)) and seen["peers"] == [13, 37]
+
+
+def test_replicas_of_pipelines_are_numbered_as_their_lists():
+    """Lists of replica 1 come after all of replica 0, whose stages follow each other."""
+    (seen,) = run_ranks(of_one, 12, 7, (2, 2, 3), num_ranks=1)
+    assert seen["at"] == (1, 1, 1, 4)
+    assert seen["peers"] == [1, 5, 9, 3, 7, 11]
+    assert seen["places"] == {2: [6, 7]} and seen["shards"] == [4, 5, 6, 7]
+
+
+def sums(rank: int) -> tuple[float, float, float]:
+    """A sum over a place, over those who share weights, and over a group of the caller's."""
+    ranks = make_ranks(2, 2, 1, "cpu")
+    own = ranks_of_group(dist.new_group([0, 1, 2, 3]), "cpu")
+    assert (own.dp, own.replica, own.num_processes) == (4, rank, 4)
+    found = []
+    for group in (ranks.place_groups[2], ranks.shard_mesh.get_group(), own.group):
+        x = torch.tensor(float(2**rank))
+        dist.all_reduce(x, group=group)
+        found.append(x.item())
+    return tuple(found)
+
+
+def test_the_groups_work():
+    assert run_ranks(sums, num_ranks=4) == [(3, 15, 15), (3, 15, 15), (12, 15, 15), (12, 15, 15)]
+
+
+def joins_twice(rank: int, port: int, folder: str) -> list[float]:
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    found = []
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        with joined("cpu", timeout_s=30) as num_processes:
+            x = torch.ones(())
+            dist.all_reduce(x)
+            found.append(x.item() / num_processes)
+    store = dist.FileStore(f"{folder}/left", 2)  # the helper leaves a group at its end
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return found
+
+
+def test_joins_anew_after_a_restart_by_a_store_that_outlives_it(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    assert run_ranks(joins_twice, store.port, str(tmp_path), num_ranks=2) == [[1, 1], [1, 1]]
+
+
+SCRIPT = """
+import sys
+import torch
+import furlong
+from furlong.runtime.parallel.ranks import make_ranks
+from furlong.runtime.parallel.start import joined
+from transformers import LlamaConfig, LlamaForCausalLM
+
+with joined("cpu", timeout_s=60) as num_processes:
+    ranks = make_ranks(num_processes, 1, 1, "cpu")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    ))
+    engine = furlong.Engine(model, ranks=ranks)
+    ids = torch.arange(20 + 10 * ranks.replica) % 64
+    result = engine.forward_backward([{"input_ids": ids, "labels": ids}], furlong.ChunkOptions())
+    assert result.num_valid_tokens == 48
+    sys.stdout.write(f"{result.loss:.9f}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_and_it_leaves_cleanly(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [sys.executable, *torchrun, str(script)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.split()
+    assert first == second and 1 < float(first) < 10
+
+
+def test_outside_of_torchrun_it_says_how_to_start(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), joined("cpu"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [((2, 3, 1), "dp 2 x sp 3 x pp 1 = 6 on 8 processes"), ((0, 8, 1), "1 or more")],
+)
+def test_sizes_that_do_not_multiply_show_the_arithmetic(sizes, shown):
+    require_sizes(2, 2, 2, 8)
+    with pytest.raises(ConfigError, match=shown):
+        require_sizes(*sizes, 8)
+
+
+def test_more_stages_than_layers():
+    require_stages(2, 2)
+    with pytest.raises(ConfigError, match="pp 3 for a model of 2 layers"):
+        require_stages(3, 2)

@@ -1,0 +1,163 @@
+"""torchrun itself: a run from end to end, and kill -9 of a process at random moments.
+
+`pytest tests/distributed/test_torchrun.py -s` prints the report of every kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.tiny_runs import TinyRun, build_tiny_run
+
+NUM_STEPS = 12
+LIMIT_S = 180
+STEPS = (f"--train.steps={NUM_STEPS}", "--train.epochs=null", "--train.save_every_steps=2")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return build_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass
+class Torchrun:
+    """Two processes under torchrun, until it has ended."""
+
+    arguments: list[str]
+    output: Path
+    max_restarts: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+            f"--max-restarts={self.max_restarts}", "--master-port=0", "--standalone",
+            "-m", "furlong", *self.arguments,
+        ]  # fmt: skip
+        with self.output.open("w") as opened:
+            self.process = subprocess.Popen(
+                command, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def worker(self, number: int) -> psutil.Process | None:
+        """The process of a number, as soon as it is there."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if child.environ().get("RANK") == str(number):
+                    return child
+            except psutil.Error:
+                continue
+        return None
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(LIMIT_S)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+
+def steps_of(run: Path) -> list[str]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in lines if '"grad_norm"' in line]
+
+
+def losses_of(run: Path) -> list[str]:
+    return [line.split('"loss": ')[1].split(",")[0] for line in steps_of(run)]
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+@dataclass(frozen=True)
+class Kill:
+    number: int
+    after_step: int
+    others_s: float
+    """Seconds until the other process was gone."""
+    back_s: float
+    """Seconds until the run took a step again."""
+
+
+def killed(tiny: TinyRun, folder: Path, num_kills: int, draw: random.Random) -> list[Kill]:
+    """A run that torchrun has to start anew so many times, and where it was killed."""
+    folder.mkdir()
+    run = folder / "run"
+    started = Torchrun(tiny.arguments(run, *STEPS), folder / "said.txt", max_restarts=num_kills)
+    kills = []
+    for index in range(num_kills):
+        number, target = index % 2, draw.randrange(1, NUM_STEPS - 1)
+        worker = other = None
+        while len(steps_of(run)) < target or worker is None or other is None:
+            assert started.process.poll() is None, started.said
+            worker, other = started.worker(number), started.worker(1 - number)
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3))
+        steps = len(steps_of(run))
+        worker.kill()
+        killed_s = time.monotonic()
+        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        others_s = time.monotonic() - killed_s
+        modified = (run / "metrics.jsonl").stat().st_mtime_ns
+        while (run / "metrics.jsonl").stat().st_mtime_ns == modified:
+            assert started.process.poll() is None, started.said
+            time.sleep(0.01)
+        kills.append(Kill(number, steps, others_s, time.monotonic() - killed_s))
+    assert started.wait() == 0, started.said
+    assert "the attempt before ended with process 0 at " in started.said
+    assert "resumed from step-" in started.said or "begins again" in started.said
+    return kills
+
+
+def survive(tiny: TinyRun, folder: Path, kills_per_run: tuple[int, ...], seed: int) -> None:
+    draw = random.Random(seed)
+    undisturbed = folder / "undisturbed"
+    assert Torchrun(tiny.arguments(undisturbed, *STEPS), folder / "said.txt").wait() == 0
+    truth = weights_of(undisturbed), losses_of(undisturbed)
+    print("\nprocess killed  after step  the other gone after  a step again after")
+    for index, num_kills in enumerate(kills_per_run):
+        for kill in killed(tiny, folder / str(index), num_kills, draw):
+            print(
+                f"{kill.number:>14}  {kill.after_step:>10}  {kill.others_s:>18.2f} s"
+                f"  {kill.back_s:>16.1f} s"
+            )
+            assert kill.others_s < 60
+        run = folder / str(index) / "run"
+        assert (weights_of(run), losses_of(run)) == truth
+        assert not (run / "flight").exists()
+
+
+def test_kills(tiny_run: TinyRun, tmp_path: Path) -> None:
+    survive(tiny_run, tmp_path, (2, 1), seed=0)
+
+
+def test_a_signal_to_torchrun_leaves_a_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    started = Torchrun(tiny_run.arguments(run, *STEPS), tmp_path / "said.txt")
+    while len(steps_of(run)) < 3:
+        assert started.process.poll() is None, started.said
+        time.sleep(0.01)
+    os.kill(started.process.pid, signal.SIGTERM)
+    started.wait()
+    assert "stopped by SIGTERM after step" in started.said
+    steps = len(steps_of(run))
+    assert (run / "checkpoints" / f"step-{steps:08d}").is_dir() or steps == NUM_STEPS

@@ -1,0 +1,93 @@
+"""Starts processes as torchrun does, by its variables and without its imports, and tells how each
+of them ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from helpers.ranks import server
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int | None
+    """None: it did not within the limit."""
+    said: str
+    """All that it wrote, to both streams."""
+    after_s: float
+    """Seconds from the start of all processes."""
+
+
+class Launched:
+    """Processes that call `function(*args)`, each with a number of its own."""
+
+    def __init__(
+        self, folder: Path, function: Callable[..., Any], *args: Any, num_processes: int = 2,
+        attempt: int = 0, environment: Mapping[str, str] = {},
+    ) -> None:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self._outputs = [folder / f"{number}.txt" for number in range(num_processes)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.started_s = time.monotonic()
+        self.processes: list[BaseProcess] = []
+        for number, output in enumerate(self._outputs):
+            variables = {
+                "RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": num_processes,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "TORCHELASTIC_RESTART_COUNT": attempt, **environment,
+            }  # fmt: skip
+            call = pickle.dumps((function, args))
+            texts = {name: str(value) for name, value in variables.items()}
+            process = server().Process(target=_begin, args=(texts, str(output), call), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def said(self, number: int) -> str:
+        """What a process has written so far."""
+        output = self._outputs[number]
+        return output.read_text() if output.exists() else ""
+
+    def ended(self, limit_s: float = 60) -> list[Ended]:
+        """Waits for all; those that take longer are killed."""
+        deadline = time.monotonic() + limit_s
+        after_s: dict[int, float] = {}
+        while len(after_s) < len(self.processes) and time.monotonic() < deadline:
+            for number, process in enumerate(self.processes):
+                if number not in after_s and not process.is_alive():
+                    after_s[number] = time.monotonic() - self.started_s
+            time.sleep(0.01)
+        codes = [
+            process.exitcode if number in after_s else None
+            for number, process in enumerate(self.processes)
+        ]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return [
+            Ended(code, self.said(number), after_s.get(number, limit_s))
+            for number, code in enumerate(codes)
+        ]
+
+
+def _begin(variables: dict[str, str], output: str, call: bytes) -> None:
+    import torch
+
+    os.environ |= variables
+    opened = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    torch.set_num_threads(1)
+    function, args = pickle.loads(call)
+    function(*args)

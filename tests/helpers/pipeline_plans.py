@@ -1,0 +1,93 @@
+"""Plans of every pipeline planner, for random batches or given groups."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.values import Chunk, ChunkPlan, Slice
+from furlong.planners.chunks.groups import Groups
+from furlong.planners.infinipipe.checkpointing import Checkpointing
+from furlong.planners.infinipipe.elastic import Setting, in_a_row
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+
+_SMALL = {
+    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 160, "vocab_size": 512,
+}  # fmt: skip
+
+
+def small_cost_model() -> CostModel:
+    return CostModel(ModelShape.from_config(_SMALL), hardware("A100-80"))
+
+
+def random_groups(random: Random) -> tuple[list[int], list[list[Chunk]]]:
+    """1 to 5 sequences of 1 to 5 chunks each, of 1 to 3 tokens."""
+    lens, groups = [], []
+    for seq_id in range(random.randint(1, 5)):
+        chunks, start = [], 0
+        for size in (random.randint(1, 3) for _ in range(random.randint(1, 5))):
+            chunks.append(Chunk((Slice(seq_id, start, start + size),)))
+            start += size
+        lens.append(start)
+        groups.append(chunks)
+    return lens, groups
+
+
+def heights(random: Random) -> tuple[int, ...]:
+    return tuple(random.randint(1, 3) for _ in range(random.randint(2, 4)))
+
+
+def random_1f1b(seed: int, **settings: object) -> ChunkPlan:
+    random = Random(seed)
+    lens, groups = random_groups(random)
+    drawn = {
+        "num_retained": random.randint(1, 2),
+        "recompute": random.choice(["eager", "lazy"]),
+        "keep": random.choice(["kv", "input", "attention", "all"]),
+    }
+    return plan_1f1b(lens, groups, stages=heights(random), **(drawn | settings))  # type: ignore[arg-type]
+
+
+def random_seq1f1b(seed: int) -> ChunkPlan:
+    random = Random(seed)
+    lens, groups = random_groups(random)
+    return plan_seq1f1b(lens, groups, stages=heights(random))
+
+
+def random_row(seed: int) -> ChunkPlan:
+    """InfiniPipe's several pipelines in a row, with random layers recomputed."""
+    random = Random(seed)
+    lens, groups = random_groups(random)
+    stages = heights(random)
+    cut = random.randint(0, len(groups))
+    return row_of(lens, groups, stages, [cut], random)
+
+
+def row_of(
+    lens: list[int], groups: Groups, stages: tuple[int, ...], cuts: list[int], random: Random
+) -> ChunkPlan:
+    """Pipelines over the groups between `cuts`, one after the other."""
+    model = small_cost_model()
+    edges = [0, *cuts, len(groups)]
+    ranges = [(a, b) for a, b in pairwise(edges) if a < b]
+    chosen = []
+    for first, stop in ranges:
+        num_diagonals = sum(map(len, groups[first:stop])) + len(stages) - 1
+        layers = tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))
+        chosen.append(Checkpointing(layers, 0))
+    setting = Setting(seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages)
+    return in_a_row(setting, groups, ranges, chosen)
+
+
+def random_infinipipe(seed: int) -> ChunkPlan:
+    random = Random(seed)
+    lens = [random.randint(1, 60) for _ in range(random.randint(1, 5))]
+    num_stages = random.choice((2, 3))
+    found = plan_infinipipe(lens, small_cost_model(), num_stages=num_stages, max_slices=6)
+    return found.plan

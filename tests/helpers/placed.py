@@ -1,0 +1,87 @@
+"""Plans over places of a pool: what each process computes, against one process and no chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from furlong.kv.arena import Arena
+from furlong.models.causal_lm import CausalLM
+from furlong.ops.choose import ProbedBackend
+from furlong.ops.exchange import Exchange
+from furlong.plan.check import check
+from furlong.plan.values import FIRST_PROCESS, Chunk, ChunkPlan, RebuildKV
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import stages_of, walk_group
+from furlong.runtime.comms import Alone
+from furlong.runtime.executor import Executor
+from furlong.runtime.inputs import shift_labels
+from furlong.runtime.pools import Pools, Storage
+from helpers.gradients import Batch, num_labels
+
+
+class OfAPool(Alone):
+    """Comms of a test that adds up the gradients of a pool itself; `add_up` sums over it."""
+
+    def __init__(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
+        self.add_up = add_up  # type: ignore[method-assign]
+
+    def accept(self, plan: ChunkPlan) -> None:
+        pass
+
+
+def plan_of(
+    lens: Sequence[int], chunks: Sequence[Chunk], sp_size: int, options: ChunkOptions, *,
+    num_layers: int, backward: bool = True,
+) -> ChunkPlan:  # fmt: skip
+    """The checked plan of one rank over chunks on places, all in one group."""
+    stages = stages_of(num_layers, options)
+    walk = walk_group(range(len(chunks)), stages, options, backward=backward, reduces=True)
+    plan = ChunkPlan(tuple(lens), tuple(chunks), stages, (), tiers=options.tiers, sp_size=sp_size)
+    # the walk takes all chunks for those of one sequence
+    read = [a for a in walk if not isinstance(a, RebuildKV) or plan.continues[a.chunk]]
+    plan = replace(plan, actions=(tuple(read),))
+    check(plan)
+    return plan
+
+
+def on_one(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same chunks on a single process."""
+    return [Chunk(tuple(replace(s, place=FIRST_PROCESS) for s in chunk.slices)) for chunk in chunks]
+
+
+def obey(
+    model: nn.Module, plan: ChunkPlan, sequences: Batch, exchange: Exchange | None,
+    process: int = 0, add_up: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> tuple[float, list[Tensor]]:  # fmt: skip
+    """The summed loss and the losses of tokens; gradients of the process's rows are added."""
+    whole = CausalLM(model)
+    pools = Pools(Arena(whole.device, poison=True), Storage(poison=True))
+    with whole.installed():
+        executor = Executor(
+            whole, plan, shift_labels(sequences), num_valid_tokens=num_labels(sequences),
+            backend=ProbedBackend(), pools=pools, comms=OfAPool(add_up), process=process,
+            exchange=exchange,
+        )  # fmt: skip
+        loss_sum, _ = executor.run()
+    assert pools.arena.taken_bytes == pools.lower_bytes == 0
+    pools.close()
+    return loss_sum, executor.token_losses
+
+
+def without_rounding(model: nn.Module) -> nn.Module:
+    """The model with norms in its own dtype: transformers' round to float32, by chance to another
+    neighbour."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_norm, module)
+    return model
+
+
+def _norm(self: nn.Module, x: Tensor) -> Tensor:
+    eps = getattr(self, "variance_epsilon", None) or self.eps
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.weight
