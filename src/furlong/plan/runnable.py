@@ -1,4 +1,4 @@
-"""What a plan needs to be carried out, beyond what is there."""
+"""Needs of a plan that is to be carried out, beyond what is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from furlong.plan.values import ChunkPlan, Forward
 def missing_to_run(
     plan: ChunkPlan, num_tokens: int | None = None, *, num_processes: int = 1
 ) -> str:
-    """What a plan needs that `num_processes` have not got, as words; empty where it runs.
+    """The needs of a plan that `num_processes` do not meet, as words; empty where it runs.
 
     A pool that shards no sequence is data parallelism. `num_tokens`: those of the batch; a plan of
     more pads its sequences, which nothing carries out.

@@ -30,7 +30,7 @@ class ChunkOptions:
     """How many last chunks of a sequence keep their whole graph (ChunkFlow's K); with layer-first
     at the last stage only, where the forward turns around on the spot."""
     keep: Keep = "attention"
-    """What the other chunks keep between forward and backward."""
+    """Kept by the other chunks between forward and backward."""
     tier: Tier | Mapping[str, Tier] | Tiers = "device"
     """Where kept tensors live: one tier for all kinds, or a mapping of kinds (kv, inputs,
     attention, graphs), the others on the device."""

@@ -97,7 +97,7 @@ class StageRates:
         return self._terms[parts].seconds(table, waits_s)
 
     def _terms_of(self, parts: Sequence[Part]) -> Terms:
-        """What multiplies the sums of a table in the seconds of some parts."""
+        """Factors of the sums of a table in the seconds of some parts."""
         hardware, tp = self.hardware, self.training.tp_size
         rate = hardware.peak_flops_per_s * hardware.linear.best
         linear, passed = np.array([self._per_token(part) for part in parts], float).T

@@ -18,7 +18,7 @@ from furlong.cost.seconds.chunks import Array, ChunkTable
 
 @dataclass(frozen=True)
 class Terms:
-    """What multiplies the sums of a table: arrays of (P,)."""
+    """Factors of the sums of a table: arrays of (P,)."""
 
     token_s: Array
     process_s: Array

@@ -19,7 +19,7 @@ from furlong.planners.places.setting import Setting
 _ALIKE = 1e-9
 """Share of the tokens that a process can hold below which two are equal."""
 _POWER = 96
-"""Of the norm that stands for a maximum: the larger, the nearer to it."""
+"""Exponent of the norm that stands for a maximum: the larger, the nearer to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a step of given seconds forces, as a linear program.
+"""Consequences that a step of given seconds forces, as a linear program.
 
 A sequence that is too long for one process, by memory or by the step, is shared. The slots that
 share one wait for its all-to-alls or hide them behind attention of their own, and there is only so
@@ -26,7 +26,7 @@ from furlong.planners.places.least import Least
 
 _ROUNDING = 1e-6
 _NEVER_S = 1e9
-"""Of what is not allowed."""
+"""Seconds of a choice that is not allowed."""
 
 
 def forced_s(least: Least, step_s: float) -> float:

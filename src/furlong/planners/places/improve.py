@@ -83,7 +83,7 @@ def _slowest(division: Division) -> list[int]:
 
 
 def _partners(division: Division, seq_id: int) -> list[int]:
-    """Those whose exchange with `seq_id` would bring both places' seconds nearest to each other."""
+    """The sequences whose exchange with `seq_id` would make both places' seconds most alike."""
     rates, here = division.rates, division.spots[seq_id]
     busy_s = division.seconds().sum(axis=0)
     by_kind = [by_place(busy_s, size).max(axis=-1) for size in rates.batch.sizes]

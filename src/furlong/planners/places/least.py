@@ -21,7 +21,7 @@ class Least:
     attention as efficient as it is for a full process."""
 
     num_slots: int
-    """Of one micro-batch: W."""
+    """Slots of one micro-batch: W."""
     num_micro_batches: int
     sizes: NDArray[np.int64]
     fits: NDArray[np.bool_]

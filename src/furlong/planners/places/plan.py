@@ -77,7 +77,7 @@ def _improved(start: _Start, num_tries: int) -> _Start:
 
 
 def _starts(found: Sequence[Setting]) -> list[_Start]:
-    """Those of every setting whose bound is below the best of all, fastest first."""
+    """The starts of every setting whose bound is below the best of all, fastest first."""
     roomy: dict[int, int] = {}
     queue = [
         (Least.of(setting, setting.fewest).step_s, number, setting.fewest)

@@ -1,4 +1,4 @@
-"""What sequences add to the processes of a pool, and the seconds that these then take.
+"""Loads that sequences add to the processes of a pool, and the seconds that these then take.
 
 A load is a column of sums over the slices of one process in one micro-batch: everything that the
 cost model's rates depend on. Loads add, and the project's own `PlanCosts` prices them, for many
@@ -36,7 +36,7 @@ class Batch:
     model: CostModel
     pool_size: int
     sizes: tuple[int, ...]
-    """Of places, rising from 1: powers of two that divide the pool."""
+    """Sizes of places, rising from 1: powers of two that divide the pool."""
     added: Array
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 

@@ -34,11 +34,11 @@ class Setting:
 def settings(
     batch: Batch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
-    """Those in which the longest sequence has room."""
+    """The settings in which the longest sequence has room."""
     model, pool_size, largest = batch.model, batch.pool_size, batch.sizes[-1]
     budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes
     share = model.shape.kv_share(largest) * largest
-    """Of K,V that a process of the largest place keeps, over its own part."""
+    """K,V that a process of the largest place keeps, over its own part."""
     whole = max((n for n in batch.sizes if model.shape.kv_share(n) * n == 1), default=1)
     longest = batch.added[np.argmax(batch.seq_lens)].T
     found = []

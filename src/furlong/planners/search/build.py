@@ -37,7 +37,7 @@ POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
 }
 """Planners of whole sequences on places of a pool, by the cut that they make."""
 MAX_NODES = 200
-"""Of the tree of an integer program of InfiniPipe's, in a search."""
+"""Nodes of the tree of each integer program of InfiniPipe's, in a search."""
 MAX_SLICE_NUMBERS = 24
 """Numbers of slices that InfiniPipe tries in a search."""
 
@@ -80,8 +80,7 @@ def build(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
                 budget_bytes=budget_bytes, balance="time" if dials.cut == "time" else "tokens",
                 checkpointing=dials.checkpointing, max_nodes=MAX_NODES,
-                max_tried=MAX_SLICE_NUMBERS,
-                beat_s=beat_s, enough_s=enough_s, first_slices=slices,
+                max_tried=MAX_SLICE_NUMBERS, beat_s=beat_s, enough_s=enough_s, first_slices=slices,
             ).plan  # fmt: skip
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)

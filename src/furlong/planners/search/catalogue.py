@@ -127,7 +127,7 @@ def seq1f1b_packed(room: Room) -> Iterator[Ladder]:
 
 
 def combined(room: Room) -> Iterator[Ladder]:
-    """What no paper combines: state-aware 1F1B over chunks of equal time or equal tokens that mix
+    """Combinations of no paper: state-aware 1F1B over chunks of equal time or equal tokens that mix
     tails and short sequences, short sequences that stay on one sp rank, attention that is
     remembered, any tier and stage height, replicas dealt by the time of their own plans; and whole
     sequences on nested places of one pool."""
@@ -173,7 +173,7 @@ PUBLISHED: dict[str, Method] = {
 }
 
 SEARCHED: dict[str, Method] = {"furlong": combined, **PUBLISHED}
-"""What is searched: all that is published, and what nobody has combined."""
+"""All methods that are searched: the published ones, and the combinations of none."""
 
 ABLATIONS: dict[str, Method] = {
     "InfiniPipe, equal tokens": infinipipe_equal_tokens,

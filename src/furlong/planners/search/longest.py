@@ -15,7 +15,7 @@ from furlong.planners.search.dials import Dials
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
 MAX_ACTIONS = 6_000
-"""The same of one rank's actions."""
+"""Most actions of one rank in a plan that is tried."""
 MAX_TOKENS = 2**28
 
 

@@ -11,12 +11,12 @@ from furlong.planners.search.problem import Problem
 from furlong.planners.search.room import Room
 
 _METHODS = (combined, flexsp)
-"""Those that know a pool."""
+"""The methods that know a pool."""
 
 
 def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]:
-    """Those that the methods allow, with the dials and sizes that are given: the axes of data and
-    sequence parallelism are one, so that neither may have a size of its own. Pools of fewer devices
+    """The dials that the methods allow, with the values and sizes that are given. The axes of data
+    and sequence parallelism are one, so that neither may have a size of its own. Pools of fewer devices
     have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
     groups = problem.num_devices // problem.model.training.tp_size

@@ -31,7 +31,7 @@ class Problem:
     zeros: tuple[ZeroStage, ...] = ()
     """Stages of ZeRO that are searched; empty: the one of the model's training."""
     budget_bytes: int | None = None
-    """Of one device; None: what the hardware has."""
+    """Bytes of one device; None: those that the hardware has."""
     margin: float = MARGIN
     """Share of the budget that plans leave free."""
     tiers: tuple[Tier, ...] = ("device",)
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def limit_bytes(self) -> int:
-        """Of one device, without the margin."""
+        """Bytes of one device, without the margin."""
         budget = self.model.hardware.budget_bytes
         return int((budget if self.budget_bytes is None else self.budget_bytes) * (1 - self.margin))
 

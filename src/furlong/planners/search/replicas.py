@@ -21,7 +21,7 @@ from furlong.planners.search.dials import Dials, Ladder
 from furlong.simulate.clock import time_actions
 
 _MOST_PLANS = 48
-"""Of replicas, made while they are dealt by the time of their plans."""
+"""Plans of replicas that are made while they are dealt by the time of their plans."""
 _MOST_ROUNDS = 12
 _MOST_REORDERED = 8
 """Replicas of a plan whose order of groups is searched: the slowest ones."""
@@ -46,7 +46,7 @@ class Outcome:
     """With the ZeRO stage of the dials."""
     step_s: float
     peak_bytes: int
-    """Of the rank that needs most."""
+    """Most bytes of the rank that needs most."""
 
 
 class Replicas:

@@ -14,9 +14,9 @@ from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials, Ladder
 
 MOST_CHUNKS = 512
-"""Of the longest sequence: more only make the search slower."""
+"""Most chunks of the longest sequence: more only make the search slower."""
 _MOST_TOKENS = 32_768
-"""Of a chunk per device, about."""
+"""Most tokens of a chunk per device, about."""
 _EVERY = 16
 """Up to so many retained chunks every number is tried, then four in each doubling."""
 
@@ -31,7 +31,7 @@ class Room:
     balance: Balance
     longest_tokens: int
     sizes: tuple[int, ...]
-    """Of chunks, in tokens of an sp group."""
+    """Sizes of chunks, in tokens of an sp group."""
     heights: tuple[int, ...]
     """Layers of a stage on one device, layer-first."""
     tiers: tuple[Tier, ...] = ("device",)
@@ -107,7 +107,7 @@ def within(values: Sequence[int], given: object) -> tuple[int, ...]:
 
 
 def ways_to_deal(layout: Layout, num_sequences: int) -> tuple[Balance, ...]:
-    """Those that differ."""
+    """The ways to deal that differ."""
     if layout.dp in (1, num_sequences):
         return ("none",)
     return ("none", "tokens", "flops")

@@ -35,15 +35,15 @@ from furlong.planners.search.replicas import IMPROVED_LATE, Outcome, Replicas, i
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
 
 _LEAST_TOKENS = (1024, 256, 64)
-"""Of a chunk per device: smaller ones are tried where none of those before fits, or the smallest of
-them is the best."""
+"""Least tokens of a chunk per device: smaller ones are tried where none of those before fits, or
+the smallest of them is the best."""
 _BETWEEN = 0.98
 """Least share of the bounds of powers of two that numbers between them may have."""
 _MOST_RIVALS = 8
 """Plans that are walked in search of the next best."""
 
 Entry = tuple[float, int, Room | Ladder]
-"""Of a queue: a bound of the step, the place among equals, what it is a bound of."""
+"""An entry of a queue: a bound of the step, the place among equals, what it is a bound of."""
 
 
 class _SlowerError(Exception):
@@ -204,7 +204,7 @@ class _Search:
                 yield self._replicas.work_s(room.dials("any")), room
 
     def _ladders(self, room: Room) -> Iterator[Ladder]:
-        """Those that have the given dials and were not there yet."""
+        """The ladders that have the given dials and were not there yet."""
         given, strict = self._problem.given, self._problem.strict
         gathers = self._problem.gathers(room.layout)  # as no published method does
         for method in self._methods.values():

@@ -23,7 +23,7 @@ from furlong.plan.values import ON_DEVICE, ChunkPlan, Forward, Keep
 
 @dataclass(frozen=True)
 class Traits:
-    """What of a plan tells the methods apart."""
+    """Traits of a plan that tell the methods apart."""
 
     plan: ChunkPlan
     num_heads: int
@@ -90,7 +90,7 @@ class Traits:
 
     @cached_property
     def kept(self) -> frozenset[Keep]:
-        """What cells keep between forward and backward."""
+        """The values of keep that cells have."""
         return frozenset(a.keep for a in self.forwards)
 
     @cached_property
