@@ -16,8 +16,8 @@ _METHODS = (combined, flexsp)
 
 def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]:
     """The dials that the methods allow, with the values and sizes that are given. The axes of data
-    and sequence parallelism are one, so that neither may have a size of its own. Pools of fewer devices
-    have more sizes of places: 12 have four, 13 have two."""
+    and sequence parallelism are one, so that neither may have a size of its own. Pools of
+    fewer devices may have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
     groups = problem.num_devices // problem.model.training.tp_size
     for layout in (Layout(sp=number) for number in round_numbers(groups)):
