@@ -32,7 +32,6 @@ from furlong.planners.methods.skrull import (
     micro_batch_groups,
     schedule_skrull,
 )
-from furlong.planners.places.division import value_of
 from furlong.planners.places.rates import TOKENS, Batch, Rates
 
 K = 1024
@@ -209,7 +208,11 @@ def seconds(lens, places, rates, bucket_tokens=inf):
     for i, place in enumerate(places):
         added = rates.batch.added[i, 0 if place.size == 1 else -1]
         loads[:, 0, place.first : place.stop] += added[:, None]
-    return value_of(rates.seconds(loads)).step_s if loads[TOKENS].max() <= bucket_tokens else inf
+    return (
+        float(rates.seconds(loads).max(axis=-1).sum())
+        if loads[TOKENS].max() <= bucket_tokens
+        else inf
+    )
 
 
 def test_places_by_seconds_are_close_to_the_best_of_all():
