@@ -137,6 +137,11 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
         "step-00000002", "step-00000003",
     ]  # fmt: skip
     assert not (run / "flight").exists()
+    assert main(["export", str(run), f"--out={tmp_path / 'exported'}"]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {name: w.shape for name, w in exported.items()} == {
+        name: w.shape for name, w in weights(whole).items()
+    }
     assert main([*arguments, "--resume"]) == 0
     printed = capsys.readouterr().out
     assert "processes = 1, before 2: the last bits may differ" in printed
@@ -146,7 +151,7 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
 
 def has_no_memory(arguments: list[str], at: int, num_times: int) -> None:
     """Process 1 lacks memory in its first tries of a step, after so many actions."""
-    watch = replicas_module.Attempt.watch
+    watch = replicas_module.Try.watch
     tries: list[object] = []
 
     def short(self: Any) -> None:
@@ -156,7 +161,7 @@ def has_no_memory(arguments: list[str], at: int, num_times: int) -> None:
             raise MemoryError("no room")
 
     if os.environ["RANK"] == "1":
-        replicas_module.Attempt.watch = short  # type: ignore[method-assign]
+        replicas_module.Try.watch = short  # type: ignore[method-assign]
     command(arguments)
 
 
