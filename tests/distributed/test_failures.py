@@ -192,6 +192,7 @@ def test_a_dead_end(tmp_path: Path) -> None:
         assert "process 1 at step 3 B1.0" in process.said
 
 
+@pytest.mark.slow
 def test_a_long_wait_between_steps_is_no_dead_end(tmp_path: Path) -> None:
     ended = run(tmp_path, "waits_long_between_steps").ended(20)
     assert [process.code for process in ended] == [0, 0], ended

@@ -29,7 +29,7 @@ def finish(
     processes: Processes,
 ) -> TrainReport:
     """Exports the model and writes the report, which marks the run as finished."""
-    processes.flight.at("the export")
+    processes.at("the export")
     if processes.num_processes > 1:
         weights = whole_weights(model, keep=processes.is_first)
 

@@ -85,19 +85,19 @@ class Replicas:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        flight, number = self.processes.flight, self.processes.launch.number
-        flight.at(f"{name} plan")
+        processes, number = self.processes, self.processes.launch.number
+        processes.at(f"{name} plan")
         plan = self._plans.get(Wanted(batch.seq_lens, options, backward))
-        attempt = Attempt(self.processes, plan.actions[number], watch)
+        tried = Try(self.processes, plan.actions[number], watch)
         own = batch.part(own_sequences(plan, number), device)
         try:
             return self.engine.run(
-                plan, own, batch.num_valid_tokens, watch=attempt.watch,
-                begun=lambda action: flight.at(f"{name} {format_action(action)}"),
+                plan, own, batch.num_valid_tokens, watch=tried.watch,
+                begun=lambda action: processes.at(f"{name} {format_action(action)}"),
             )  # fmt: skip
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
-                attempt.fail(error)
+                tried.fail(error)
             raise
 
     def own(self, plan: ChunkPlan | None, num_sequences: int) -> Sequence[int]:
@@ -112,7 +112,7 @@ class Replicas:
             self._plans.close()
 
 
-class Attempt:
+class Try:
     """One try of a plan on this process, until all agree that nobody has failed."""
 
     def __init__(

@@ -217,7 +217,7 @@ def _saver(
     state: RunState, fitting: Fitting, folder: Path, log: MetricsLog
 ) -> Callable[[Progress], None]:
     def save(progress: Progress) -> None:
-        state.processes.flight.at("a checkpoint")
+        state.processes.at("a checkpoint")
         started_s = time.perf_counter()
         now = replace(state, options=fitting.options)
         checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)

@@ -151,10 +151,12 @@ def _gradients(
         drawn = step_options(options, step)
         return replicas.compute(batch, drawn, used.device, name=f"{STEP} {step}", watch=used.check)
 
-    return fitting.compute(
+    result = fitting.compute(
         call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
         undo=optimizer.zero_grad,
     )  # fmt: skip
+    replicas.processes.at(f"{STEP} {step} update")
+    return result
 
 
 def _finite_loss(

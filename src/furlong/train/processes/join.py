@@ -60,7 +60,7 @@ def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
     dist.barrier()
     try:
         yield processes
-        processes.flight.at("its end")
+        processes.at("its end")
         dist.barrier()
     except BaseException as error:
         _leave_by(error, processes, heartbeat)

@@ -116,6 +116,11 @@ class Processes:
         result = self.together(before)
         return self.together(lambda: after(result))
 
+    def at(self, text: str) -> None:
+        """This process begins what `text` says; the others tell it where this one stops."""
+        if self._store is not None:
+            self.flight.at(text)
+
     def keep_flight(self, run: Path) -> None:
         """From now on the positions of several processes are in the folder of their run."""
         if self._store is not None:
