@@ -59,14 +59,14 @@ def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
 def test_sizes_that_do_not_multiply_show_the_arithmetic():
     with pytest.raises(ConfigError, match=r"dp 2 x sp 2 x pp 3, = 12 devices") as error:
         layouts(8, SHAPE, dp=2, sp=2, pp=3)
-    assert "multiply to the 8 devices" in str(error.value)
+    assert "multiply to 8 devices" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("sizes", "required", "change"),
     [
         ({"pp": 30}, "at most the model's 24 layers", "set parallel.pp to 24 or less, or auto"),
-        ({"sp": 2, "pp": 5}, "multiply to the 8 devices", "use 10 devices, or change the sizes"),
+        ({"sp": 2, "pp": 5}, "multiply to 8 devices", "use 10 devices, or change the sizes"),
     ],
 )
 def test_a_refusal_names_the_size_that_is_wrong(sizes, required, change):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.report.words import count_words
 
 Floats = npt.NDArray[np.float64]
 
@@ -87,7 +88,7 @@ def _no_layout(
         required = f"a parallel.pp of at most the model's {layers} layers"
         change = f"set parallel.pp to {layers} or less, or auto"
     else:
-        required = f"sizes that multiply to the {num_devices} devices"
+        required = f"sizes that multiply to {count_words(num_devices, 'device')}"
         change = f"use {product} devices, or change the sizes"
         if product < num_devices:
             change += "; auto lets a size follow the others"
