@@ -129,3 +129,10 @@ def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
 def test_sharding_everything_is_ulysses():
     groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
     assert {s.place for group in groups for chunk in group for s in chunk.slices} == {Place(0, 4)}
+
+
+def test_devices_are_left_out_where_fewer_divide_the_heads():
+    shape = model_shape("Qwen2.5-0.5B")  # 14 heads
+    for num_devices, used in ((8, 7), (13, 7), (20, 14), (30, 28)):
+        found = layouts(num_devices, shape, idle=True)
+        assert any(own.num_devices == used and own.sp % 7 == 0 for own in found)

@@ -57,6 +57,9 @@ def layouts(
         fewer = {groups >> bits for bits in range(groups.bit_length())}
         fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
         fewer.update(round_numbers(groups))
+        # where no power of two divides the heads, they still divide evenly over fewer devices
+        odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
+        fewer.update(n * times for n in odd for times in round_numbers(groups // n))
         numbers |= fewer | {n // product * product for n in fewer}
     for gathers in (False, True):
         found = [
