@@ -154,3 +154,9 @@ def test_sizes_of_a_run_file_hold_until_flags_ask_for_devices(
     command = [str(run), f"--lengths={lengths}", "--hardware=H100", *flags]
     problem = subject_of(parse_flags(command)).problem
     assert (problem.dp, problem.sp, problem.pp, problem.num_devices) == searched
+
+
+def test_a_size_that_one_device_cannot_have_is_refused(plan: Any) -> None:
+    flags = ["--model.name=Qwen2.5-0.5B", "--hardware=H100", "--devices=1"]
+    message = plan([580], *flags, "--parallel.sp=4")["message"]
+    assert "dp auto x sp 4 x pp auto" in message and "sizes that multiply to 1 device" in message

@@ -59,14 +59,14 @@ def test_an_sp_group_divides_the_heads_and_a_stage_has_a_layer():
 def test_sizes_that_do_not_multiply_show_the_arithmetic():
     with pytest.raises(ConfigError, match=r"dp 2 x sp 2 x pp 3, = 12 devices") as error:
         layouts(8, SHAPE, dp=2, sp=2, pp=3)
-    assert "multiply to the 8 devices" in str(error.value)
+    assert "multiply to 8 devices" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("sizes", "required", "change"),
     [
         ({"pp": 30}, "at most the model's 24 layers", "set parallel.pp to 24 or less, or auto"),
-        ({"sp": 2, "pp": 5}, "multiply to the 8 devices", "use 10 devices, or change the sizes"),
+        ({"sp": 2, "pp": 5}, "multiply to 8 devices", "use 10 devices, or change the sizes"),
     ],
 )
 def test_a_refusal_names_the_size_that_is_wrong(sizes, required, change):
@@ -129,3 +129,10 @@ def test_short_sequences_stay_local_where_they_balance(seq_lens, sp_size):
 def test_sharding_everything_is_ulysses():
     groups = shard(group_chunks((300, 20), ChunkOptions(size=128)), 4)
     assert {s.place for group in groups for chunk in group for s in chunk.slices} == {Place(0, 4)}
+
+
+def test_devices_are_left_out_where_fewer_divide_the_heads():
+    shape = model_shape("Qwen2.5-0.5B")  # 14 heads
+    for num_devices, used in ((8, 7), (13, 7), (20, 14), (30, 28)):
+        found = layouts(num_devices, shape, idle=True)
+        assert any(own.num_devices == used and own.sp % 7 == 0 for own in found)

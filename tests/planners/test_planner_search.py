@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import product
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.chunks.balance import deal_sequences
-from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.build import build, replica_model, settled
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED, chunkflow, combined, infinipipe
@@ -185,6 +186,21 @@ def test_the_longest_sequence_keeps_what_is_recomputed():
     plan = build(fixed, [most.num_tokens], model)
     assert {a.recompute_layers for own in plan.actions for a in own if hasattr(a, "keep")} == {0}
     assert fit(plan, model, batch.limit_bytes) <= batch.limit_bytes
+
+
+@pytest.mark.parametrize("cut", ["places", "disjoint places"])
+def test_the_longest_sequence_of_a_pool_is_what_any_number_of_checkpointed_layers_allows(cut):
+    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=3))
+    dials = Dials(
+        method="furlong", walk="token-level", cut=cut, zero=3, layout=Layout(sp=8), stages=(24,)
+    )
+    plan, started_s = build(dials, [4096], model), process_time()
+    most = longest_sequence(dials, plan, model)
+    assert process_time() - started_s < 5
+    assert most.limit == "memory"
+    fit(build(dials, [most.num_tokens], model), model)
+    with pytest.raises(ConfigError):
+        build(dials, [int(1.02 * most.num_tokens)], model)
 
 
 def test_equal_dials_have_equal_chunks():

@@ -140,6 +140,7 @@ def pool_of(chunks, num_processes):
     [
         (["0:0-4096"], 1, 0),
         (["0:0-4096@*"], 4, 0),
+        (["0:0-72@*"], 3, 0),  # the mean of three equal floats is above them
         (["0:0-4096@0 1:0-4096@1 2:0-4096@2 3:0-4096@3"], 4, 0),
         # one of four computes, and three of four
         (["0:0-4096@2"], 4, 3 / 4),
@@ -156,6 +157,7 @@ def test_processes_that_wait_for_the_slowest_of_their_pool_are_idle(chunks, num_
         assert 1 / 4 < report.pool_idle_ratio < 1 / 2
     else:
         assert report.pool_idle_ratio == pytest.approx(ratio)
+    assert report.pool_idle_ratio >= 0
     assert report.to_json()["pool_idle_ratio"] == report.pool_idle_ratio
     page = format_report(report)
     share = f"pool       {report.pool_idle_ratio:.1%} of the processes' time in passes is idle"

@@ -133,12 +133,14 @@ def _offers(problem: Problem, methods: Mapping[str, Method]) -> bool:
 
 
 def decision_of(subject: Subject, method: str | None) -> Decision | None:
-    """The decision of `furlong train` on one device; None for several, or for one method's plans.
+    """The decision of `furlong train` on one device; None for several, for sizes that need more,
+    or for one method's plans.
 
     Raises ConfigError where no plan is predicted to fit.
     """
     problem, batch = subject.problem, subject.batch
-    if method is not None or problem.num_devices != 1:
+    sizes = (problem.num_devices, problem.dp, problem.sp, problem.pp)
+    if method is not None or any(size not in (None, 1) for size in sizes):
         return None
     model, words = problem.model, "memory.device"
     if subject.config.memory.device == "auto":

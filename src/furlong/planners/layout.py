@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.report.words import count_words
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,6 +57,9 @@ def layouts(
         fewer = {groups >> bits for bits in range(groups.bit_length())}
         fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
         fewer.update(round_numbers(groups))
+        # where no power of two divides the heads, they still divide evenly over fewer devices
+        odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
+        fewer.update(n * times for n in odd for times in round_numbers(groups // n))
         numbers |= fewer | {n // product * product for n in fewer}
     for gathers in (False, True):
         found = [
@@ -87,7 +91,7 @@ def _no_layout(
         required = f"a parallel.pp of at most the model's {layers} layers"
         change = f"set parallel.pp to {layers} or less, or auto"
     else:
-        required = f"sizes that multiply to the {num_devices} devices"
+        required = f"sizes that multiply to {count_words(num_devices, 'device')}"
         change = f"use {product} devices, or change the sizes"
         if product < num_devices:
             change += "; auto lets a size follow the others"

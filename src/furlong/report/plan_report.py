@@ -220,7 +220,7 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
         (seconds,) = costs.process_seconds((part,), stage, table)
         busy_s += float(seconds.mean(axis=0) @ counts)
         pool_s += float(seconds.max(axis=0) @ counts)
-    return 1 - busy_s / pool_s if pool_s else 0.0
+    return max(0.0, 1 - busy_s / pool_s) if pool_s else 0.0  # a mean of equals may round up
 
 
 def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:

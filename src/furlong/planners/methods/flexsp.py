@@ -194,12 +194,12 @@ def _partitions(num_devices: int, largest: int) -> NDArray[np.int64]:
         least += 1
 
     def divide(rest: int, exponent: int) -> Iterator[tuple[int, ...]]:
-        if not rest:
-            yield ()
+        if not exponent:
+            yield (least,) * rest
             return
-        for own in range(min(exponent, rest.bit_length() - 1), -1, -1):
-            for others in divide(rest - 2**own, own):
-                yield (own + least, *others)
+        for count in range(rest >> exponent, -1, -1):
+            for others in divide(rest - (count << exponent), exponent - 1):
+                yield (exponent + least,) * count + others
 
     units = num_devices >> least
     found = list(divide(units, max(0, largest.bit_length() - 1 - least)))

@@ -59,6 +59,8 @@ def plan_places(
     refuse_unusable(seq_lens)
     batch = Batch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
+    if len(seq_lens) == 1:
+        num_tries = 0  # a start has compared all its places
     tried = range(num_layers + 1) if recompute_layers is None else [recompute_layers]
     starts = _starts(settings(batch, budget_bytes, tried))
     if not starts:

@@ -61,8 +61,10 @@ def build(
         return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
     sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
     if dials.cut in POOLED:
-        pooled = POOLED[dials.cut]
-        return pooled(seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes)
+        return POOLED[dials.cut](
+            seq_lens, model, pool_size=sp_size, budget_bytes=budget_bytes,
+            recompute_layers=sum(dials.recompute_layers) if dials.recompute_layers else None,
+        )  # fmt: skip
     match dials.walk:
         case "layer-first":
             assert dials.size and dials.stage_layers and dials.keep
@@ -153,7 +155,10 @@ def replica_model(dials: Dials, model: CostModel) -> CostModel:
 
 def settled(dials: Dials, plan: ChunkPlan) -> Dials:
     """Dials that leave nothing to choose, from a replica's plan or the batch's: of InfiniPipe's
-    the slices of the longest sequence and the most layers that a cell of each stage recomputes."""
+    the slices of the longest sequence and the most layers that a cell of each stage recomputes; of
+    places all layers, which take the least memory checkpointed."""
+    if dials.is_pool:
+        return replace(dials, recompute_layers=dials.stages)
     if dials.walk != "elastic":
         return dials
     layers = [0] * len(plan.stages)

@@ -13,6 +13,7 @@ from furlong.planners.budget import MARGIN, DoesNotFitError, advice
 from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome
+from furlong.report.words import count_words
 from furlong.units import format_bytes
 
 
@@ -101,14 +102,15 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
     have had dials to offer at all."""
     errors = [(r.dials, r.error) for r in refused]
     near = [(d, error) for d, error in errors if isinstance(error, DoesNotFitError)]
-    source = f"the search over {len(errors)} candidates"
+    count = count_words(len(errors), "candidate")
+    source = f"the search over {count}"
     if near:
         dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
         alone = (problem.dp, problem.sp, problem.pp) == (1, 1, 1)
         whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
         margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
         return ConfigError(
-            given=f"of {len(errors)} candidates none fits; nearest is {dials}, whose {error.given}",
+            given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
             required=error.required + margin,
             source=source,
             change=advice(error.part, alone=alone),
