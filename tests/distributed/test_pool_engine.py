@@ -43,9 +43,7 @@ def sharded(
 ) -> ChunkPlan:  # fmt: skip
     """Chunks over the pool; `short_stay`: but for short sequences."""
     groups = group_chunks(lens, ChunkOptions(size=size))
-    placed = (
-        shard_long(groups, lens, shape_of(), sp_size) if short_stay else shard(groups, sp_size)
-    )
+    placed = shard_long(groups, lens, shape_of(), sp_size) if short_stay else shard(groups, sp_size)
     return plan_1f1b(lens, placed, stages=(num_layers,), sp_size=sp_size, backward=backward)
 
 

@@ -38,6 +38,8 @@ def take_step(
     """Take the step of a batch, which `find` returns; where that raises an error, no process takes
     it. The other arguments are those of `Engine.run`."""
     model = followed.model
+    if followed.kept.pipeline is not None:
+        followed.kept.pipeline.require_whole()
     batch, facts = agreed(followed.ranks, lambda: _prepared(followed, find(), num_valid_tokens))
     plan, num_labels, trains = batch.plan, batch.num_labels, bool(batch.plan.trained)
     if trains and not facts.trains:
@@ -84,7 +86,6 @@ def _prepared(
         refuse_hooks(model.model)
     num_frozen = model.num_layers  # the executor compares where the model is whole
     if followed.kept.pipeline is not None:
-        followed.kept.pipeline.require_whole()
         _require_stage(followed, plan)
         num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
     trains = any(parameter.requires_grad for parameter in model.model.parameters())
