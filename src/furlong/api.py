@@ -163,8 +163,8 @@ class Engine:
                 plan, own = planned_together(ranks, make)
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels))
-            sequences = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = Batch(plan, sequences, num_labels)
+            every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
+            batch = Batch(plan, every, num_labels)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
     def _plan(

@@ -63,7 +63,7 @@ def refusals(rank: int) -> tuple[dict[str, str], float]:
 SAID = {
     "one list": "PlanError: the plan has 1 lists of actions for 1 processes each, this run has dp",
     "pool": "PlanError: the plan has 2 lists of actions for 2 processes each, this run has dp 1",
-    "other heights": "(PlanError: the plan runs layer 1|ConfigError: given: +an error on process 0)",
+    "other heights": "(PlanError: the plan runs layer 1|ConfigError: given: +an error on )",
     "frozen": "PlanError: the plan has no backward in its first 1 stages, where process 0 trains",
     "other sequences on one": "(DataError: given: +sequences of 23, 4 tok|.*error on process 1)",
     "untrained": "ConfigError: given: +LlamaForCausalLM without a parameter that requires",
