@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -13,37 +12,31 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from furlong.models.causal_lm import CausalLM
-from furlong.plan.values import Backward, ChunkPlan
+from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.sampling.plans import sampled
+from furlong.runtime.batch import Batch, among
 from furlong.runtime.chunk_inputs import labelled_chunks
-from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (
     ShiftedSequence,
-    among,
     check_compute_dtype,
-    check_ranges,
     count_valid_tokens,
-    divisor_of,
     no_data,
     require_options,
     require_seq_lens,
-    sequences_of,
     shift_labels,
     whole_number,
 )
-from furlong.runtime.parallel.comms import require_agreement
 from furlong.runtime.parallel.planning import planned_together, require_replicas
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.pools import Storage
-from furlong.runtime.precision import made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
-from furlong.runtime.surroundings import drawn, refuse_untrainable
+from furlong.runtime.step import batch_for, take_step
 
 
 def _nothing() -> None:
@@ -68,7 +61,8 @@ class Engine:
         `storage`: bounds and folder of the tiers host and disk; a later engine of the same model
         may set others, None leaves them.
         `ranks`: the processes of one run (`runtime.parallel.ranks.make_ranks`), each with the same
-        model; or `process_group`, for replicas alone. Their weights are divided by FSDP2, for good:
+        model, or in a pipeline with what its stage has of it (`models.build.build_model`); or
+        `process_group`, for replicas alone. Those of a stage divide its weights by FSDP2, for good:
         make the optimizer after the engine. Every call is then one of all processes.
 
         Raises UnsupportedModelError, by name, for a model that cannot be trained exactly. A model
@@ -124,17 +118,18 @@ class Engine:
     ) -> StepResult:
         """Obey a plan, of this engine or of a file, with sequences of the lengths it was made for.
 
-        `sequences`: those of the whole batch, or a mapping of `seq_id` to each that this process
-        computes; then `num_valid_tokens`, of the whole batch, is required. `measuring`: see
+        `sequences`: those of the whole batch, or a mapping of `seq_id` to each whose tokens this
+        process reads, which a middle stage does of none; then `num_valid_tokens`, of the whole
+        batch, is required. `measuring`: see
         `Measuring`; the other arguments and the outcome are as in `furlong.forward_backward`.
         Raises PlanError for a plan that breaks a rule or is of other ranks, DataError for sequences
         of other lengths.
         """
-        plan, shifted, is_whole = sequences_of(plan, sequences, self._plan_rank)
-        num_labels = count_valid_tokens(shifted) if is_whole else None
-        with self._followed.alone():
-            self._followed.follow()
-            return self._obey(plan, shifted, num_labels, num_valid_tokens, watch, **measuring)
+        followed = self._followed
+        with followed.alone():
+            followed.follow()
+            find = partial(batch_for, followed, plan, sequences)
+            return take_step(followed, find, num_valid_tokens, watch, **measuring)
 
     def forward_backward(
         self,
@@ -168,8 +163,9 @@ class Engine:
                 plan, own = planned_together(ranks, make)
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels))
-            batch = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            return self._obey(plan, batch, num_labels, num_valid_tokens, watch=watch)
+            every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
+            batch = Batch(plan, every, num_labels)
+            return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
     def _plan(
         self,
@@ -194,58 +190,6 @@ class Engine:
             seed = int(torch.randint(2**62, (), device="cpu"))
             sampling = replace(sampling, seed=seed)
         return sampled(plan, sampling, labelled_chunks(plan, shifted) if shifted else ())
-
-    @property
-    def _plan_rank(self) -> int:
-        """Number of the plan's list that this process obeys."""
-        ranks = self._followed.ranks
-        return ranks.plan_rank if ranks else 0
-
-    def _obey(
-        self,
-        plan: ChunkPlan,
-        shifted: Sequence[ShiftedSequence],
-        num_labels: int | None,
-        num_valid_tokens: int | None,
-        watch: Callable[[], None] = _nothing,
-        **measuring: Unpack[Measuring],
-    ) -> StepResult:
-        """`num_labels`: tokens with a label in the whole batch, None where this process does not
-        know them."""
-        divisor = divisor_of(num_valid_tokens, num_labels)
-        backward = any(isinstance(a, Backward) for actions in plan.actions for a in actions)
-        followed, model = self._followed, self.model
-        check_ranges(
-            shifted, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
-            longest_tokens=model.longest_tokens,
-        )  # fmt: skip
-        if backward:
-            refuse_untrainable(model)
-        if followed.ranks is not None:
-            require_agreement(followed.ranks, plan, divisor)
-        if len(plan.stages) > 1:
-            followed.require_checked(plan.stages)
-        comms, pools = followed.comms(), followed.kept.opened
-        pools.reset_peaks()
-        made = made_gradients(model.model, keeps_zeros=plan.sampled) if backward else nullcontext()
-        with made, followed.computing(regathers=plan.regathers), model.installed():
-            executor = Executor(
-                model, plan, shifted,
-                num_valid_tokens=divisor, num_labels=divisor if num_labels is None else num_labels,
-                backend=followed.kept.backend, pools=pools, comms=comms, rank=self._plan_rank,
-                **measuring,
-            )  # fmt: skip
-            loss_sum, timeline = executor.run(watch)
-        if num_labels is None:
-            num_labels = executor.num_labels
-        assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
-        if backward and executor.has_drawn:
-            followed.note(drawn(model))
-        losses = tuple(losses.cpu() for losses in executor.token_losses)
-        return StepResult(
-            loss_sum / divisor, loss_sum, num_labels, timeline, losses, plan,
-            host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
-        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""

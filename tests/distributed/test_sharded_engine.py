@@ -220,7 +220,7 @@ SAID = {
     "no Reduce": "has no Reduce: others wait for it for ever",
     "pool": "2 lists of actions for 2 processes each, this run",
     "no divisor": "a part of the batch's sequences, without num_valid_tokens",
-    "missing": r"no sequence (0|2)\n.*at least those of list [01] of the plan: (0, 1|2, 3, 4)",
+    "missing": r"no sequence (0|2)\n.*at least those of list [01] of .* reads: (0, 1|2, 3, 4)",
     "short": "sequences of (5, 4|5, 9, 5) tokens",
     "bad on one": "(no sequences|an error on replica 0)",
     "alone": "weights divided among 2 processes for a compute_dtype of None",

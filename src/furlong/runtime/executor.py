@@ -95,7 +95,7 @@ class Executor:
         self._live: dict[tuple[int, int], LiveCell] = {}
         self._draws = any(module.training for module in model.model.modules())
         self._head = LossHead(
-            model, () if self._last_backward else plan.seq_lens, estimates=not plan.report_loss
+            model, () if plan.trained else plan.seq_lens, estimates=not plan.report_loss
         )
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,10 +14,17 @@ from torch.distributed import ProcessGroup
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
+from furlong.models.held import Skip
 from furlong.models.wrappers import bare_model, refuse_placement
+from furlong.plan.rows import ChunkRows
+from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.comms import Alone, Comms
+from furlong.runtime.exchange import AllToAll
 from furlong.runtime.kept import Kept
-from furlong.runtime.parallel.comms import Links, ShardedRanks
+from furlong.runtime.layout import rows_on
+from furlong.runtime.parallel.comms import ShardedRanks
+from furlong.runtime.parallel.links import Parcel
+from furlong.runtime.parallel.pipeline import open_pipeline
 from furlong.runtime.parallel.ranks import Ranks, ranks_given
 from furlong.runtime.parallel.sharding import one_step, shard
 from furlong.runtime.parallel.start import require_stages
@@ -90,16 +97,14 @@ class FollowedModel:
         if self.ranks is not None:
             require_stages(self.ranks.pp, self.model.num_layers)
         self.kept.open_pools(self.model.device, self.storage)
-        if self.ranks is None or self.ranks.pp == 1:  # a cut model has no forward of its own
-            self._check_once(now, (self.model.num_layers,))
+        self._check_once(now, (self.model.num_layers,))
         self._fingerprint = now
         if self.ranks is not None and self.kept.ranks is None:
             self._shard(self.ranks)
 
     def require_checked(self, heights: tuple[int, ...]) -> None:
         """Check the model in stages of `heights` layers against its own forward, if that is new."""
-        if self.ranks is None or self.ranks.pp == 1:
-            self._check_once(self._fingerprint, heights)
+        self._check_once(self._fingerprint, heights)
 
     @contextmanager
     def computing(self, *, regathers: bool = False) -> Iterator[None]:
@@ -113,12 +118,44 @@ class FollowedModel:
         with compute_parameters(self.model.model, dtype, unchanged=unchanged):
             yield
 
-    def comms(self, links: Links | None = None) -> Comms:
-        """The exchange with other ranks, for one plan; `links`: with other stages of a pipeline."""
+    @property
+    def rank(self) -> int:
+        """Number of the plan's list that this process obeys."""
+        return self.ranks.plan_rank if self.ranks else 0
+
+    @property
+    def process(self) -> int:
+        """Its number in the pool."""
+        return self.ranks.process if self.ranks else 0
+
+    @property
+    def exchange(self) -> AllToAll | None:
+        """The exchange with the others of the pool."""
+        if self.ranks is None or self.ranks.sp == 1:
+            return None
+        return AllToAll(self.ranks.place_groups)
+
+    def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
+        """The rows of each chunk of a plan that this process has."""
+        return rows_on(self.model, plan, self.process, self.exchange)
+
+    def comms(self, plan: ChunkPlan | None = None) -> Comms:
+        """The comms with other ranks, for one plan; without one for sums alone."""
         if self.ranks is None:
             return Alone()
         layers = self.model.layers if self._is_sharded else ()
-        return ShardedRanks(self.model.base, layers, self.ranks, links)
+        pipeline = self.kept.pipeline
+        messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
+        return ShardedRanks(self.model.base, layers, self.ranks, messages)
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Within it the messages of a step pass between the stages."""
+        return self.kept.pipeline.passing() if self.kept.pipeline else nullcontext()
+
+    def adding_up_tied(self) -> AbstractContextManager[None]:
+        """Within it runs a step; afterwards a weight of two stages has the gradient of both."""
+        pipeline = self.kept.pipeline
+        return pipeline.tied.adding_up(self.model) if pipeline else nullcontext()
 
     def note(self, message: str) -> None:
         """Warn once per engine."""
@@ -129,6 +166,15 @@ class FollowedModel:
     @property
     def _is_sharded(self) -> bool:
         return self.ranks is not None and self.ranks.shard_mesh.size() > 1 and bool(self.kept.ranks)
+
+    def _parcel(self, plan: ChunkPlan) -> Parcel:
+        """The form of a plan's messages."""
+        model, rows_of = self.model, self.rows_of(plan)
+        dtypes = (p.dtype for p in model.base.parameters() if p.is_floating_point())
+        return Parcel(
+            model.config.hidden_size, self.compute_dtype or next(dtypes), model.device,
+            lambda chunk: rows_of(chunk).num_rows,
+        )  # fmt: skip
 
     def _check_once(self, now: int | None, heights: tuple[int, ...]) -> None:
         key = self._key(now, heights)
@@ -146,9 +192,12 @@ class FollowedModel:
         if ranks.shard_mesh.size() > 1:
             _require_layers(model)
             unchanged = [] if dtype is None else model.stays_float32(dtype)
-            shard(model.base, model.layers, ranks.shard_mesh, dtype, unchanged=unchanged)
+            layers = [layer for layer in model.layers if not isinstance(layer, Skip)]
+            shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
             self._fingerprint = fingerprint(model.base)
             self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
+        if ranks.pp > 1:
+            self.kept.pipeline = open_pipeline(ranks, model)
         self.kept.ranks, self.kept.compute_dtype = ranks, dtype
 
     def _require_own_shards(self, base: nn.Module) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.plan.values import ChunkPlan, Forward
 from furlong.planners.options import ChunkOptions
 
 
@@ -29,18 +28,18 @@ def shift_labels(sequences: object) -> list[ShiftedSequence]:
     keys, or is not made of two equally long int64 vectors.
     """
     if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
-        raise _refusal(f"sequences of type {type(sequences).__name__}", "a list of sequences")
+        raise refused_data(f"sequences of type {type(sequences).__name__}", "a list of sequences")
     return [_shift(sequence, index) for index, sequence in enumerate(sequences)]
 
 
 def _shift(sequence: object, index: int) -> ShiftedSequence:
     if not isinstance(sequence, Mapping):
-        raise _refusal(
+        raise refused_data(
             f"sequence {index} of type {type(sequence).__name__}", "a dict of input_ids and labels"
         )
     unknown = sorted(str(key) for key in sequence.keys() - {"input_ids", "labels"})
     if unknown:
-        raise _refusal(
+        raise refused_data(
             f"sequence {index} with {', '.join(unknown)}",
             "input_ids and labels alone: padding, packing and positions are furlong's own",
             "leave padding tokens and other keys out; give tokens without a loss the label -100",
@@ -52,14 +51,14 @@ def _shift(sequence: object, index: int) -> ShiftedSequence:
         or input_ids.shape != labels.shape
         or len(input_ids) == 0
     ):
-        raise _refusal(
+        raise refused_data(
             f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
             "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
         )
     for name, tensor in (("input_ids", input_ids), ("labels", labels)):
         if tensor.layout != torch.strided or tensor.is_meta:
             where = "on meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-            raise _refusal(f"sequence {index} with {name} {where}", "dense tensors with values")
+            raise refused_data(f"sequence {index} with {name} {where}", "dense tensors with values")
     last = torch.full((1,), IGNORE_INDEX, device="cpu")
     return ShiftedSequence(input_ids, torch.cat([labels[1:].cpu(), last]))
 
@@ -114,14 +113,14 @@ def check_ranges(
         if not num_tokens:  # another rank has it
             continue
         if longest_tokens is not None and num_tokens > longest_tokens:
-            raise _refusal(
+            raise refused_data(
                 f"sequence {index} of {num_tokens:,} tokens",
                 f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions",
                 "pass a larger max_seq_len, cut the sequence, or extend the model's RoPE",
             )
         first, last = (int(bound) for bound in sequence.input_ids.aminmax())
         if first < 0 or last >= num_input_ids:
-            raise _refusal(
+            raise refused_data(
                 f"sequence {index} with token id {first if first < 0 else last}",
                 f"ids from 0 to {num_input_ids - 1}, which have an embedding",
                 "use the model's own tokenizer, or resize_token_embeddings",
@@ -129,7 +128,7 @@ def check_ranges(
         labels = sequence.labels[sequence.labels != IGNORE_INDEX]
         if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= vocab_size):
             wrong = labels[(labels < 0) | (labels >= vocab_size)]
-            raise _refusal(
+            raise refused_data(
                 f"sequence {index} with label {int(wrong[0])}",
                 f"labels from 0 to {vocab_size - 1}, or {IGNORE_INDEX} for none",
                 "use the model's own tokenizer, or resize_token_embeddings",
@@ -151,65 +150,6 @@ def require_seq_lens(seq_lens: object) -> list[int]:
     return lens
 
 
-def sequences_of(
-    plan: object, sequences: object, rank: int
-) -> tuple[ChunkPlan, list[ShiftedSequence], bool]:
-    """The plan, its sequences with shifted labels, and whether all of them are there.
-
-    `sequences`: all, in order, or a mapping of seq_id to each that `rank` computes; the others are
-    then empty. Raises ConfigError for what is no ChunkPlan, DataError unless the sequences are of
-    the lengths that it was made for.
-    """
-    is_mapping = isinstance(sequences, Mapping)
-    shifted = shift_labels(sequences.values() if isinstance(sequences, Mapping) else sequences)
-    if not isinstance(plan, ChunkPlan):
-        raise ConfigError(
-            given=f"a plan of type {type(plan).__name__}",
-            required="a ChunkPlan",
-            source="the arguments of Engine.run",
-            change="pass what Engine.plan returns",
-        )
-    if not is_mapping:
-        _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
-        return plan, shifted, True
-    assert isinstance(sequences, Mapping)
-    own: dict[Any, ShiftedSequence] = dict(zip(sequences, shifted, strict=True))
-    computed = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward)}
-    needed = sorted({piece.seq_id for chunk in computed for piece in plan.chunks[chunk].slices})
-    missing = [seq_id for seq_id in needed if seq_id not in own]
-    others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
-    if missing or others:
-        raise _refusal(
-            f"no sequence {missing[0]}" if missing else f"a sequence {others[0]!r:.60}",
-            f"at least those of list {rank} of the plan: {_listed(needed)}",
-            "pass a mapping of seq_id to sequence, or all sequences of the batch in a list",
-        )
-    ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
-    _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
-    return plan, among(own, len(plan.seq_lens)), len(ids) == len(plan.seq_lens)
-
-
-def among(own: Mapping[Any, ShiftedSequence], num_sequences: int) -> list[ShiftedSequence]:
-    """A batch by seq_id, of which only `own` sequences are here: the others are empty."""
-    none = torch.empty(0, dtype=torch.int64, device="cpu")
-    absent = ShiftedSequence(none, none)
-    return [own.get(seq_id, absent) for seq_id in range(num_sequences)]
-
-
-def _require_lens(lens: Sequence[int], required: Sequence[int]) -> None:
-    if tuple(lens) != tuple(required):
-        raise _refusal(
-            f"sequences of {_listed(lens)} tokens",
-            f"the plan's: {_listed(required)}",
-            "pass the sequences for which the plan was made, in their order",
-        )
-
-
-def _listed(lens: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lens[:8]))
-    return f"{shown}, ... ({len(lens)} of them)" if len(lens) > 8 else shown or "no"
-
-
 def count_valid_tokens(sequences: Sequence[ShiftedSequence]) -> int:
     """Tokens that have a label, over all sequences."""
     return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in sequences)
@@ -225,30 +165,13 @@ def _describe(value: object) -> str:
     return type(value).__name__
 
 
-def _refusal(
+def refused_data(
     given: str,
     required: str,
     change: str = "pass one dict per sequence, unpadded, without a batch axis",
 ) -> DataError:
     source = "the sequences passed to forward_backward"
     return DataError(given=given, required=required, source=source, change=change)
-
-
-def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> int:
-    """The divisor of the summed loss, in tokens. Raises DataError where nothing has a label, or
-    where nobody says how many have one."""
-    if num_valid_tokens is not None:
-        return whole_number(num_valid_tokens, "num_valid_tokens")
-    if own_valid_tokens is None:
-        raise DataError(
-            given="a part of the batch's sequences, without num_valid_tokens",
-            required="the labelled tokens of the whole batch, by which the loss is divided",
-            source="the arguments of Engine.run",
-            change="pass num_valid_tokens, or all sequences of the batch",
-        )
-    if not own_valid_tokens:
-        raise no_data("no token with a label to divide the loss by", "at least one label")
-    return own_valid_tokens
 
 
 def no_data(given: str, required: str) -> DataError:

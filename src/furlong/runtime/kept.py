@@ -11,6 +11,7 @@ import torch
 
 from furlong.kv.arena import Arena
 from furlong.ops.choose import ProbedBackend
+from furlong.runtime.parallel.pipeline import Pipeline
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.pools import Pools, Storage
 
@@ -27,6 +28,8 @@ class Kept:
     """The process that has opened the pools."""
     ranks: Ranks | None = None
     """The processes among which the weights are divided, for good."""
+    pipeline: Pipeline | None = None
+    """The links to other stages, where the ranks have several."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
 

@@ -11,7 +11,7 @@ from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.entrance import is_sharded
 from furlong.models.support import other_dropouts
-from furlong.models.wrappers import around, refuse_hooks
+from furlong.models.wrappers import around
 
 _NOT_RUN = (
     "{} not run: chunks go through the decoder and the head; hooks on their modules do run, once "
@@ -109,13 +109,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_untrainable(model: CausalLM) -> None:
-    """Raise ConfigError for a model without a trained parameter, or with hooks that lose theirs."""
-    refuse_hooks(model.model)
-    if not any(parameter.requires_grad for parameter in model.model.parameters()):
-        raise ConfigError(
-            given=f"{model.name} without a parameter that requires a gradient",
-            required="at least one trainable parameter",
-            source="the model that was passed",
-            change="model.requires_grad_(True), add adapters, or pass backward=False",
-        )
+def untrainable(model: CausalLM) -> ConfigError:
+    """The refusal of a step that nothing is trained in, on no process."""
+    return ConfigError(
+        given=f"{model.name} without a parameter that requires a gradient",
+        required="at least one trainable parameter",
+        source="the model that was passed",
+        change="model.requires_grad_(True), add adapters, or pass backward=False",
+    )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,20 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from furlong.errors import PlanError
 from furlong.plan.text import format_action
 from furlong.plan.values import Backward, ChunkPlan, Forward, Recv, Reduce, Send
+from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.parallel.sharding import adding_up
-
-
-class Links(Protocol):
-    """Messages between the stages of a pipeline."""
-
-    def send(self, action: Send, x: Tensor) -> None:
-        """Send hidden states, or their gradient, (T, D) to a neighbour."""
-        ...
-
-    def recv(self, action: Recv) -> Tensor:
-        """Receive the same."""
-        ...
 
 
 class ShardedRanks:
@@ -40,17 +26,21 @@ class ShardedRanks:
         base: nn.Module,
         layers: Sequence[nn.Module],
         ranks: Ranks,
-        links: Links | None = None,
+        messages: tuple[Links, Parcel] | None = None,
     ) -> None:
         """`base`: the model, as `sharding.shard` has left it; whole where no other process holds
-        the same stage. `layers`: all of its decoder, of which a pipeline's process has its own."""
-        self._base, self._layers, self._ranks, self._links = base, layers, ranks, links
+        the same stage. `layers`: all of its decoder, of which a pipeline's process has its own.
+        `messages`: the links to other stages, and the form of what passes them in this plan."""
+        self._base, self._layers, self._ranks = base, layers, ranks
+        self._messages = messages
+        self._waiting: ChunkPlan | None = None
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
         self._last_stage = 0
 
     def accept(self, plan: ChunkPlan) -> None:
         ranks = self._ranks
-        _require_layout(plan, ranks)
+        require_layout(plan, ranks)
+        self._waiting = plan
         own = plan.actions[ranks.plan_rank]
         trained = [action.stage for action in own if isinstance(action, Backward)]
         self._last_stage = min(trained, default=0)
@@ -61,10 +51,10 @@ class ShardedRanks:
         )
 
     def send(self, action: Send, x: Tensor) -> None:
-        self._linked(action).send(action, x)
+        self._links(action).send(action, x)
 
     def recv(self, action: Recv) -> Tensor:
-        return self._linked(action).recv(action)
+        return self._links(action).recv(action)
 
     def unshard(self, stage: int) -> None:
         """Gather the stage's layers, and in front of the first ones what is beside all layers."""
@@ -97,31 +87,20 @@ class ShardedRanks:
         dist.all_reduce(values, group=self._ranks.group)
         return values
 
-    def _linked(self, action: Send | Recv) -> Links:
-        if self._links is None:
+    def _links(self, action: Send | Recv) -> Links:
+        """The links, which expect the plan's messages from its first one on: not before it has
+        passed all checks, since a receive that is posted cannot be taken back."""
+        if self._messages is None:
             text = format_action(action)
             raise PlanError(f"this run has one stage: nobody answers {text!r}")
-        return self._links
+        links, parcel = self._messages
+        if self._waiting is not None:
+            links.begin(self._waiting, self._ranks.plan_rank, parcel)
+            self._waiting = None
+        return links
 
 
-def require_agreement(ranks: Ranks, plan: ChunkPlan, divisor: int) -> None:
-    """Raise PlanError, on all processes, unless all run the same plan with the same divisor.
-
-    Others would wait for each other for ever, or add up what does not belong together.
-    """
-    own = torch.tensor([zlib.crc32(repr(plan).encode()), divisor], device=ranks.mesh.device_type)
-    found = [torch.empty_like(own) for _ in range(ranks.num_processes)]
-    dist.all_gather(found, own, group=ranks.group)
-    (first_plan, first_divisor), *others = torch.stack(found).tolist()
-    for process, (other_plan, other_divisor) in enumerate(others, 1):
-        if other_plan != first_plan:
-            raise PlanError(f"process {process} has another plan than process 0")
-        if other_divisor != first_divisor:
-            shown = f"{other_divisor}, not {first_divisor}"
-            raise PlanError(f"process {process} has another divisor than process 0: {shown}")
-
-
-def _require_layout(plan: ChunkPlan, ranks: Ranks) -> None:
+def require_layout(plan: ChunkPlan, ranks: Ranks) -> None:
     """Raise PlanError for a plan that is not of these ranks."""
     num_lists, sp_size = ranks.dp * ranks.pp, ranks.sp
     if (len(plan.actions), plan.sp_size) != (num_lists, sp_size):
@@ -129,6 +108,8 @@ def _require_layout(plan: ChunkPlan, ranks: Ranks) -> None:
             f"the plan has {len(plan.actions)} lists of actions for {plan.sp_size} processes each, "
             f"this run has dp {ranks.dp} x pp {ranks.pp} = {num_lists}, each for sp {sp_size}"
         )
+    if ranks.pp > 1 and len(plan.stages) != ranks.pp:
+        raise PlanError(f"the plan has {len(plan.stages)} stages, this run has pp {ranks.pp}")
     if plan.regathers and ranks.pp > 1:
         raise PlanError("a pipeline keeps its weights: the plan gathers them with every pass")
     stages = {ranks.stage} if ranks.pp > 1 else set(range(len(plan.stages)))

@@ -7,7 +7,8 @@ make the same update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,22 @@ class TiedWeight:
             weight.grad = torch.zeros_like(weight)
         grad = weight.grad
         dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=self.group)
+
+    @contextmanager
+    def adding_up(self, model: CausalLM) -> Iterator[None]:
+        """Within it runs a step, of which the gradients of both copies are then added up; what
+        there was before it is a sum of both already."""
+        weight = model.tied_weight
+        if self.group is None or weight is None or not weight.requires_grad:
+            yield
+            return
+        before, weight.grad = weight.grad, None
+        try:
+            yield
+            self.add_up(model)
+        finally:
+            if before is not None:
+                weight.grad = before if weight.grad is None else before.add_(weight.grad)
 
     def counted_elsewhere(self, model: CausalLM) -> list[nn.Parameter]:
         """This process's parameters that the first stage counts in the norm of all gradients."""

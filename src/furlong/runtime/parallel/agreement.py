@@ -1,0 +1,82 @@
+"""Facts that processes tell each other before a step: all take the same one, or none does."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from furlong.errors import ConfigError, FurlongError, PlanError
+from furlong.plan.values import ChunkPlan
+from furlong.runtime.parallel.ranks import Ranks
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a process knows of a step."""
+
+    plan: ChunkPlan
+    divisor: int
+    num_frozen_layers: int
+    """First layers in which, and below which, it trains nothing."""
+    trains: bool
+    """Whether it has a parameter that is trained."""
+
+
+def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tuple[_T, Facts]:
+    """What `prepare` has made, and the facts of all processes together.
+
+    Raises what `prepare` does, and on all processes where it does on one: others would wait for it
+    for ever. Raises PlanError, on all, unless all have the same plan and the same divisor, and
+    where the plan has no backward in layers that one of them trains.
+    """
+    if ranks is None:
+        return prepare()
+    try:
+        made, own = prepare()
+    except FurlongError:
+        _gathered(ranks, [1, 0, 0, 0, 0])
+        raise
+    checksum = zlib.crc32(repr(own.plan).encode())
+    rows = _gathered(ranks, [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains)])
+    _refuse_different(rows)
+    least = min(row[3] for row in rows)
+    if sum(own.plan.stages[: own.plan.frozen_stages]) > least:
+        process = next(index for index, row in enumerate(rows) if row[3] == least)
+        raise PlanError(
+            f"the plan has no backward in its first {own.plan.frozen_stages} stages, where process "
+            f"{process} trains parameters, or below: plan again"
+        )
+    return made, replace(own, num_frozen_layers=least, trains=any(row[4] for row in rows))
+
+
+def _refuse_different(rows: Sequence[Sequence[int]]) -> None:
+    _, first_plan, first_divisor, *_ = rows[0]
+    for process, (is_refusing, plan, divisor, *_) in enumerate(rows):
+        if is_refusing:
+            raise ConfigError(
+                given=f"an error on process {process}, before a step that all take together",
+                required="a plan, sequences and a model that every process accepts",
+                source=f"process {process}",
+                change="see the message of that process",
+            )
+        if plan != first_plan:
+            raise PlanError(f"process {process} has another plan than process 0")
+        if divisor != first_divisor:
+            shown = f"{divisor}, not {first_divisor}"
+            raise PlanError(f"process {process} has another divisor than process 0: {shown}")
+
+
+def _gathered(ranks: Ranks, own: Sequence[int]) -> list[list[int]]:
+    """The numbers of each process."""
+    x = torch.tensor(own, device=ranks.mesh.device_type)
+    found = [torch.empty_like(x) for _ in range(ranks.num_processes)]
+    dist.all_gather(found, x, group=ranks.group)
+    rows: list[list[int]] = torch.stack(found).tolist()
+    return rows

@@ -1,0 +1,108 @@
+"""Mistakes and errors in a pipeline: all processes are told, and none waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import torch.distributed as dist
+from distributed.layout_cases import whole_grads
+from distributed.test_pipeline_engine import BOUND, LENS, STAGES, Case, planned
+from helpers.gradients import (
+    batch,
+    reference_loss,
+    take_grads,
+    worst_relative_error,
+)
+from helpers.ranks import run_ranks
+
+import furlong
+from furlong.errors import FurlongError
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.runtime.parallel.ranks import make_ranks
+
+
+def message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except FurlongError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refusals(rank: int) -> tuple[dict[str, str], float]:
+    """The answer to each mistake, and the gradients' error in the step after them."""
+    plan, sequences = planned(), batch(LENS)
+    case = Case(plan)
+    model = case.model(case.layers_of(rank))
+    engine = furlong.Engine(model, ranks=make_ranks(1, 1, 2, "cpu"))
+    alone = plan_on_device(LENS, furlong.ChunkOptions(size=8), num_layers=sum(STAGES))
+    given = {
+        "one list": (alone, sequences),
+        "pool": (replace(plan, sp_size=2), sequences),
+        "other heights": (planned(stages=STAGES[::-1]), sequences),
+        "frozen": (planned(frozen_stages=1), sequences),
+        "other sequences on one": (plan, sequences[:2] if rank else sequences),
+    }
+    said = {name: message(lambda x=x: engine.run(*x)) for name, x in given.items()}
+    if rank == 1:
+        model.requires_grad_(False)  # gradients pass through a stage without a trained weight
+    engine.run(plan, sequences)
+    grads = whole_grads(model)
+    model.requires_grad_(False)
+    said["untrained"] = message(lambda: engine.run(plan, sequences))
+    whole = case.model()
+    reference_loss(whole, sequences)
+    truth = {name: grad for name, grad in take_grads(whole).items() if name in grads}
+    return said, worst_relative_error(grads, truth) if grads else 0.0
+
+
+SAID = {
+    "one list": "PlanError: the plan has 1 lists of actions for 1 processes each, this run has dp",
+    "pool": "PlanError: the plan has 2 lists of actions for 2 processes each, this run has dp 1",
+    "other heights": "(PlanError: the plan runs layer 1|ConfigError: given: +an error on )",
+    "frozen": "PlanError: the plan has no backward in its first 1 stages, where process 0 trains",
+    "other sequences on one": "(DataError: given: +sequences of 23, 4 tok|.*error on process 1)",
+    "untrained": "ConfigError: given: +LlamaForCausalLM without a parameter that requires",
+}
+
+
+def test_mistakes_are_refused_on_all_processes():
+    (first, error), (second, _) = run_ranks(refusals, num_ranks=2, limit_s=120)
+    for found in (first, second):
+        assert {n: text for n, text in found.items() if not re.match(SAID[n], text)} == {}
+        assert found.keys() == SAID.keys()
+    assert first["other heights"] != second["other heights"]
+    assert error <= BOUND
+
+
+def fails(rank: int) -> list[str]:
+    """The answers of a step in which the last stage fails and closes its links, and of the next."""
+    case, calls = Case(planned()), count()
+
+    def watch() -> None:
+        if rank and next(calls) == 4:
+            raise furlong.errors.FurlongError("out of luck")
+
+    engine = furlong.Engine(case.model(case.layers_of(rank)), ranks=make_ranks(1, 1, 2, "cpu"))
+    said = [message(lambda: engine.run(case.plan, batch(LENS), watch=watch))]
+    said.append(message(lambda: engine.run(case.plan, batch(LENS))))
+    if rank:
+        pipeline = engine._followed.kept.pipeline
+        groups = [end._wire.group for end in pipeline.links._ways[-1]]
+        del engine, pipeline
+        for group in groups:  # as the end of its process would
+            dist.destroy_process_group(group)
+        del group, groups
+        gc.collect()
+    return said
+
+
+def test_an_error_in_one_process_ends_the_step_of_its_neighbours():
+    (first, again), (second, after) = run_ranks(fails, num_ranks=2, limit_s=120)
+    assert second == "FurlongError: out of luck"
+    assert re.match(r"LinkError: the link from process \d to \d \(stages \d, \d\) broke at", first)
+    assert again == after and "an earlier step of this model ended with an error" in again

@@ -1,0 +1,133 @@
+"""Engine on pools: the gradients of one process, with weights that replicas and pools share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from distributed.layout_cases import Case, run_cases, worst_error
+from helpers.placed import plan_of
+from helpers.ranks import run_ranks
+from helpers.tiny_families import config_of
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
+from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks.placement import shard, shard_long
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.places.plan import plan_places
+
+BOUND = 1e-10
+NESTED_LENS = (21, 2, 11, 6, 9)
+NESTED = [
+    Chunk((Slice(0, 0, 9, Place(0, 4)), Slice(1, 0, 2, Place(0, 4)), Slice(2, 0, 6, Place(0, 2)),
+           Slice(3, 0, 5, Place(2, 2)), Slice(4, 0, 4, Place(0, 1)))),
+    Chunk((Slice(0, 9, 21, Place(0, 4)), Slice(2, 6, 11, Place(0, 2)), Slice(3, 5, 6, Place(2, 2)),
+           Slice(4, 4, 9, Place(0, 1)))),
+]  # fmt: skip
+NUM_LAYERS = 3
+LENS = (23, 4, 2, 17)
+
+
+def shape_of(family: str = "llama") -> ModelShape:
+    return ModelShape.from_config(config_of(family).to_dict())
+
+
+def sharded(
+    lens: Sequence[int], sp_size: int, *, size: int = 8, num_layers: int = NUM_LAYERS,
+    backward: bool = True, short_stay: bool = False,
+) -> ChunkPlan:  # fmt: skip
+    """Chunks over the pool; `short_stay`: but for short sequences."""
+    groups = group_chunks(lens, ChunkOptions(size=size))
+    placed = shard_long(groups, lens, shape_of(), sp_size) if short_stay else shard(groups, sp_size)
+    return plan_1f1b(lens, placed, stages=(num_layers,), sp_size=sp_size, backward=backward)
+
+
+def on_places(lens: Sequence[int], pool_size: int) -> ChunkPlan:
+    """Whole sequences where the planner puts them."""
+    model = CostModel(shape_of(), hardware("A100-80"))
+    return plan_places(lens, model, pool_size=pool_size, num_tries=0)
+
+
+def on_the_second() -> ChunkPlan:
+    """All on one process: the other has no token."""
+    pieces = [Slice(0, 0, 9, Place(1, 1)), Slice(0, 9, 14, Place(1, 1))]
+    chunks = [Chunk((piece,)) for piece in pieces]
+    return plan_of([14], chunks, 2, ChunkOptions(size=9), num_layers=NUM_LAYERS)
+
+
+def check(cases: dict[str, Case], sizes: tuple[int, int, int], *, own_alone: bool = False) -> None:
+    num_ranks = sizes[0] * sizes[1] * sizes[2]
+    answers = run_ranks(
+        run_cases, list(cases.values()), sizes, own_alone, num_ranks=num_ranks, limit_s=240
+    )
+    for index, (name, case) in enumerate(cases.items()):
+        error = worst_error(case, [own[index] for own in answers])
+        print(f"{name}: {error:.1e}")
+        assert error <= BOUND, name
+
+
+def of_two() -> dict[str, Case]:
+    return {
+        "sharded": Case(sharded(LENS, 2)),
+        "short ones stay": Case(sharded(LENS, 2, short_stay=True)),
+        "places": Case(on_places(LENS, 2)),
+        "window": Case(sharded(LENS, 2), family="mistral"),
+        "adapters": Case(sharded(LENS, 2), lora=True),
+        "evaluation": Case(sharded(LENS, 2, backward=False)),
+        "no token on one": Case(on_the_second()),
+        "no label in the last chunk": Case(sharded((21,), 2), masked=(range(9, 21),)),
+    }
+
+
+def test_pool_of_two():
+    check(of_two(), (1, 2, 1))
+
+
+def test_each_process_may_be_given_the_sequences_that_it_reads():
+    names = ("short ones stay", "no token on one", "evaluation")
+    check({name: of_two()[name] for name in names}, (1, 2, 1), own_alone=True)
+
+
+@pytest.mark.slow
+def test_pool_of_four():
+    two = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    nested = plan_of(
+        NESTED_LENS, NESTED, 4, ChunkOptions(size=16, keep="attention"), num_layers=NUM_LAYERS
+    )
+    check(
+        {
+            "nested": Case(nested),
+            "nested, two heads": Case(nested, settings=two),
+            "nested, window": Case(nested, family="mistral"),
+            "places": Case(on_places((40, 21, 9, 7, 5, 3, 3), 4)),
+        },
+        (1, 4, 1),
+    )
+
+
+@pytest.mark.slow
+def test_two_pools_of_two():
+    lens = (LENS, (9, 31, 3))
+    plans = [sharded(own, 2, short_stay=bool(index)) for index, own in enumerate(lens)]
+    plan = join_replicas(plans, [range(4), range(4, 7)], [n for own in lens for n in own])
+    tied = {"tie_word_embeddings": True}
+    check(
+        {
+            "plain": Case(plan),
+            "tied": Case(plan, settings=tied),
+            "adapters": Case(plan, lora=True),
+            "two steps": Case(plan, num_steps=2),
+            "no label on one": Case(plan, masked=tuple(range(n) for n in LENS)),
+        },
+        (2, 2, 1),
+    )
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_no_power_of_two():
+    check({"sharded": Case(sharded(LENS, 3))}, (1, 3, 1))
