@@ -218,7 +218,8 @@ and over their combinations; whether one of the methods could have written its p
 plan: cut and mixed sequences, places, what is kept and where, stages.
 
 Places of a pool may be larger than the heads of a model allow, since K,V are then gathered; the
-methods of this list, but for Megatron-LM's, stop there (14 heads: 2 devices, 40: 8, 32: 32).
+methods stop there (14 heads: 2 devices, 40: 8, 32: 32). Megatron-LM's context parallelism (1F1B)
+has no such limit in its code: larger groups of it are not tried here.
 
 The bound is one of whole sequences on one pool of all devices, in step: all work spread evenly, or
 the longest sequence alone on its best place. A pipeline may undercut it.
