@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a process knows of a step."""
+    """A step as one process knows it."""
 
     plan: ChunkPlan
     divisor: int
@@ -30,7 +30,7 @@ class Facts:
 
 
 def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tuple[_T, Facts]:
-    """What `prepare` has made, and the facts of all processes together.
+    """The outcome of `prepare`, with the facts of all processes together.
 
     Raises what `prepare` does, and on all processes where it does on one: others would wait for it
     for ever. Raises PlanError, on all, unless all have the same plan and the same divisor, and
