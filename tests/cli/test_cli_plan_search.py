@@ -54,7 +54,7 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     assert "tokens/s" in printed
     assert "weights" in printed and "optimizer" in printed and "activations" in printed
     assert "9,000 tokens in the data (in the batch): fits" in printed
-    assert "runs here  no: " in printed
+    assert "runs here  no, it needs " in printed
 
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     assert main(["plan", file]) == 0
     printed = capsys.readouterr().out
     assert "2 x RTX4090, Qwen2.5-0.5B" in printed and "units" not in printed
-    assert "runs here  no: " in printed
+    assert "runs here  no, it needs " in printed
     assert main(["plan", file, "--model.name", "Qwen2.5-7B"]) == 2
     refused(capsys, "a model of 28 layers", "one of 24 layers")
 
@@ -251,10 +251,10 @@ def test_a_budget_below_the_weights_of_one_device_names_one_that_would_do(length
 
 def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
     assert plan(lengths, "--devices", "4", "--parallel.pp", "3", "--parallel.sp", "2") == 2
-    refused(capsys, "dp auto x sp 2 x pp 3, a multiple of 6 devices", "the 4 devices")
+    refused(capsys, "dp auto x sp 2 x pp 3, a multiple of 6 devices", "multiply to 4 devices")
     sizes = ["--parallel.dp", "2", "--parallel.pp", "2", "--parallel.sp", "1"]
     assert plan(lengths, "--devices", "8", *sizes) == 2
-    refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "the 8 devices", "use 4 devices")
+    refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "multiply to 8 devices", "use 4 devices")
 
 
 def test_sizes_that_do_not_divide_the_devices_leave_some_idle(lengths, capsys):

@@ -11,7 +11,7 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import Chunk, ChunkPlan, Slice
 from furlong.planners.chunks.groups import Groups
 from furlong.planners.infinipipe.checkpointing import Checkpointing
-from furlong.planners.infinipipe.elastic import Setting, in_a_row
+from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
@@ -81,7 +81,9 @@ def row_of(
         num_diagonals = sum(map(len, groups[first:stop])) + len(stages) - 1
         layers = tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))
         chosen.append(Checkpointing(layers, 0))
-    setting = Setting(seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages)
+    setting = PipelineSetting(
+        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages
+    )
     return in_a_row(setting, groups, ranges, chosen)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import Chunk, ChunkPlan, Forward, Tiers
+from furlong.plan.values import Action, Chunk, ChunkPlan, Forward, Tiers
 from furlong.planners.chunks.groups import (
     Groups,
     group_chunks,
@@ -95,6 +95,19 @@ def build(
             lists = partial(
                 state_aware_lists, stages=stages, num_retained=dials.num_retained, keep=dials.keep
             )
+    return _ordered(dials, lens, groups, lists, model, budget_bytes)
+
+
+def _ordered(
+    dials: Dials,
+    lens: Sequence[int],
+    groups: Groups,
+    lists: Callable[[Sequence[range]], list[list[Action]]],
+    model: CostModel,
+    budget_bytes: int | None,
+) -> ChunkPlan:
+    """The plan of groups in the order that the dials say; `lists`: of numbered chunks."""
+    sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
     numbered = number_chunks(groups)
     plan = assemble(lens, groups, stages, lists(numbered), tiers=tiers, sp_size=sp_size)
     order = choose_order(plan, numbered, lists, model, dials.group_order, budget_bytes=budget_bytes)
