@@ -182,6 +182,18 @@ def lengths(data: str, context: int, count: int = 512) -> tuple[int, ...]:
     return sample_lengths(data, count, 0, max_seq_len=context * K, too_long="truncate")
 
 
+def in_equal_heads(cost: CostModel, sp_size: int) -> CostModel:
+    """The same model with as many heads as `sp_size` divides, equally wide together: the paper runs
+    DeepSpeed on 32 devices and does not say how 40 or 52 heads are divided."""
+    shape = cost.shape
+    if shape.num_heads % sp_size == 0:
+        return cost
+    width = shape.num_heads * shape.head_dim // sp_size
+    return replace(
+        cost, shape=replace(shape, num_heads=sp_size, num_kv_heads=sp_size, head_dim=width)
+    )
+
+
 def steps(model: str, lens: Sequence[int]) -> Steps:
     """All systems on one batch."""
     sp, cp, usual = MODELS[model]
@@ -191,12 +203,13 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
         replace(cost, training=replace(cost.training, zero_stage=1, tp_size=8)), lens, cp
     )
     own = plan_infinipipe(lens, cost, num_stages=NUM_STAGES, sp_size=8)
-    ulysses = plan_ulysses(lens, cost, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)
+    divided = in_equal_heads(cost, sp)
+    ulysses = plan_ulysses(lens, divided, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)
     parallel = plan_ulysses(lens, megatron, dp_size=4 // cp, sp_size=cp, recompute_layers=layers)
     plans = {
         "InfiniPipe": (cost, own.plan),
         "FlexSP": (cost, plan_flexsp(lens, cost, pool_size=32, recompute_layers=layers)),
-        "DeepSpeed": (cost, ulysses),
+        "DeepSpeed": (divided, ulysses),
         "Megatron-LM": (megatron, parallel),
         "Seq1F1B": (cost, seq1f1b(lens, cost)),
     }
