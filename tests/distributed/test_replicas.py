@@ -228,7 +228,7 @@ def differs_in_version(arguments: list[str]) -> None:
         pytest.param(
             differs, ("--train.lrr=0.5",), (), "process 1: --train.lrr", marks=pytest.mark.slow
         ),
-        (differs_in_version, (), (), "process 1: furlong = '9.9', on process 0 '0.1.0'"),
+        (differs_in_version, (), (), 'process 1: furlong = "9.9", on process 0 "0.1.0"'),
         (command, (), ("--parallel.dp=3",), "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
         pytest.param(
             command,

@@ -23,7 +23,7 @@ class Message:
     num_rows: int
 
     def is_of(self, action: Send | Recv) -> bool:
-        """Whether it is the one that an action sends or receives."""
+        """Whether an action sends or receives this message."""
         own = self.payload, self.chunk, self.stage
         return own == (action.payload, action.chunk, action.stage)
 

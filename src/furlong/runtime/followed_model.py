@@ -25,9 +25,8 @@ from furlong.runtime.layout import rows_on
 from furlong.runtime.parallel.comms import ShardedRanks
 from furlong.runtime.parallel.links import Parcel
 from furlong.runtime.parallel.pipeline import open_pipeline
-from furlong.runtime.parallel.ranks import Ranks, ranks_given
+from furlong.runtime.parallel.ranks import Ranks, ranks_given, require_stages
 from furlong.runtime.parallel.sharding import one_step, shard
-from furlong.runtime.parallel.start import require_stages
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check

@@ -30,20 +30,26 @@ def check_architecture(
     """Raises CheckpointError unless `present`, the architecture of the model `name` today, is the
     one that the checkpoint's weights were trained with."""
     trained = state["architecture"]
-    differing = [
-        f"{key} = {_shown(present.get(key))}, trained with {_shown(trained.get(key))}"
-        for key in sorted(trained.keys() | present.keys())
-        if trained.get(key) != present.get(key)
-    ]
-    if differing:
-        more = len(differing) - _MAX_NAMED
+    if differing := differing_keys(present, trained, "trained with"):
         raise CheckpointError(
-            given="; ".join(differing[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else ""),
+            given=differing,
             required=f"the config.json of {name} with which the weights were trained",
             source=f"{name}, config.json, and {checkpoint}",
             change=f"restore the config.json of {name} (a hub id may have a new revision), or start"
             " anew with another out",
         )
+
+
+def differing_keys(own: Mapping[str, Any], other: Mapping[str, Any], where: str) -> str:
+    """The first keys whose values differ, each with the other's value behind the words `where`;
+    empty where none does."""
+    found = [
+        f"{key} = {_shown(own.get(key))}, {where} {_shown(other.get(key))}"
+        for key in sorted(own.keys() | other.keys())
+        if own.get(key) != other.get(key)
+    ]
+    more = len(found) - _MAX_NAMED
+    return "; ".join(found[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _without_volatile(values: dict[str, Any]) -> dict[str, Any]:

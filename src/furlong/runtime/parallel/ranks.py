@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from furlong.errors import ConfigError
 from furlong.plan.values import place_sizes
-from furlong.runtime.parallel.start import require_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Ranks:
 
 
 def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
-    """The ranks of a run; every process calls it with the same sizes, inside `joined`.
+    """The ranks of a run; every process calls it with the same sizes, inside a process group.
 
     Raises ConfigError for sizes that do not multiply to the number of processes.
     """
@@ -79,6 +78,32 @@ def make_ranks(dp: int, sp: int, pp: int, device_type: str) -> Ranks:
         place_groups={size: place.get_group() for size, place in places.items()},
         shard_mesh=_flat(mesh, ("dp", *names), "shard"),
     )  # fmt: skip
+
+
+def require_sizes(dp: int, sp: int, pp: int, num_processes: int) -> None:
+    """Raise ConfigError unless dp x sp x pp is the number of processes."""
+    product = dp * sp * pp
+    if min(dp, sp, pp) < 1 or product != num_processes:
+        raise ConfigError(
+            given=f"dp {dp} x sp {sp} x pp {pp} = {product} on {num_processes} processes",
+            required="sizes of at least 1 that multiply to the number of processes",
+            source="the sizes of parallel and the world size of torchrun",
+            change=f"start {product} processes (torchrun --nproc-per-node), or change the sizes"
+            if min(dp, sp, pp) > 0
+            else "set each size to 1 or more",
+        )
+
+
+def require_stages(pp: int, num_layers: int) -> None:
+    """Raise ConfigError for fewer layers than stages. Heads are no bound: a pool larger than they
+    can be divided gathers K,V."""
+    if pp > num_layers:
+        raise ConfigError(
+            given=f"pp {pp} for a model of {num_layers} layers",
+            required="at most as many stages as layers",
+            source="the sizes of parallel and the model's config",
+            change=f"set pp to {num_layers} or less",
+        )
 
 
 def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:

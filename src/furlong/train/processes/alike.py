@@ -9,10 +9,10 @@ from typing import Any
 
 from furlong import __version__
 from furlong.errors import ConfigError
+from furlong.train.architecture import differing_keys
 from furlong.train.processes.together import Processes
 
 _PACKAGES = ("torch", "transformers")
-_MAX_NAMED = 5
 
 
 def check_alike(processes: Processes, facts: Mapping[str, Any], source: str) -> None:
@@ -39,15 +39,9 @@ def versions() -> dict[str, str]:
 
 
 def _compare(own: Mapping[str, Any], first: Mapping[str, Any], source: str) -> None:
-    differing = [
-        f"{name} = {own.get(name)!r}, on process 0 {first.get(name)!r}"
-        for name in sorted(own.keys() | first.keys())
-        if own.get(name) != first.get(name)
-    ]
-    if differing:
-        more = len(differing) - _MAX_NAMED
+    if differing := differing_keys(own, first, "on process 0"):
         raise ConfigError(
-            given="; ".join(differing[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else ""),
+            given=differing,
             required="the same on all processes of a run",
             source=source,
             change="start all processes by one command, in equal environments",

@@ -21,7 +21,7 @@ class Launch:
     """From 0; torchrun calls it the rank."""
     num_processes: int = 1
     local_number: int = 0
-    """The same among the processes of its machine: the number of its device."""
+    """Number among the processes of its machine, and of its device."""
     num_local: int = 1
     """Processes of its machine: they share its memory."""
     attempt: int = 0
@@ -29,7 +29,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether it speaks for all: it prints, and writes what is written once."""
+        """Whether this process speaks for all: it prints, and writes what is written once."""
         return self.number == 0
 
 

@@ -1,8 +1,7 @@
-"""Who is who among several processes, joining them, and layouts that are refused by name."""
+"""Who is who among several processes, and layouts that are refused by name."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -12,8 +11,12 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 
 from furlong.errors import ConfigError
-from furlong.runtime.parallel.ranks import make_ranks, ranks_of_group
-from furlong.runtime.parallel.start import joined, require_sizes, require_stages
+from furlong.runtime.parallel.ranks import (
+    make_ranks,
+    ranks_of_group,
+    require_sizes,
+    require_stages,
+)
 
 
 def of_one(rank: int, num_processes: int, own: int, sizes: tuple[int, int, int]) -> dict:
@@ -79,49 +82,28 @@ def test_the_groups_work():
     assert run_ranks(sums, num_ranks=4) == [(3, 15, 15), (3, 15, 15), (12, 15, 15), (12, 15, 15)]
 
 
-def joins_twice(rank: int, port: int, folder: str) -> list[float]:
-    dist.destroy_process_group()
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    found = []
-    for attempt in range(2):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        with joined("cpu", timeout_s=30) as num_processes:
-            x = torch.ones(())
-            dist.all_reduce(x)
-            found.append(x.item() / num_processes)
-    store = dist.FileStore(f"{folder}/left", 2)  # the helper leaves a group at its end
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    return found
-
-
-def test_joins_anew_after_a_restart_by_a_store_that_outlives_it(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    assert run_ranks(joins_twice, store.port, str(tmp_path), num_ranks=2) == [[1, 1], [1, 1]]
-
-
 SCRIPT = """
 import sys
 import torch
+import torch.distributed as dist
 import furlong
 from furlong.runtime.parallel.ranks import make_ranks
-from furlong.runtime.parallel.start import joined
 from transformers import LlamaConfig, LlamaForCausalLM
 
-with joined("cpu", timeout_s=60) as num_processes:
-    ranks = make_ranks(num_processes, 1, 1, "cpu")
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    ))
-    engine = furlong.Engine(model, ranks=ranks)
-    ids = torch.arange(20 + 10 * ranks.replica) % 64
-    result = engine.forward_backward([{"input_ids": ids, "labels": ids}], furlong.ChunkOptions())
-    assert result.num_valid_tokens == 48
-    sys.stdout.write(f"{result.loss:.9f}\\n")
+dist.init_process_group("gloo")
+ranks = make_ranks(dist.get_world_size(), 1, 1, "cpu")
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+))
+engine = furlong.Engine(model, ranks=ranks)
+ids = torch.arange(20 + 10 * ranks.replica) % 64
+result = engine.forward_backward([{"input_ids": ids, "labels": ids}], furlong.ChunkOptions())
+assert result.num_valid_tokens == 48
+sys.stdout.write(f"{result.loss:.9f}\\n")
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -136,13 +118,6 @@ def test_torchrun_starts_it_and_it_leaves_cleanly(tmp_path):
     assert run.returncode == 0, run.stderr
     first, second = run.stdout.split()
     assert first == second and 1 < float(first) < 10
-
-
-def test_outside_of_torchrun_it_says_how_to_start(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"), joined("cpu"):
-        pass
 
 
 @pytest.mark.parametrize(
