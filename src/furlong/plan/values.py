@@ -100,8 +100,8 @@ class Chunk:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the chunk only goes with other ranks: with their passes (see `ChunkPlan.regathers`),
-        or with their Reduce where its own rank has no other chunk."""
+        """Whether the chunk only goes with other ranks: with their passes (see
+        `ChunkPlan.regathers`), or with their Reduce where its own rank has no other chunk."""
         return not self.slices
 
 
