@@ -29,6 +29,9 @@ _NUM_IMPROVED = 6
 _FEW_TRIES = 240
 _NUM_TRIES = 2400
 """Sequences that it tries to move or swap."""
+_MOST_SPOTS = 2**18
+"""Most sequences times processes times micro-batches for which every spot of each is looked at,
+unless there is no other start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,12 @@ def _starts(found: Sequence[Setting]) -> list[_Start]:
 def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
     """The best start that every way to start has in a setting; improvement ends elsewhere from
     each."""
-    division = Division(setting, num_micro_batches)
+    division, batch = Division(setting, num_micro_batches), setting.rates.batch
+    num_spots = len(batch.seq_lens) * batch.pool_size * num_micro_batches
     found: list[_Start] = []
     for way in (by_targets, flexsp_divisions, greedy):
+        if way is greedy and found and num_spots > _MOST_SPOTS:
+            continue
         own: list[_Start] = []
         for spots in way(division):
             division.reset(spots)
