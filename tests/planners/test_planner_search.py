@@ -114,7 +114,7 @@ def random_problem(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(200))
 def test_no_published_method_beats_the_search(seed):
     batch = random_problem(seed)
     ours_s = search(batch, SEARCHED).best.step_s

@@ -134,6 +134,11 @@ class Dials:
     def _balanced(self) -> str:
         return "work" if self.by_work else "tokens"
 
+    @property
+    def cuts_by_size(self) -> bool:
+        """Whether the search tries sizes of their chunks."""
+        return self.cut in ("tokens", "time")
+
     def agree(self, given: Mapping[str, object], *, strict: bool) -> bool:
         """Whether they have the given values. `strict`: also each of the dials."""
         if "size" in given and self.cut == "time":

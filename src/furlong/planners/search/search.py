@@ -128,8 +128,10 @@ class _Search:
         """Whether chunks smaller than `least` tokens per device may be better."""
         if not self._outcomes:
             return bool(self._refused)
-        dials = min(self._outcomes, key=lambda outcome: outcome.step_s).dials
-        return dials.size == least * dials.layout.sp
+        timed = [*self._slower, *((outcome.step_s, outcome.dials) for outcome in self._outcomes)]
+        # the very best may have no size of chunks
+        sized = sorted((s, d.size, d.layout.sp) for s, d in timed if d.size and d.cuts_by_size)
+        return any(size == least * sp for _, size, sp in sized[:1])
 
     def plan_pools(self) -> None:
         """Tries whole sequences on places of one pool of all devices."""
