@@ -209,12 +209,13 @@ def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
     shape = ModelShape.from_config(config.to_dict())
     memory = PlanMemory(shape, Training.in_dtype("float32"), 0, device_type="cpu")
     traffic = memory.traffic(plan, 0)
-    return traffic.read_bytes(tier), traffic.written_bytes(tier)  # type: ignore[arg-type]
+    own = traffic.of(tier)  # type: ignore[arg-type]
+    return int(traffic.read[:, own].sum()), int(traffic.written[:, own].sum())
 
 
 def _moved(engine: Any, tier: str) -> tuple[float, float, float]:
     """(bytes read, bytes written, seconds waited) of the engine's pool of a tier so far."""
-    pool = engine._kept.pools.of(tier)  # the engine tells nobody else
+    pool = engine._followed.kept.pools.of(tier)  # the engine tells nobody else
     return pool.read_bytes, pool.written_bytes, pool.waited_s
 
 

@@ -95,14 +95,14 @@ def run(setting: Setting) -> Point:
     ids = torch.randint(config["vocab_size"], (setting.num_tokens,), generator=generator)
     ids = ids.to(device)
 
-    def step(num_tokens: int) -> tuple[float, float, float]:
+    def step(num_tokens: int) -> tuple[float, float, furlong.StepResult]:
         batch = [{"input_ids": ids[:num_tokens], "labels": ids[:num_tokens]}]
         whole = Timer(device)
-        loss = engine.forward_backward(batch, options).loss
+        result = engine.forward_backward(batch, options)
         own = Timer(device)
         optimizer.step()
         optimizer_s = own.seconds()
-        return whole.seconds(), optimizer_s, loss
+        return whole.seconds(), optimizer_s, result
 
     step(min(setting.num_tokens, _WARMUP_CHUNKS * setting.size))
     release(model)
@@ -111,17 +111,17 @@ def run(setting: Setting) -> Point:
     if setting.profiles:
         activities = list(torch.profiler.supported_activities())
         with torch.profiler.profile(activities=activities) as profiler:
-            step_s, optimizer_s, loss = step(setting.num_tokens)
+            step_s, optimizer_s, result = step(setting.num_tokens)
         hidden_share = hidden(*_device_spans(profiler.events()))
     else:
-        step_s, optimizer_s, loss = step(setting.num_tokens)
+        step_s, optimizer_s, result = step(setting.num_tokens)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return Point(
         step_s, optimizer_s, time.perf_counter() - start_s,
         _mfu(config, setting, name, step_s, is_lora=is_lora),
         peak_memory_bytes(device), _pinned_bytes(device),
-        sum(engine._kept.pools.of(t).peak_bytes for t in _tiers_below(options)),
-        peak_memory_bytes(torch.device("cpu")), hidden_share, loss, name,
+        result.host_bytes + result.disk_bytes,
+        peak_memory_bytes(torch.device("cpu")), hidden_share, result.loss, name,
     )  # fmt: skip
 
 
@@ -226,10 +226,6 @@ def _pinned_bytes(device: Any) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-
-
-def _tiers_below(options: Any) -> set[Any]:
-    return set(asdict(options.tiers).values()) - {"device"}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
@@ -28,12 +27,6 @@ _MOST_REORDERED = 8
 
 Dealt = list[list[int]]
 """The seq_ids of each replica."""
-
-
-IMPROVED_LATE: tuple[tuple[str, str], ...] = (("balance", "time"), ("group_order", "searched"))
-"""Dials, and values of them that only the fastest plans get, one after the other."""
-_MOST_IMPROVED = 2
-"""Plans that get them."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +213,3 @@ class Replicas:
         if key not in self._dealt:
             self._dealt[key] = deal_sequences(self._seq_lens, self._model.shape, *key)
         return self._dealt[key]
-
-
-def improvable(
-    outcomes: Sequence[Outcome], tried: Iterable[Dials], dial: tuple[str, str]
-) -> list[tuple[Outcome, Dials]]:
-    """The fastest plans whose methods have `dial` (its name and value), and their dials with it."""
-    name, value = dial
-    change: dict[str, Any] = {name: value}
-    asked = {dials.planned_first() for dials in tried if getattr(dials, name) == value}
-    best = sorted(outcomes, key=lambda outcome: outcome.step_s)
-    open_ones = [outcome for outcome in best if outcome.dials.planned_first() in asked]
-    return [(own, replace(own.dials, **change)) for own in open_ones[:_MOST_IMPROVED]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, product
@@ -29,9 +28,10 @@ from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method, combined
 from furlong.planners.search.dials import Dials, Ladder
+from furlong.planners.search.late import improve
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
-from furlong.planners.search.replicas import IMPROVED_LATE, Outcome, Replicas, improvable
+from furlong.planners.search.replicas import Outcome, Replicas
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
 
 _LEAST_TOKENS = (1024, 256, 64)
@@ -144,14 +144,9 @@ class _Search:
                 self._refused.append(Refusal(dials, error))
 
     def improve_best(self) -> None:
-        """Deals the replicas of the fastest plans by the time of their plans, then searches the
-        order of the groups of the fastest, where their methods allow it."""
-        tried = [trial.dials for trial in self._trials]
-        for dial in IMPROVED_LATE:
-            for outcome, dials in improvable(self._outcomes, tried, dial):
-                with suppress(UserError, PlanError):  # a replica that has got more does not fit
-                    better = self._replicas.plan_improved(dials)
-                    self._outcomes += [better] if better.step_s < outcome.step_s else []
+        """Gives the plans near the fastest the dials that are tried late."""
+        tried = [*self._slower, *((trial.bound_s, trial.dials) for trial in self._trials)]
+        improve(self._outcomes, tried, self._replicas)
 
     def find_next_best(self) -> None:
         """Tries, of those that were no faster, the fastest that fits."""
