@@ -27,8 +27,7 @@ from furlong.planners.search.problem import Found
 from furlong.report.patience import Tell
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line, runs_words
-from furlong.report.words import count_words
-from furlong.units import format_count, format_seconds
+from furlong.units import count_words, format_count, format_seconds
 
 _SAME = 1 + 1e-6
 """Ratio of two times up to which they are equal."""
@@ -90,8 +89,8 @@ def run(flags: RunFlags, tell: Tell) -> None:
 def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
     """The words for the draw of the plan that is shown."""
     return (
-        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of {len(plan.chunks):,} chunks drawn"
-        " in this step, another draw every step\n"
+        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
+        f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
         "labels are not known here: all chunks are drawn as those without labels are\n"
         "step and memory are those of this draw; the dials fit with every chunk drawn"
     )
@@ -101,7 +100,7 @@ def _longest_words(longest: Longest, subject: Subject) -> str:
     tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
     fits = "fits" if _longest_fits(longest, subject) else "does not fit"
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
-    words = f"{tokens:,} tokens in the data ({where}): {fits}\nalone "
+    words = f"{count_words(tokens, 'token')} in the data ({where}): {fits}\nalone "
     if not longest.num_tokens:
         return f"{words}not even one token would, under the dials above"
     if longest.limit == "positions":

@@ -26,6 +26,7 @@ from furlong.report.words import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
+from furlong.units import count_words
 
 _UNITS = "units"
 _ABOUT_UNITS = (
@@ -87,8 +88,10 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
-        given = f"a model of {shape.num_layers} layers, {config.model.name}"
-        required = f"one of {sum(plan.stages)} layers, as the plan's stages have them"
+        given = f"a model of {count_words(shape.num_layers, 'layer')}, {config.model.name}"
+        required = (
+            f"one of {count_words(sum(plan.stages), 'layer')}, as the plan's stages have them"
+        )
         change = "give the model that the plan was made for"
         raise refusal(given, required, change, f"--model.name and {file}")
     budget_bytes = None if budget == "auto" else budget

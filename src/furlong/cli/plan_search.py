@@ -27,7 +27,7 @@ from furlong.planners.search.replicas import Outcome
 from furlong.planners.search.room import Room, chunk_sizes, stage_heights, within
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
-from furlong.report.words import count_words
+from furlong.units import count_words
 
 OURS = "furlong"
 METHODS: Mapping[str, Method] = {**PUBLISHED, **ABLATIONS, OURS: combined}

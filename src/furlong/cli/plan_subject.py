@@ -28,7 +28,7 @@ from furlong.planners.sampling.use import check_sampling
 from furlong.planners.search.problem import Problem
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
-from furlong.units import format_bytes, format_count
+from furlong.units import count_words, format_bytes, format_count
 
 if TYPE_CHECKING:
     from furlong.config.schema import PlannedRun
@@ -81,7 +81,8 @@ class Subject:
         problem, model = self.problem, self.problem.model
         shape, training, spec = model.shape, model.training, model.hardware
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
-        counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
+        counts = f"{format_count(shape.num_parameters)} parameters,"
+        counts += f" {count_words(shape.num_layers, 'layer')}"
         guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
         budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
@@ -183,8 +184,8 @@ def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -
     longest, size = max(batch.seq_lens), dials.get("size", MAX_TOKENS)
     if longest > size * MAX_CHUNKS:
         raise refusal(
-            f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest sequence of"
-            f" {longest:,}",
+            f"chunks of {count_words(size, 'token')}, {-(-longest // size):,} of them in the"
+            f" longest sequence of {longest:,}",
             f"at most {MAX_CHUNKS:,} chunks of one sequence",
             f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
             "chunks.size and the lengths",

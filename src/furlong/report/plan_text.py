@@ -12,15 +12,8 @@ from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ChunkPlan, Forward, Keep, Recompute
 from furlong.report.pictures.ranks import choose_ranks, held_stages, ranks_per_replica
 from furlong.report.plan_report import PlanReport, processes_without_tokens
-from furlong.report.words import (
-    BREAKDOWN_WORDS,
-    MOVED_WORDS,
-    PART_WORDS,
-    align,
-    count_words,
-    share_words,
-)
-from furlong.units import format_bytes, format_count, format_seconds
+from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, align, share_words
+from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 _MAX_RANKS = 16
 _INDENT = 11
@@ -92,7 +85,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
     dummies = kinds.pop("dummy", 0)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     sizes = [chunk.num_tokens for chunk in plan.chunks if not chunk.is_dummy]
-    span = f"{sizes[0]:,} tokens"
+    span = count_words(sizes[0], "token")
     if min(sizes) < max(sizes):
         mean = sum(sizes) / len(sizes)
         span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
@@ -130,7 +123,7 @@ def _recompute_words(plan: ChunkPlan) -> list[str]:
         if any(own := layers[stage]):
             span = f"{min(own)} to {max(own)} (mean {sum(own) / len(own):.1f})"
             span = span if min(own) < max(own) else f"{own[0]}"
-            text += f", {span} of {height} layers checkpointed"
+            text += f", {span} of {count_words(height, 'layer')} checkpointed"
         texts.setdefault(text, []).append(stage)
     return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
 

@@ -27,7 +27,7 @@ from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
 from furlong.planners.predict import Needs, Prediction, predict
 from furlong.planners.sampling.rules import Sampling
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
@@ -148,7 +148,9 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
     """The message of a search in which nothing fits, with the budgets that would do."""
     nearest, needs = searched.refused[0], searched.refused[0].needs
     count = len(searched.refused) + searched.num_pruned
-    words = f"of {count:,} plans none fits; nearest is {dials_in_words(nearest.options)}"
+    words = (
+        f"of {count_words(count, 'plan')} none fits; nearest is {dials_in_words(nearest.options)}"
+    )
     limits = {
         "device": budgets.limit_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes,
     }  # fmt: skip
@@ -174,7 +176,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
     return ConfigError(
         given=f"{words}, whose {error.given}",
         required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
-        source=f"the search over {count:,} plans of one device",
+        source=f"the search over {count_words(count, 'plan')} of one device",
         change=f"{advice(part, alone=alone)}; {_enough(lacking)}",
     )
 

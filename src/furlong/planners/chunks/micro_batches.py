@@ -21,7 +21,7 @@ from furlong.plan.values import (
     Reduce,
     Slice,
 )
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 
 def chunk_by_chunk(
@@ -158,7 +158,7 @@ def does_not_fit(
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
     needed = -(-seq_lens[seq_id] // sp_size) if device_tokens is None else device_tokens
     each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
-    given = f"sequence {seq_id} of {seq_lens[seq_id]:,} tokens{each}"
+    given = f"sequence {seq_id} of {count_words(seq_lens[seq_id], 'token')}{each}"
     ways = [f"give each device {format_bytes(peak_bytes(model, needed, **layout))}"]
     if device_tokens is not None:
         given = f"{device_tokens:,} tokens on a device at a time"
@@ -170,8 +170,8 @@ def does_not_fit(
         ways.append(f"spread a sequence over {size} devices")
     return ConfigError(
         given=given,
-        required=f"at most {fitting:,} tokens on a device, with {recompute_layers} of "
-        f"{model.shape.num_layers} layers recomputed",
+        required=f"at most {count_words(fitting, 'token')} on a device, with {recompute_layers} of "
+        f"{count_words(model.shape.num_layers, 'layer')} recomputed",
         source=f"a budget of {format_bytes(budget_bytes)} per device",
         change=", ".join(ways) + ", or cut the sequence",
     )

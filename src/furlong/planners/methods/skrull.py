@@ -22,6 +22,7 @@ from furlong.planners.chunks.balance import by_cost, sequence_work
 from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.placement import by_place
 from furlong.planners.places.rates import TOKENS, Batch, Rates
+from furlong.units import count_words
 
 _MOST_CHANGED = 8
 """Sequences of a kind that are tried on another place at a time."""
@@ -176,9 +177,13 @@ def _refuse_too_long(seq_lens: Sequence[int], sp_size: int, bucket_tokens: int) 
     if not seq_lens or seq_lens[seq_id] <= sp_size * bucket_tokens:
         return
     longest = seq_lens[seq_id]
-    larger = f"a group of {-(-longest // bucket_tokens)} devices, " if bucket_tokens > 0 else ""
+    larger = (
+        f"a group of {count_words(-(-longest // bucket_tokens), 'device')}, "
+        if bucket_tokens > 0
+        else ""
+    )
     raise DataError(
-        given=f"sequence {seq_id} has {longest:,} tokens",
+        given=f"sequence {seq_id} has {count_words(longest, 'token')}",
         required=f"at most {sp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
         f"{sp_size} devices",
         source="bucket_tokens and the size of the context-parallel group",

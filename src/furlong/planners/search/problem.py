@@ -13,8 +13,7 @@ from furlong.planners.budget import MARGIN, DoesNotFitError, advice
 from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome
-from furlong.report.words import count_words
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,8 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
             )  # fmt: skip
     kind = ConfigError if offered else NothingOfferedError
     return kind(
-        given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
+        given=f"{count_words(len(problem.seq_lens), 'sequence')} on"
+        f" {count_words(problem.num_devices, 'device')}",
         required="a layout in which every replica has a sequence, and a method for it",
         source="the search for a plan",
         change="use fewer replicas (parallel.dp), or more sequences per step",

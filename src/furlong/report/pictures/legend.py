@@ -19,7 +19,7 @@ from furlong.report.pictures.colours import (
 )
 from furlong.report.pictures.scene import Scene
 from furlong.report.words import PART_WORDS
-from furlong.units import format_count
+from furlong.units import format_count, plural
 
 MOST_SEQUENCES = 8
 MEMORY_WORDS = PART_WORDS | {
@@ -65,7 +65,7 @@ def _chunk_entries(scenes: Sequence[Scene]) -> list[Entry]:
     shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in chunks_of]
     for place, seq_id in shown[:MOST_SEQUENCES]:
         shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
-        words = f"sequence {seq_id}, {format_count(cut[seq_id])} tokens"
+        words = f"sequence {seq_id}, {format_count(cut[seq_id])} {plural(cut[seq_id], 'token')}"
         entries.append(Entry(words, shades, chunks=tuple(chunks_of[seq_id])))
     if shown:
         more = len(shown) - MOST_SEQUENCES
