@@ -242,7 +242,7 @@ def test_a_budget_below_the_weights_names_rank_lack_and_cure():
     text = str(error.value)
     assert "rank 0 needs" in text
     assert "lacks" in text
-    assert "shard the state" in text
+    assert "shard all of the state (ZeRO-3)" in text
 
 
 def test_fewer_sequences_than_replicas():

@@ -169,7 +169,6 @@ def _to_json(
         "num_idle_devices": subject.problem.num_idle(found.best.dials.layout),
         "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
-        "longest_sequence_is_bound": longest.limit != "trials",
         "longest_sequence_limit": longest.limit,
         "next_best": next_best[0] if next_best else None,
         "search": {
@@ -183,4 +182,5 @@ def _to_json(
 
 
 def _dials_json(dials: Dials) -> dict[str, Any]:
-    return {"method": dials.method, "layout": asdict(dials.layout), "dials": dials.values()}
+    layout = {"pool": dials.layout.num_devices} if dials.is_pool else asdict(dials.layout)
+    return {"method": dials.method, "layout": layout, "dials": dials.values()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
 from furlong.cli.plan_model import figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
+from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.saved import load_plan, read_made_for
 from furlong.plan.text import format_plan
 from furlong.plan.values import ChunkPlan
+from furlong.planners.budget import fit
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
 from furlong.report.plan_report import report_plan
@@ -84,6 +87,8 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
     config = run_of(flags, saved.get("run", {}))
     zero = saved.get("zero") if chosen.zero is None else chosen.zero
     spec = spec_of(chosen.hardware or str(saved.get("hardware")))
+    if config.memory.host != "auto":
+        spec = replace(spec, host_bytes=config.memory.host)
     num_devices = len(plan.actions) * plan.sp_size
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
@@ -96,13 +101,28 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
         raise refusal(given, required, change, f"--model.name and {file}")
     budget_bytes = None if budget == "auto" else budget
     report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
+    refusal_words = _does_not_fit(plan, figures.model, budget_bytes)
     if chosen.json:
-        print(json.dumps(report.to_json(), indent=1))
+        values = report.to_json()
+        if refusal_words:
+            values |= {"runs_here": False, "missing_to_run": refusal_words}
+        print(json.dumps(values | {"fits": not refusal_words}, indent=1))
     else:
         print(line("devices", f"{num_devices} x {spec.name}, {config.model.name}"))
+        if refusal_words:
+            print(line("warning", f"it does not fit: {refusal_words}"))
         print(format_report(report))
-        print(line("runs here", runs_words(report)))
+        print(line("runs here", "no, it does not fit" if refusal_words else runs_words(report)))
     draw([report.panel(Path(file).stem)], chosen)
+
+
+def _does_not_fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None) -> str:
+    """The memory that a plan lacks, in words; empty where it fits."""
+    try:
+        fit(plan, model, budget_bytes)
+    except UserError as error:
+        return f"{error.given}; required: {error.required}"
+    return ""
 
 
 def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:

@@ -100,9 +100,9 @@ class Subject:
 
     def made_for(self, model: CostModel) -> dict[str, Any]:
         """Plain values that are saved with a plan, to predict it again on its `model`."""
-        run: dict[str, Any] = {"model": self.config.model.model_dump(mode="json")}
-        if self.problem.budget_bytes is not None:
-            run["memory"] = {"device": self.problem.budget_bytes}
+        device, host = self.problem.budget_bytes, self.config.memory.host
+        given = {"device": "auto" if device is None else device, "host": host}
+        run = {"model": self.config.model.model_dump(mode="json"), "memory": given}
         return {
             "run": run,
             "hardware": model.hardware.name,

@@ -103,7 +103,7 @@ def decide(
     if searched.tried:
         words = _why(searched, budgets, budget_words)
         return Decision(searched.best.options, words, searched, model)
-    error = _nothing_fits(searched, budgets, alone=alone)
+    error = _nothing_fits(searched, budgets, model.training, alone=alone)
     if must_fit:
         raise error
     budget = f"{format_bytes(budget_bytes)} ({budget_words})"
@@ -144,7 +144,9 @@ def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
     return f"{words}{dials_in_words(rival.options)}: {change}, {needs_in_words(rival.needs)}"
 
 
-def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> ConfigError:
+def _nothing_fits(
+    searched: Searched, budgets: Budgets, training: Training, *, alone: bool
+) -> ConfigError:
     """The message of a search in which nothing fits, with the budgets that would do."""
     nearest, needs = searched.refused[0], searched.refused[0].needs
     count = len(searched.refused) + searched.num_pruned
@@ -168,7 +170,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
             change="leave more on the device (chunks.tier), or less to keep (chunks.keep);"
             f" {_enough({tier: used})}",
         )
-    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes)
+    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes, training)
     lacking["device"] = ceil(needs.device_bytes / (1 - budgets.margin))
     own = format_bytes(budgets.device_bytes)
     # no run has smaller chunks: that advice would lead nowhere
@@ -177,7 +179,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
         given=f"{words}, whose {error.given}",
         required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
         source=f"the search over {count_words(count, 'plan')} of one device",
-        change=f"{advice(part, alone=alone)}; {_enough(lacking)}",
+        change=f"{advice(part, training, alone=alone)}; {_enough(lacking)}",
     )
 
 

@@ -154,6 +154,8 @@ def _no_room(setting: PipelineSetting, nearest: NoRoom, num_slices: int) -> Does
         nearest.rank,
         setting.memory.curve(nearest.plan, nearest.rank).peak,
         setting.memory.device_budget_bytes,
+        setting.model.training,
+        num_devices=len(setting.stages) * setting.sp_size,
         with_what=f"the longest sequence of {count_words(max(setting.seq_lens), 'token')} cut into "
         f"{count_words(num_slices, 'chunk')} and {number} layer recomputed",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
@@ -106,13 +106,15 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
     if near:
         dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
         alone = (problem.dp, problem.sp, problem.pp) == (1, 1, 1)
+        training = problem.model.training
+        training = replace(training, zero_stage=max(problem.zeros, default=training.zero_stage))
         whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
         margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
         return ConfigError(
             given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
             required=error.required + margin,
             source=source,
-            change=advice(error.part, alone=alone),
+            change=advice(error.part, training, num_devices=problem.num_devices, alone=alone),
         )
     for _, other in errors:
         if isinstance(other, UserError):
