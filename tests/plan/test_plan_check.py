@@ -341,7 +341,7 @@ class Constant:
     def budget_bytes(self, rank):
         return self.budget
 
-    def bytes_after(self, plan, rank):
+    def peak_bytes_of_actions(self, plan, rank):
         return range(len(plan.actions[rank]))
 
 

@@ -32,7 +32,7 @@ from furlong.planners.methods.skrull import (
     micro_batch_groups,
     schedule_skrull,
 )
-from furlong.planners.places.rates import TOKENS, Batch, Rates
+from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=2))
@@ -228,7 +228,7 @@ def test_places_by_seconds_are_close_to_the_best_of_all():
         ((batch, *others),) = schedule_skrull(lens, work, dp_size=1, **sizes)
         if others:
             continue
-        rates = Rates(Batch.of(lens, model, sp_size), 0)
+        rates = Rates(PoolBatch.of(lens, model, sp_size), 0)
         best_s = brute_force(lens, rates, sp_size, bucket_tokens)
         found = faster_places(batch, rates, bucket_tokens)
         assert found.seq_ids == batch.seq_ids

@@ -14,7 +14,7 @@ from furlong.cli.plan_search import (
     methods_named,
     search_with,
 )
-from furlong.cli.plan_subject import Subject, subject_of
+from furlong.cli.plan_subject import PlanSubject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.saved import save_plan
 from furlong.plan.values import ChunkPlan
@@ -96,7 +96,7 @@ def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
     )
 
 
-def _longest_words(longest: Longest, subject: Subject) -> str:
+def _longest_words(longest: Longest, subject: PlanSubject) -> str:
     tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
     fits = "fits" if _longest_fits(longest, subject) else "does not fit"
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
@@ -114,7 +114,7 @@ def _longest_words(longest: Longest, subject: Subject) -> str:
     return words
 
 
-def _longest_fits(longest: Longest, subject: Subject) -> bool:
+def _longest_fits(longest: Longest, subject: PlanSubject) -> bool:
     tokens = subject.batch.longest_tokens
     return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
 
@@ -155,7 +155,7 @@ def _search_words(found: Found) -> str:
 
 
 def _to_json(
-    subject: Subject, found: Found, report: PlanReport, longest: Longest
+    subject: PlanSubject, found: Found, report: PlanReport, longest: Longest
 ) -> dict[str, Any]:
     _, slower = _rivals(found)
     next_best = [

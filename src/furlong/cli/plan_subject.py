@@ -9,7 +9,7 @@ from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
-from furlong.cli.plan_batch import Batch, batch_of
+from furlong.cli.plan_batch import PlannedBatch, batch_of
 from furlong.cli.plan_model import figures_of, missing, run_of, spec_of
 from furlong.cost.calibration.file import Calibrated
 from furlong.cost.devices.hardware import (
@@ -40,7 +40,7 @@ MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PlanSubject:
     """A problem, and the words for it."""
 
     problem: Problem
@@ -48,7 +48,7 @@ class Subject:
     """Values that are given: size, num_retained, keep, tier, order, stage_layers, sample."""
     given_sizes: Mapping[str, int]
     """Sizes of dp, sp and pp that are given, but for a run file's sizes of 1, its defaults."""
-    batch: Batch
+    batch: PlannedBatch
     config: PlannedRun
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
@@ -127,7 +127,7 @@ class Subject:
         }
 
 
-def subject_of(flags: RunFlags) -> Subject:
+def subject_of(flags: RunFlags) -> PlanSubject:
     """The question that a command line asks. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
@@ -167,7 +167,7 @@ def subject_of(flags: RunFlags) -> Subject:
         for name, size in sizes.items()
         if size is not None and (size > 1 or f"--parallel.{name}" in flags.names)
     }
-    return Subject(
+    return PlanSubject(
         problem=problem, dials=dials, given_sizes=given_sizes, batch=batch, config=config,
         is_run=is_run, runs_here=runs_here, figures=figures, host_bytes=host_bytes,
         disk_bytes=disk_bytes, is_runnable=own.runnable,
@@ -175,7 +175,9 @@ def subject_of(flags: RunFlags) -> Subject:
     )  # fmt: skip
 
 
-def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -> dict[str, Any]:
+def _dials(
+    own: Namespace, config: PlannedRun, batch: PlannedBatch, num_devices: int
+) -> dict[str, Any]:
     """The dials that are given. Raises ConfigError for more than can be planned for, for a sample
     where exact plans are searched, and for a meaningless one."""
     dials = given_dials(config.chunks)

@@ -50,7 +50,7 @@ class Memory(Protocol):
     def budget_bytes(self, rank: int) -> int:
         """Bytes that the rank may use."""
 
-    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of bytes in use while it runs."""
 
 
@@ -262,7 +262,7 @@ def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
     """I9. At every action the rank's bytes stay within its budget."""
     for rank, start in enumerate(grid.starts[:-1]):
         budget = memory.budget_bytes(rank)
-        for index, used in enumerate(memory.bytes_after(grid.plan, rank)):
+        for index, used in enumerate(memory.peak_bytes_of_actions(grid.plan, rank)):
             if used > budget:
                 yield f"rank {rank} needs {used} bytes here and has {budget}", start + index
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from furlong.plan.values import ChunkPlan, Forward
-from furlong.units import count_words
 
 
 def missing_to_run(
@@ -19,9 +18,7 @@ def missing_to_run(
     if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
         parts.append("padding")
     if needed != num_processes:
-        start = (
-            f"{count_words(needed, 'process')}: start it with torchrun --nproc-per-node {needed}"
-        )
+        start = f"{needed} processes: start it with torchrun --nproc-per-node {needed}"
         firsts = sum(
             any(isinstance(a, Forward) and a.stage == 0 for a in own) for own in plan.actions
         )

@@ -93,7 +93,7 @@ def peak_bytes(
     )  # fmt: skip
     # the other replicas share the state; one that runs is enough
     plan = replace(plan, actions=plan.actions * dp_size)
-    return max(model.memory().bytes_after(plan, 0))
+    return max(model.memory().peak_bytes_of_actions(plan, 0))
 
 
 def fitting_tokens(

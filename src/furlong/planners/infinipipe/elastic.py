@@ -132,7 +132,7 @@ def plan_elastic(
             break
         ranges = [(starts[first], starts[stop]) for first, stop in grouping.stretches]
         plan = in_a_row(setting, groups, ranges, grouping.chosen)
-        used = [max(memory.bytes_after(plan, rank)) for rank in range(num_stages)]
+        used = [max(memory.peak_bytes_of_actions(plan, rank)) for rank in range(num_stages)]
         excess = np.array(used) - memory.device_budget_bytes
         if excess.max() <= 0:
             return InfiniPipePlan(

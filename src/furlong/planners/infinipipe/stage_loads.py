@@ -64,7 +64,7 @@ class BatchLoads:
         for stage, actions in enumerate(plan.actions):
             # what the walk finds beside what is kept
             at = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
-            walked = np.array(memory.bytes_after(plan, stage), dtype=float)[at]
+            walked = np.array(memory.peak_bytes_of_actions(plan, stage), dtype=float)[at]
             moments = _Moments(counts, len(plan.stages), stage)
             beside = walked - moments.kept_bytes(kept[:, stage])
             own[moments.is_backward.astype(int), stage, moments.acting] = beside

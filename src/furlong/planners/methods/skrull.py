@@ -21,7 +21,7 @@ from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.chunks.balance import by_cost, sequence_work
 from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.placement import by_place
-from furlong.planners.places.rates import TOKENS, Batch, Rates
+from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
 from furlong.units import count_words
 
 _MOST_CHANGED = 8
@@ -109,7 +109,7 @@ def micro_batch_groups(
     ((*batches,),) = schedule_skrull(
         seq_lens, work, dp_size=1, sp_size=sp_size, bucket_tokens=bucket_tokens
     )
-    pool = Batch.of(seq_lens, model, sp_size, gathers=False)
+    pool = PoolBatch.of(seq_lens, model, sp_size, gathers=False)
     if pool.sizes[-1] == sp_size > 1:
         rates = Rates(pool, recompute_layers)
         batches = [faster_places(batch, rates, bucket_tokens) for batch in batches]

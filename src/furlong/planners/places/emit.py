@@ -8,11 +8,11 @@ from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks.micro_batches import chunk_by_chunk, does_not_fit
 from furlong.planners.chunks.placement import by_place
 from furlong.planners.places.division import Spots
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.rates import PoolBatch
 
 
 def plan_of(
-    batch: Batch, spots: Spots, recompute_layers: int, budget_bytes: int | None
+    batch: PoolBatch, spots: Spots, recompute_layers: int, budget_bytes: int | None
 ) -> ChunkPlan:
     """The checked plan of one rank, the pool; a chunk for every micro-batch, most tokens first."""
     slices: dict[int, list[Slice]] = {}
@@ -33,7 +33,7 @@ def _chunk(slices: list[Slice]) -> Chunk:
     return Chunk(by_place(slices))
 
 
-def nothing_fits(batch: Batch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
+def nothing_fits(batch: PoolBatch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
     """The error for a longest sequence that no place holds."""
     model, largest = batch.model, batch.sizes[-1]
     budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes

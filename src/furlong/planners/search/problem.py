@@ -61,7 +61,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedDials:
     """Dials, tried on the replica with the most work."""
 
     dials: Dials
@@ -84,7 +84,7 @@ class Found:
     best: Outcome
     others: tuple[Outcome, ...]
     """Also planned whole, by step time."""
-    trials: tuple[Trial, ...]
+    trials: tuple[TriedDials, ...]
     """All that fit on one replica, by their bounds."""
     refused: tuple[Refusal, ...]
     num_pruned: int
