@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.places_bound import lower_bound_s
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
@@ -20,7 +21,6 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks.micro_batches import peak_bytes
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.places.bound import lower_bound_s
 from furlong.planners.places.division import Division, Spot
 from furlong.planners.places.emit import plan_of
 from furlong.planners.places.plan import plan_places

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.planners.places.force import forced_s
 from furlong.planners.places.least import Least
 from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import settings
+from papers.places_forced import forced_s
 
 _NARROW = 1e-3
 """Share of a step at which the search for a bound between two others ends."""
