@@ -24,8 +24,8 @@ from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Place, Reduce
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.chunks.micro_batches import chunk_seconds
 from furlong.planners.methods.skrull import (
     chunk_of,
     faster_places,
@@ -245,7 +245,10 @@ def test_groups_of_the_search_are_placed_by_seconds():
     plain = [chunk_of(batch, lens) for batch in schedule[0]]
     found = [chunk for group in groups for chunk in group]
     assert [chunk.num_tokens for chunk in found] == [chunk.num_tokens for chunk in plain]
-    ours, theirs = (sum(chunk_seconds(lens, own, LARGE, sp_size=2)) for own in (found, plain))
+    stages = (LARGE.shape.num_layers,)
+    ours, theirs = (
+        cell_seconds(own, lens, stages, LARGE, sp_size=2).sum() for own in (found, plain)
+    )
     assert ours < theirs
     odd = micro_batch_groups(lens, LARGE, sp_size=7, bucket_tokens=26 * K)
     assert sorted(s.seq_id for (chunk,) in odd for s in chunk.slices) == list(range(24))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.memory.cells import StageBytes, stage_bytes
+from furlong.cost.memory.cells import StageBytes
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
@@ -48,13 +48,7 @@ class BatchLoads:
 
         All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
         """
-        cells = [
-            stage_bytes(
-                memory.shape, plan.stages, stage, memory.training, memory.activations,
-                memory.activation_factor,
-            )
-            for stage in range(len(plan.stages))
-        ]  # fmt: skip
+        cells = [memory.cell(plan.stages, stage) for stage in range(len(plan.stages))]
         tokens = np.array([chunk.num_tokens for chunk in plan.chunks]) / plan.sp_size
         # the input of a later stage is the message that brought it
         inputs = [cell.message if stage else cell.input for stage, cell in enumerate(cells)]

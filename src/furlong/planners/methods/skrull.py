@@ -36,10 +36,6 @@ class MicroBatch:
     places: tuple[Place, ...]
 
 
-Schedule = Sequence[Sequence[MicroBatch]]
-"""The micro-batches of each replica."""
-
-
 def schedule_skrull(
     seq_lens: Sequence[int],
     work: Sequence[float],

@@ -20,17 +20,15 @@ def plan_of(
         place = Place(spot.first, batch.sizes[spot.kind])
         piece = Slice(seq_id, 0, batch.seq_lens[seq_id], place)
         slices.setdefault(spot.micro_batch, []).append(piece)
-    chunks = sorted(map(_chunk, slices.values()), key=lambda chunk: -chunk.num_tokens)
+    chunks = sorted(
+        (Chunk(by_place(own)) for own in slices.values()), key=lambda chunk: -chunk.num_tokens
+    )
     plan = chunk_by_chunk(
         batch.seq_lens, [chunks], num_layers=batch.model.shape.num_layers,
         sp_size=batch.pool_size, recompute_layers=recompute_layers,
     )  # fmt: skip
     check(plan, batch.model.memory(budget_bytes))
     return plan
-
-
-def _chunk(slices: list[Slice]) -> Chunk:
-    return Chunk(by_place(slices))
 
 
 def nothing_fits(batch: PoolBatch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
