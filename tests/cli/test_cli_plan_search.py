@@ -139,14 +139,34 @@ def test_one_device_shares_its_state_with_nobody(lengths, tmp_path, capsys):
     refused(capsys, "--zero 1 on one device")
 
 
+def test_a_plan_that_leaves_devices_idle_is_shown_again(tmp_path, capsys):
+    """One token: the best plan for two devices under ZeRO-3 has one of them."""
+    lengths, file = tmp_path / "lens.json", str(tmp_path / "plan.json")
+    lengths.write_text('{"version": 1, "lengths": [1]}')
+    assert plan(lengths, *QUICK, "--devices", "2", "--zero", "3", "--out", file) == 0
+    assert "idle       1 device of 2" in capsys.readouterr().out
+    assert main(["plan", file]) == 0
+    printed = capsys.readouterr().out
+    assert "1 x RTX4090" in printed and "of 1 token\n" in printed
+
+
 @pytest.mark.parametrize(
-    "edited", [{"run": 5}, {"zero": 7}, {"num_tokens": 0}, {"hardware": None}, {"zero": True}]
+    "edited",
+    [
+        {"run": 5},
+        {"zero": 7},
+        {"num_tokens": 0},
+        {"num_tokens": 10**9},
+        {"hardware": None},
+        {"zero": True},
+        [1],
+    ],
 )
 def test_what_a_plan_was_made_for_is_refused_where_it_was_edited(lengths, tmp_path, capsys, edited):
     file = tmp_path / "plan.json"
     assert plan(lengths, *QUICK, "--chunks.size=4096", "--json", "--out", str(file)) == 0
     values = json.loads(file.read_text())
-    values["made_for"] |= edited
+    values["made_for"] = values["made_for"] | edited if isinstance(edited, dict) else edited
     file.write_text(json.dumps(values))
     capsys.readouterr()
     assert main(["plan", str(file)]) == 2

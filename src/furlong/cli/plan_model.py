@@ -84,15 +84,18 @@ def figures_of(
     calibrate: bool,
 ) -> Calibrated:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
-    if zero and num_devices == 1:
-        raise refusal(
-            f"--zero {zero} on one device", "several devices, which share the state",
-            "leave --zero out, or give several --devices", "--zero, and the number of devices",
-        )  # fmt: skip
     stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
     training = replace(training_of(config.model), zero_stage=stage)
     model = CostModel(_model_shape_of(config.model.name), spec, training)
     return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
+
+
+def check_zero(zero: int | None, num_devices: int) -> None:
+    """Raises ConfigError for a stage of ZeRO where there is nobody to share the state with."""
+    if zero and num_devices == 1:
+        given, required = f"--zero {zero} on one device", "several devices, which share the state"
+        source = "--zero, and the number of devices"
+        raise refusal(given, required, "leave --zero out, or give several --devices", source)
 
 
 def missing(flag: str) -> UserError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_model import figures_of, run_of, spec_of
+from furlong.cli.plan_model import check_zero, figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
@@ -45,7 +45,7 @@ def show_plan(file: str, flags: RunFlags) -> None:
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
     text, plan = _load(file)
-    saved = _checked(read_made_for(text), file)
+    saved = _checked(read_made_for(text), sum(plan.seq_lens), file)
     named = any(name.startswith("--model") for name in flags.names)
     if saved or (named and chosen.hardware is not None):
         _show_predicted(plan, file, flags, saved)
@@ -90,6 +90,7 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
     if config.memory.host != "auto":
         spec = replace(spec, host_bytes=config.memory.host)
     num_devices = len(plan.actions) * plan.sp_size
+    check_zero(chosen.zero, num_devices)
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
@@ -125,18 +126,23 @@ def _does_not_fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None) -
     return ""
 
 
-def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """The model and devices of a saved plan, as `--out` writes them.
+def _checked(saved: Any, most_tokens: int, file: str) -> Mapping[str, Any]:
+    """The model and devices of a saved plan of at most so many tokens, as `--out` writes them.
 
     Raises ConfigError where they were edited.
     """
     kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
-    is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
-    if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
+    if saved == {}:
+        return {}
+    is_whole = isinstance(saved, dict) and all(
+        type(saved.get(name)) is kind for name, kind in kinds.items()
+    )
+    if not (is_whole and saved["zero"] in range(4) and 0 < saved["num_tokens"] <= most_tokens):
         required = f"{', '.join(kinds)} as furlong plan --out writes them"
         change = "make the plan again, or remove made_for"
         raise refusal(f"made_for = {saved!r:.80}", required, change, file)
-    return saved
+    found: Mapping[str, Any] = saved
+    return found
 
 
 def _load(file: str) -> tuple[str, ChunkPlan]:

@@ -15,7 +15,6 @@ from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.auto.search import MARGIN, Searched
-from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.search.build import build
@@ -24,7 +23,7 @@ from furlong.planners.search.dials import Dials
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, TriedDials
 from furlong.planners.search.replicas import Outcome
-from furlong.planners.search.room import Room, chunk_sizes, stage_heights, within
+from furlong.planners.search.room import rooms_of
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
 from furlong.units import count_words
@@ -105,29 +104,15 @@ def _nothing_offered(
 
 def _offers(problem: Problem, methods: Mapping[str, Method]) -> bool:
     """Whether a method has dials for a problem in any layout, whether they fit or not."""
-    given, longest = problem.given, max(problem.seq_lens)
-    number = given.get("num_retained")
-    shape = problem.model.shape
     try:
-        found = layouts(
-            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp, idle=True
-        )
+        rooms = list(rooms_of(problem, least=1024))
     except ConfigError:
         return False
-    rooms = (
-        Room(
-            layout=layout, stages=(1,) * layout.pp, zero=0, balance="none", longest_tokens=longest,
-            sizes=within(chunk_sizes(layout, longest, least=1024), given.get("size")),
-            heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
-            tiers=problem.tiers, num_retained=None if number is None else int(str(number)),
-        )
-        for layout in found
-    )  # fmt: skip
     dials = (
         one for room in rooms for method in methods.values() for rungs in method(room)
         for one in rungs
     )  # fmt: skip
-    return any(one.agree(given, strict=problem.strict) for one in dials) or any(
+    return any(one.agree(problem.given, strict=problem.strict) for one in dials) or any(
         True for _ in pool_dials(problem, methods.values())
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_batch import PlannedBatch, batch_of
-from furlong.cli.plan_model import figures_of, missing, run_of, spec_of
+from furlong.cli.plan_model import check_zero, figures_of, missing, run_of, spec_of
 from furlong.cost.calibration.file import Calibrated
 from furlong.cost.devices.hardware import (
     THIS_CPU,
@@ -136,6 +136,7 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     batch = batch_of(flags, config)
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware)
     sizes, num_devices = _layout(flags, config)
+    check_zero(own.zero, num_devices)
     dials = _dials(own, config, batch, num_devices)
     tier, budget = dials.get("tier"), config.memory.device
     host_bytes, disk_bytes = tier_budgets(

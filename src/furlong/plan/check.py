@@ -56,8 +56,9 @@ class Memory(Protocol):
 
 def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
     """Raise PlanError if the plan breaks an invariant; its text points at the guilty place."""
-    if not plan.stages:
-        raise PlanError("broken rule: a plan has stages")
+    if min(plan.stages, default=0) < 1:
+        shown = ", ".join(map(str, plan.stages)) or "none"
+        raise PlanError(f"broken rule: a plan has stages of at least one layer\nlayers: {shown}")
     check_chunks(plan)
     grid = Grid(plan)
     for rule, breaks in (*_CELL_RULES, *RANK_RULES):

@@ -18,36 +18,37 @@ predictions lacked: of twelve steps that no fit had seen, measured on a CPU, pre
 5.2 % at most (docs/benchmarks.md). Gaps between allocated blocks are the hardware's
 `reserved_bytes`."""
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
-_ADVICE: dict[str, str] = {
-    "activations": "use smaller chunks, keep less of them, or use a larger sp or pp",
-    "kv": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
-    "kv_gradients": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
-    "logits": "use smaller chunks",
-    "buffers": "use smaller chunks",
+_SMALLER = ("use smaller chunks (chunks.size)",)
+_LESS_KV = ("use shorter sequences (data.max_seq_len)",)
+_WAYS: dict[str, tuple[str, ...]] = {
+    "activations": (*_SMALLER, "keep less of them (chunks.keep, chunks.num_retained)"),
+    "kv": _LESS_KV,
+    "kv_gradients": _LESS_KV,
+    "logits": _SMALLER,
+    "buffers": _SMALLER,
 }
-_ALONE: dict[str, str] = {
-    "activations": "give it a larger memory.device, use smaller chunks (chunks.size), or keep less"
-    " of them (chunks.keep, chunks.num_retained)",
-    "kv": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
-    "kv_gradients": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
-    "logits": "give it a larger memory.device, or use smaller chunks (chunks.size)",
-    "buffers": "give it a larger memory.device, or use smaller chunks (chunks.size)",
-}
-"""Advice for one device, which is all that there is."""
+"""Ways to need less of a part of memory."""
+_LARGER = "use a larger sp or pp"
+_WAYS_WITH_MORE = {"activations": (_LARGER,), "kv": ("keep K,V on the host", _LARGER)}
 
 
 def advice(part: str, training: Training, *, num_devices: int = 1, alone: bool = False) -> str:
     """Advice for a plan of `num_devices` whose memory goes into `part`; `alone`: on one device that
     is given."""
-    if part != "state":
-        return (_ALONE if alone else _ADVICE)[part]
-    ways = ["give it a larger memory.device"] if alone else ["use more devices"]
-    if not alone and num_devices == 1:
-        ways = ["use several devices, which share the state (ZeRO)"]
-    elif num_devices > 1 and training.zero_stage < 3:
-        ways.insert(0, "shard all of the state (ZeRO-3)")
-    ways += ["train LoRA adapters (model.lora)"] * (training.lora is None)
-    return ", ".join(ways) + ", or use a smaller model"
+    ways = ["give it a larger memory.device"] if alone else []
+    if part == "state":
+        if num_devices > 1 and training.zero_stage < 3:
+            ways += ["shard all of the state (ZeRO-3)"]
+        if not alone:
+            shared = "use several devices, which share the state (ZeRO)"
+            ways += [shared if num_devices == 1 else "use more devices"]
+        ways += ["train LoRA adapters (model.lora)"] * (training.lora is None)
+        ways += ["use a smaller model"]
+    else:
+        more = _WAYS_WITH_MORE.get(part.removesuffix("_gradients"), ())
+        ways += [*(() if alone else more), *_WAYS[part]]
+    *first, last = ways
+    return f"{', '.join(first)}, or {last}" if first else last
 
 
 class DoesNotFitError(ConfigError):

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe.plan import NotFasterError
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import Layout
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method, combined
@@ -32,7 +32,7 @@ from furlong.planners.search.late import improve
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, TriedDials, nothing_fits
 from furlong.planners.search.replicas import Outcome, ReplicaPlans
-from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
+from furlong.planners.search.room import Room, rooms_of
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Least tokens of a chunk per device: smaller ones are tried where none of those before fits, or
@@ -93,8 +93,9 @@ class _Search:
         """Everything with chunks of at least `least` and less than `below` tokens per device."""
         rooms: list[QueueEntry] = []
         numbers = count()
-        for bound_s, room in self._rooms(least, below):
-            heappush(rooms, (bound_s, next(numbers), room))
+        for room in rooms_of(self._problem, least=least, below=below):
+            self._num_rooms += 1
+            heappush(rooms, (self._replicas.work_s(room.dials("any")), next(numbers), room))
         # InfiniPipe's chunks are known only when it has planned: it has to beat all others' best
         self._walk(self._walk(rooms, numbers), numbers)
 
@@ -172,33 +173,6 @@ class _Search:
     @property
     def _best_s(self) -> float:
         return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
-
-    def _rooms(self, least: int, below: int | None) -> Iterator[tuple[float, Room]]:
-        """Every layout, way to deal and ZeRO stage, and a bound from the work alone."""
-        problem, lens = self._problem, self._problem.seq_lens
-        shape, given = problem.model.shape, problem.given
-        mean_keys, longest = mean_attended_keys(lens), max(lens)
-        cuts: dict[int, tuple[int, ...]] = {}
-        for layout in layouts(
-            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-            tp_size=problem.model.training.tp_size, idle=True,
-        ):  # fmt: skip
-            if layout.dp > len(lens):
-                continue
-            if layout.pp not in cuts:
-                cuts[layout.pp] = cut_layers(shape, layout.pp, mean_keys)
-            number = given.get("num_retained")
-            sizes = chunk_sizes(layout, longest, least=least, below=below)
-            for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
-                room = Room(
-                    layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance,
-                    longest_tokens=longest, tiers=problem.tiers,
-                    sizes=within(sizes, given.get("size")),
-                    heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
-                    num_retained=None if number is None else int(str(number)),
-                )  # fmt: skip
-                self._num_rooms += 1
-                yield self._replicas.work_s(room.dials("any")), room
 
     def _ladders(self, room: Room) -> Iterator[Ladder]:
         """The ladders that have the given dials and were not there yet."""
