@@ -31,7 +31,7 @@ def _qwen2_5(*sizes: int, tied: bool = False) -> dict[str, Any]:
 
 
 def _qwen3(*sizes: int, tied: bool = False) -> dict[str, Any]:
-    return _sized("qwen3", *sizes, 151936, tied=tied, head_dim=128, use_sliding_window=False)
+    return _sized("qwen3", *(*sizes, 151936), tied=tied, head_dim=128, use_sliding_window=False)
 
 
 def _llama(*sizes: int, tied: bool = False) -> dict[str, Any]:
