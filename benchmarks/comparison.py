@@ -7,7 +7,7 @@ Each method has its own best layout of the same devices, every way to deal seque
 and ZeRO-1 or 3. Promises, of eight settings and of sixteen that nothing was tuned on: the search is
 never slower than the best published method that has a plan, and on seven of eight it is within 5 %
 of a lower bound. Whether a published method could have written its plan is judged by the plan
-(`planners.search.writable`).
+(`papers.writable`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from math import inf
 from pathlib import Path
 
 from harness import console
+from papers.places_bound import lower_bound_s
+from papers.writable import writers
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
@@ -29,11 +31,9 @@ from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
-from furlong.planners.places.bound import lower_bound_s
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search
-from furlong.planners.search.writable import writers
 
 _NEAR = 0.05
 _SHARE_NEAR = 7 / 8

@@ -95,7 +95,7 @@ def _simulated(config: Any, plan: Any) -> Timeline:
     host = memory.curve(plan, 0).disk.tolist()
     timeline = simulate(
         plan, costs, copies=costs,
-        device_bytes=[memory.bytes_after(plan, 0)], host_bytes=[host],
+        device_bytes=[memory.peak_bytes_of_actions(plan, 0)], host_bytes=[host],
     )  # fmt: skip
     state = cost.training.state_bytes(shape, plan.stages, frozenset(range(len(plan.stages))), 1)
     return _above(timeline, state.total)
@@ -110,7 +110,7 @@ class _Lower:
     def budget_bytes(self, rank: int) -> int:
         return 2**62
 
-    def bytes_after(self, plan: Any, rank: int) -> list[int]:
+    def peak_bytes_of_actions(self, plan: Any, rank: int) -> list[int]:
         return self._memory.curve(plan, rank).lower_bytes  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.units import format_seconds
+from furlong.units import count_words, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,17 @@ from furlong.units import format_seconds
 )  # fmt: skip
 def test_seconds_in_words(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (0, "token", "0 tokens"),
+        (1, "token", "1 token"),
+        (2048, "rank", "2,048 ranks"),
+        (1, "process", "1 process"),
+        (2, "process", "2 processes"),
+    ],
+)
+def test_a_noun_agrees_with_its_number(number, noun, words):
+    assert count_words(number, noun) == words

@@ -104,7 +104,7 @@ def peak_gib(
         shape, Training(tp_size=4, kv_gradient_bytes=gradient_bytes), 0, fused(shape),
         activation_factor=factor, overhead_bytes=int(overhead * GIB), whole_logits=True,
     )  # fmt: skip
-    return max(memory.bytes_after(plan, 0)) / GIB
+    return max(memory.peak_bytes_of_actions(plan, 0)) / GIB
 
 
 def fitted_5() -> tuple[float, float]:

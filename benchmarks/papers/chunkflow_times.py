@@ -86,7 +86,7 @@ def best_chunks(model: str, context: int, tp: int, pp: int, num_batches: int) ->
     seconds: dict[tuple[int, int], float] = {}
     for size, retained in product(SIZES, NUM_RETAINED if pp > 1 else (1,)):
         hardest = chunkflow_plan(longest, size * K, retained, stages)
-        peak = max(max(memory.bytes_after(hardest, rank)) for rank in {0, pp - 1})
+        peak = max(max(memory.peak_bytes_of_actions(hardest, rank)) for rank in {0, pp - 1})
         if peak > cost.hardware.memory_bytes:
             continue
         plans = [chunkflow_plan(batch, size * K, retained, stages) for batch in batches]

@@ -9,7 +9,7 @@ from statistics import mean, pstdev
 
 from furlong.cost.calibration.fitting import relative_fit
 from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import Link, Links
+from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.flops import ATTENTION_BACKWARD, Flops, sequence_flops
@@ -48,10 +48,13 @@ def table_3() -> Table:
     free = Link(0.0, 1e30)
     near = Link(0.0, sum(within) / len(within))
     far = Link(
-        0.0, Links(8, near, Link(0.0, 1.0), free, free).effective("all_to_all", 16, 2).bytes_per_s
+        0.0,
+        ClusterLinks(8, near, Link(0.0, 1.0), free, free)
+        .effective("all_to_all", 16, 2)
+        .bytes_per_s,
     )
     between = Link(0.0, _bandwidth(16, 0) / far.bytes_per_s)
-    links = Links(8, near, between, free, free)
+    links = ClusterLinks(8, near, between, free, free)
     rows = []
     for (devices, cells), (at, seq_len) in product(TABLE_3.items(), enumerate(seqs)):
         flops = _step_flops(shape, seq_len)

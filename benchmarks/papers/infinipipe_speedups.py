@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import Link, Links
+from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
@@ -235,7 +235,7 @@ def with_ring(cost: CostModel, lens: Sequence[int], sp_size: int) -> CostModel:
 def linkless(cost: CostModel) -> CostModel:
     """The model on links that take no time."""
     free = Link(0.0, 1e30)
-    links = Links(cost.hardware.links.devices_per_node, free, free, free, free)
+    links = ClusterLinks(cost.hardware.links.devices_per_node, free, free, free, free)
     return replace(cost, hardware=replace(cost.hardware, links=links))
 
 
@@ -261,7 +261,9 @@ def seq1f1b(lens: Sequence[int], cost: CostModel) -> ChunkPlan:
                 lens, shard(groups, 8), stages=stages, sp_size=8,
                 recompute_layers=[[layers] * num_chunks] * NUM_STAGES,
             )  # fmt: skip
-            peak = max(max(memory.bytes_after(plan, rank)) for rank in (0, NUM_STAGES - 1))
+            peak = max(
+                max(memory.peak_bytes_of_actions(plan, rank)) for rank in (0, NUM_STAGES - 1)
+            )
             if peak <= memory.device_budget_bytes:
                 taken = step_s(cost, plan)
                 best = min(best or (taken, plan), (taken, plan), key=lambda pair: pair[0])

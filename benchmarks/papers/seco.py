@@ -98,4 +98,4 @@ def peak_on_card(length_k: int, chunk: int | None) -> int:
     memory = PlanMemory(shape, training, 0, saved, whole_logits=True)
     options = ChunkOptions(size=chunk or length_k * K, num_retained=0 if chunk else 1, keep="kv")
     plan = plan_chunkflow((length_k * K,), options, stages=(shape.num_layers,))
-    return max(memory.bytes_after(plan, 0))
+    return max(memory.peak_bytes_of_actions(plan, 0))

@@ -20,7 +20,6 @@ from furlong.planners.chunks.balance import Balance, deal_sequences, refuse_idle
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.chunks.micro_batches import (
     chunk_by_chunk,
-    chunk_seconds,
     does_not_fit,
     fitting_tokens,
     recompute_choices,
@@ -169,3 +168,25 @@ def fastest_plan(
         raise does_not_fit(seq_lens, model, budget, device_tokens=device_tokens, **sizes)
     check(best, model.memory(budget))
     return best
+
+
+def chunk_seconds(
+    seq_lens: Sequence[int],
+    chunks: Sequence[Chunk],
+    model: CostModel,
+    *,
+    sp_size: int,
+    dp_size: int = 1,
+    recompute_layers: int = 0,
+) -> list[float]:
+    """Seconds of forward and backward of each chunk by itself, on one of `dp_size` groups whose
+    devices share the state."""
+    num_layers = model.shape.num_layers
+    plan = chunk_by_chunk(
+        seq_lens, [chunks], num_layers=num_layers, sp_size=sp_size,
+        recompute_layers=recompute_layers, regathers=model.training.regathers,
+    )  # fmt: skip
+    costs = model.costs(replace(plan, actions=plan.actions * dp_size))
+    *cells, _ = plan.actions[0]
+    seconds = [costs.compute_s(action, 0) for action in cells]
+    return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""Amounts with units: read from text, printed for people."""
+"""Amounts with units and counts of things: read from text, printed for people."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def format_count(count: float) -> str:
                 f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
             )
     return f"{count:.0f}"
+
+
+def count_words(number: int, noun: str) -> str:
+    """`1 rank`, `2,048 ranks`, `2 processes`."""
+    return f"{number:,} {plural(number, noun)}"
+
+
+def plural(number: float, noun: str) -> str:
+    """The noun as it stands behind that number."""
+    if number == 1:
+        return noun
+    return noun + ("es" if noun.endswith("s") else "s")

@@ -64,7 +64,7 @@ def test_a_run_file_says_where_data_and_tokenizer_are(
     }
     run.write_text(json.dumps(settings))
     assert main(["lengths", str(run), f"--out={out}"]) == 0
-    assert "1 sequences are longer than data.max_seq_len = 1,000" in capsys.readouterr().out
+    assert "longer than data.max_seq_len = 1,000: 1 sequence\n" in capsys.readouterr().out
     assert read_lengths(out).counts == ((4, 1), (10, 2), (100, 4), (3000, 2))
     settings["data"]["too_long"] = "truncate"  # type: ignore[index]
     run = tmp_path / "config.json"  # as in a run's folder

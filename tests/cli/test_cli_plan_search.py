@@ -83,6 +83,7 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     again = json.loads(capsys.readouterr().out)
     for name in ("step_s", "tokens_per_s", "memory", "budget_bytes", "runs_here"):
         assert again[name] == first[name]
+    assert again["fits"] and again["layout"] == first["layout"]
     assert main(["plan", file, "--json", "--hardware", "H100"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] < first["step_s"] / 3
     assert main(["plan", file]) == 0
@@ -93,14 +94,79 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     refused(capsys, "a model of 28 layers", "one of 24 layers")
 
 
+def test_a_saved_plan_says_that_it_does_not_fit_a_smaller_device(lengths, tmp_path, capsys):
+    file = str(tmp_path / "plan.json")
+    assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0
+    fits = json.loads(capsys.readouterr().out)
+    assert main(["plan", file, "--memory.device", "3GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "warning    it does not fit: rank 0 needs " in printed
+    assert "required: at most 3 GiB" in printed
+    assert "runs here  no, it does not fit" in printed
+    assert main(["plan", file, "--memory.device", "3GiB", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert not values["fits"] and not values["runs_here"]
+    assert values["peak_bytes"] == fits["peak_bytes"] > values["budget_bytes"]
+
+
+def test_text_json_and_saved_plan_name_one_layout(tmp_path, capsys):
+    """Eight short sequences on a pool of eight: each on a device of its own, which is dp 8."""
+    lengths, file = tmp_path / "lens.json", tmp_path / "plan.json"
+    lengths.write_text('{"version": 1, "lengths": [[300, 8]]}')
+    flags = ["--devices", "8", "--method", "FlexSP", "--out", str(file)]
+    assert plan(lengths, *flags) == 0
+    printed = capsys.readouterr().out
+    assert "plan       FlexSP: a pool of 8" in printed
+    assert "layout     dp 8 x sp 1 x pp 1 = 8 devices, in pools of 8 that shard no" in printed
+    assert plan(lengths, *flags, "--json") == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    expected = {"dp": 8, "sp": 1, "pp": 1, "sp_size": 8, "sizes_of_places": [1]}
+    assert layout == expected
+    assert main(["plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == expected
+    assert json.loads(file.read_text())["sp_size"] == 8
+    assert plan(lengths, "--devices", "8", "--method", "FlexSP", "--compare", "--json") == 0
+    (method,) = json.loads(capsys.readouterr().out)["methods"]
+    assert method["layout"].keys() == expected.keys()
+
+
+def test_one_device_shares_its_state_with_nobody(lengths, tmp_path, capsys):
+    assert plan(lengths, *QUICK, "--zero", "3") == 2
+    refused(capsys, "--zero 3 on one device", "leave --zero out")
+    file = str(tmp_path / "plan.json")
+    assert plan(lengths, *QUICK, "--zero", "0", "--json", "--out", file) == 0
+    assert main(["plan", file, "--zero", "1"]) == 2
+    refused(capsys, "--zero 1 on one device")
+
+
+def test_a_plan_that_leaves_devices_idle_is_shown_again(tmp_path, capsys):
+    """One token: the best plan for two devices under ZeRO-3 has one of them."""
+    lengths, file = tmp_path / "lens.json", str(tmp_path / "plan.json")
+    lengths.write_text('{"version": 1, "lengths": [1]}')
+    assert plan(lengths, *QUICK, "--devices", "2", "--zero", "3", "--out", file) == 0
+    assert "idle       1 device of 2" in capsys.readouterr().out
+    assert main(["plan", file]) == 0
+    printed = capsys.readouterr().out
+    assert "1 x RTX4090" in printed and "of 1 token\n" in printed
+
+
 @pytest.mark.parametrize(
-    "edited", [{"run": 5}, {"zero": 7}, {"num_tokens": 0}, {"hardware": None}, {"zero": True}]
+    "edited",
+    [
+        {"run": 5},
+        {"zero": 7},
+        {"num_tokens": 0},
+        {"num_tokens": 10**9},
+        {"hardware": None},
+        {"zero": True},
+        [1],
+    ],
 )
 def test_what_a_plan_was_made_for_is_refused_where_it_was_edited(lengths, tmp_path, capsys, edited):
     file = tmp_path / "plan.json"
     assert plan(lengths, *QUICK, "--chunks.size=4096", "--json", "--out", str(file)) == 0
     values = json.loads(file.read_text())
-    values["made_for"] |= edited
+    values["made_for"] = values["made_for"] | edited if isinstance(edited, dict) else edited
     file.write_text(json.dumps(values))
     capsys.readouterr()
     assert main(["plan", str(file)]) == 2
@@ -237,8 +303,15 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
-    assert plan(lengths, "--memory.device", "1GB", "--devices", "2") == 2
-    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO", "LoRA")
+    flags = ["--memory.device", "1GB", "--devices", "2"]
+    assert plan(lengths, *flags, "--zero", "1") == 2
+    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO-3", "LoRA")
+    for more in ([], ["--zero", "3"]):  # all of it is shared already
+        assert plan(lengths, *flags, *more) == 2
+        message = refused(capsys, "needs", "use more devices, train LoRA adapters")
+        assert "ZeRO" not in message[message.index("change:") :]
+    assert plan(lengths, *flags, "--model.lora.rank", "8", "--memory.device", "200MB") == 2
+    assert "LoRA" not in refused(capsys, "use more devices, or use a smaller model")
 
 
 @pytest.mark.slow

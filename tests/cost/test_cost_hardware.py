@@ -12,7 +12,7 @@ from furlong.cost.devices.hardware import (
     this_cpu,
 )
 from furlong.cost.devices.known_hardware import KNOWN
-from furlong.cost.devices.links import Link, Links
+from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_half_tokens_follow_the_roofline():
     assert hardware("H200").linear.half_tokens < hardware("H100").linear.half_tokens
 
 
-LINKS = Links(
+LINKS = ClusterLinks(
     devices_per_node=8, within_node=Link(1e-5, 200e9), between_nodes=Link(3e-5, 6.25e9),
     host=Link(0, 25e9), disk=Link(0, 1e9),
 )  # fmt: skip

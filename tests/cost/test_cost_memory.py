@@ -244,7 +244,7 @@ def test_processes_of_a_group_hold_their_own_slices():
 def test_the_check_refuses_what_does_not_fit():
     plan = plan_chunkflow((900, 30), ChunkOptions(size=64, keep="kv"), stages=(4,))
     memory = PlanMemory(SHAPE, Training(), 0)
-    peak = max(memory.bytes_after(plan, 0))
+    peak = max(memory.peak_bytes_of_actions(plan, 0))
     check(plan, PlanMemory(SHAPE, Training(), peak))
     with pytest.raises(PlanError, match=rf"needs {peak} bytes here and has {peak - 1}"):
         check(plan, PlanMemory(SHAPE, Training(), peak - 1))

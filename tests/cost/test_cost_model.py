@@ -311,7 +311,7 @@ def test_windowed_layers_attend_and_load_less():
 def test_simulated_timeline_has_seconds_and_bytes():
     model = CostModel(SHAPE, A100, Training(zero_stage=1, tp_size=4))
     plan = plan_chunkflow((60_000, 9_000, 500, 300), ChunkOptions(size=8192), stages=(8,) * 4)
-    in_use = [model.memory().bytes_after(plan, rank) for rank in range(len(plan.actions))]
+    in_use = [model.memory().peak_bytes_of_actions(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(plan, model.costs(plan), device_bytes=in_use)
     assert timeline.duration_s > 1
     assert (

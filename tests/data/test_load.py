@@ -136,7 +136,7 @@ def test_auto_decides_for_each_source_and_says_so(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc")
     data = load(tmp_path, chat, pair, ids, text, tokenizer=byte_tokenizer())
-    formats = [line.split("sequences, ")[1].split(",")[0] for line in data.describe()[:4]]
+    formats = [line.split("sequence, ")[1].split(",")[0] for line in data.describe()[:4]]
     assert formats == [
         "format chat by the field messages (not used: id)",
         "format completion by the fields prompt and completion (not used: text)",
@@ -206,7 +206,7 @@ def test_data_without_a_label_is_told(tmp_path: Path, record: dict[str, Any]) ->
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     file = write_lines(tmp_path / "a.jsonl", record)
-    with pytest.raises(DataError, match=r"1 sequences without a label[\s\S]*data\.eval"):
+    with pytest.raises(DataError, match=r"1 sequence without a label[\s\S]*data\.eval"):
         load(tmp_path, file, tokenizer=tokenizer, key="data.eval")
 
 
@@ -353,7 +353,7 @@ def test_compressed_files_are_called_so(tmp_path: Path, name: str) -> None:
     (folder / name).write_bytes(b"\x1f\x8b\x08\0\0\xfe\xff")
     with pytest.raises(DataError, match=r"a compressed file[\s\S]*not compressed"):
         load(tmp_path, folder / name)
-    with pytest.raises(DataError, match=r"1 files without a record, 1 of them binary"):
+    with pytest.raises(DataError, match=r"1 file without a record, 1 of them binary"):
         load(tmp_path, folder)
 
 

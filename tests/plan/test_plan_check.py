@@ -341,7 +341,7 @@ class Constant:
     def budget_bytes(self, rank):
         return self.budget
 
-    def bytes_after(self, plan, rank):
+    def peak_bytes_of_actions(self, plan, rank):
         return range(len(plan.actions[rank]))
 
 
@@ -365,6 +365,9 @@ def test_long_plans_show_the_neighbourhood_only():
 def test_plans_without_a_place_to_point_at():
     with pytest.raises(PlanError, match="stages"):
         check(plan_of("0:0-4", "F0.0 kv", stages=()))
+    for stages in ((0, 2), (-1, 3)):
+        with pytest.raises(PlanError, match="stages of at least one layer"):
+            check(plan_of("0:0-4", "F0.0 kv", stages=stages))
     with pytest.raises(PlanError, match="sequence 0"):
         check(ChunkPlan(seq_lens=(1,), chunks=(), stages=(1,), actions=((),)))
 

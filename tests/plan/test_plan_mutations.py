@@ -411,7 +411,7 @@ def test_a_broken_plan_is_refused_at_the_right_place(plan, edit, rule, guilty):
 def test_one_byte_less_than_needed_is_refused_where_most_is_needed(name):
     plan = BASES[name]
     memory = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80")).memory
-    curves = [memory().bytes_after(plan, rank) for rank in range(len(plan.actions))]
+    curves = [memory().peak_bytes_of_actions(plan, rank) for rank in range(len(plan.actions))]
     peak = max(map(max, curves))
     check(plan, memory(peak))
     rank = next(rank for rank, curve in enumerate(curves) if max(curve) == peak)

@@ -7,8 +7,8 @@ from itertools import chain, pairwise
 import pytest
 from helpers.random_chunks import random_chunks
 
-from furlong.plan.rows import ChunkRows, Level, inner_size_of, rows_of
-from furlong.plan.values import Chunk, Place, Slice, place_sizes
+from furlong.plan.rows import ChunkRows, Level, rows_of
+from furlong.plan.values import Chunk, Place, Slice, inner_size, place_sizes
 
 HEADS = [(4, 2), (8, 4), (8, 1), (2, 2), (6, 2), (3, 3), (12, 3)]
 NUM_DRAWS = 150
@@ -146,7 +146,7 @@ def test_what_is_received_is_in_the_order_of_tokens():
     ],
 )
 def test_heads_are_divided_among_as_many_as_can(size, q_heads, kv_heads, expected):
-    assert inner_size_of(size, q_heads, kv_heads) == expected
+    assert inner_size(size, q_heads, kv_heads) == expected
 
 
 def test_inner_places_of_a_long_sequence_see_equally_many_keys():

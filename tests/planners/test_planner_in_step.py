@@ -157,7 +157,7 @@ def test_a_dummy_counts_as_a_token_and_waits_for_weights():
     seconds = [resident.compute_s(Backward(i, 0), 0) for i in range(len(plan.chunks))]
     assert 0 < seconds[dummy] == min(seconds)
     rank = next(r for r, own in enumerate(plan.actions) if own[-2] == Backward(dummy, 0))
-    full, *_, of_dummy, state = MODEL.memory().bytes_after(plan, rank)
+    full, *_, of_dummy, state = MODEL.memory().peak_bytes_of_actions(plan, rank)
     assert state < of_dummy < full
 
 

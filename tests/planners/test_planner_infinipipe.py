@@ -77,7 +77,7 @@ def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config
         lens, groups, stages=stages, sp_size=sp_size, tiers=tiers,
         recompute_layers=Checkpointing(tuple(layers), 0).on_stages(counts, stages),
     )  # fmt: skip
-    walked = [max(model.memory().bytes_after(plan, rank)) for rank in range(len(stages))]
+    walked = [max(model.memory().peak_bytes_of_actions(plan, rank)) for rank in range(len(stages))]
     assert peak_bytes(problem, layers) == pytest.approx(walked, abs=16)
 
 
@@ -97,7 +97,7 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     ]
     plan = plan_seq1f1b([lens[i] for i in own], part, stages=stages)
     problem = loads.pipeline(first, stop, 0.0)
-    walked = [max(MODEL.memory().bytes_after(plan, rank)) for rank in range(2)]
+    walked = [max(MODEL.memory().peak_bytes_of_actions(plan, rank)) for rank in range(2)]
     assert peak_bytes(problem, (0,) * problem.num_diagonals) == pytest.approx(walked, abs=16)
 
 
@@ -123,7 +123,8 @@ def test_random_batches_and_budgets(lens, stages, share, sp_size):
         assert error.lacking_bytes > 0 and share < 0.2
         return
     assert all(
-        max(MODEL.memory().bytes_after(found.plan, rank)) <= budget for rank in range(len(stages))
+        max(MODEL.memory().peak_bytes_of_actions(found.plan, rank)) <= budget
+        for rank in range(len(stages))
     )
     assert sum(chunk.num_tokens for chunk in found.plan.chunks) == sum(lens)
     assert load_plan(save_plan(found.plan)) == found.plan

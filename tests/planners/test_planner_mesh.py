@@ -11,6 +11,7 @@ from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import DataError
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.placement import shard
 from furlong.planners.infinipipe.mesh import (
     EQUAL_TOKENS,
@@ -19,7 +20,7 @@ from furlong.planners.infinipipe.mesh import (
     cut_and_pack,
     pack_balanced,
 )
-from furlong.planners.infinipipe.mesh_fit import cell_seconds, fit_work
+from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 
 K = 1024
@@ -132,7 +133,8 @@ def test_the_fit_follows_the_cost_model():
     work = fit_work(MODEL, 96 * K, 6, stages=stages, sp_size=8)
     groups = shard(cut_and_pack([96 * K], 6, work), 8)
     plan = plan_seq1f1b([96 * K], groups, stages=stages, sp_size=8)
-    seconds = sum(cell_seconds(MODEL, plan))[0]
+    cells = cell_seconds(plan.chunks, [96 * K], stages, MODEL, sp_size=8)
+    seconds = cells[0].sum(axis=1).tolist()
     assert pstdev(seconds) / mean(seconds) < 0.03
     tokens = [chunk.num_tokens for chunk in plan.chunks]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > 1.5 * tokens[-1]

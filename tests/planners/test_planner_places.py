@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.places_bound import lower_bound_s
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.devices.hardware import hardware
@@ -20,11 +21,10 @@ from furlong.plan.saved import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks.micro_batches import peak_bytes
 from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.places.bound import lower_bound_s
 from furlong.planners.places.division import Division, Spot
 from furlong.planners.places.emit import plan_of
 from furlong.planners.places.plan import plan_places
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import settings as settings_of
 from furlong.simulate.clock import time_actions
 
@@ -71,7 +71,7 @@ def test_a_division_is_charged_what_its_plan_is(data):
     layers = data.draw(st.sampled_from((0, 3, 28)))
     model = data.draw(st.sampled_from((MODEL, GPT)))
     seq_lens = data.draw(st.lists(st.integers(1, 8 * K), min_size=1, max_size=8))
-    batch = Batch.of(seq_lens, model, 8)
+    batch = PoolBatch.of(seq_lens, model, 8)
     budget = 500 * 2**30
     (setting,) = settings_of(batch, budget, [layers])
     division = Division(setting, 2)
@@ -155,7 +155,7 @@ def excess(draw):
         least = max(max(lens) / 8, sum(lens) / 8)
         tokens = int(draw.uniform(least, 1.2 * max(least, sum(lens) / 4)))
         budget = peak_bytes(model, tokens, dp_size=1, sp_size=4, recompute_layers=0)
-    batch = Batch.of(lens, model, 4)
+    batch = PoolBatch.of(lens, model, 4)
     found = settings_of(batch, budget, range(5))
     if not found:
         with pytest.raises(ConfigError):

@@ -24,15 +24,15 @@ from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Backward, Forward, Place, Reduce
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.chunks.micro_batches import chunk_seconds
 from furlong.planners.methods.skrull import (
     chunk_of,
     faster_places,
     micro_batch_groups,
     schedule_skrull,
 )
-from furlong.planners.places.rates import TOKENS, Batch, Rates
+from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=2))
@@ -228,7 +228,7 @@ def test_places_by_seconds_are_close_to_the_best_of_all():
         ((batch, *others),) = schedule_skrull(lens, work, dp_size=1, **sizes)
         if others:
             continue
-        rates = Rates(Batch.of(lens, model, sp_size), 0)
+        rates = Rates(PoolBatch.of(lens, model, sp_size), 0)
         best_s = brute_force(lens, rates, sp_size, bucket_tokens)
         found = faster_places(batch, rates, bucket_tokens)
         assert found.seq_ids == batch.seq_ids
@@ -245,7 +245,10 @@ def test_groups_of_the_search_are_placed_by_seconds():
     plain = [chunk_of(batch, lens) for batch in schedule[0]]
     found = [chunk for group in groups for chunk in group]
     assert [chunk.num_tokens for chunk in found] == [chunk.num_tokens for chunk in plain]
-    ours, theirs = (sum(chunk_seconds(lens, own, LARGE, sp_size=2)) for own in (found, plain))
+    stages = (LARGE.shape.num_layers,)
+    ours, theirs = (
+        cell_seconds(own, lens, stages, LARGE, sp_size=2).sum() for own in (found, plain)
+    )
     assert ours < theirs
     odd = micro_batch_groups(lens, LARGE, sp_size=7, bucket_tokens=26 * K)
     assert sorted(s.seq_id for (chunk,) in odd for s in chunk.slices) == list(range(24))

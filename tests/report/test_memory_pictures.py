@@ -74,6 +74,24 @@ def test_equal_actions_and_records_in_any_order_get_the_bytes_of_their_own_place
     assert lower.parts == {"host": (0, 5, 6, 7)}
 
 
+def test_a_rank_that_waits_has_no_more_than_before_and_after():
+    actions = [parse_action(text) for text in ("F0.0 all", "B0.0", "reduce 0")]
+    device = np.zeros((3, len(PARTS)), dtype=np.int64)
+    device[:, PARTS.index("weights")] = 10
+    device[:, PARTS.index("activations")] = [40, 40, 0]
+    device[:, PARTS.index("logits")] = [0, 30, 0]
+    none = np.zeros(3, dtype=np.int64)
+    spans = ((0.0, 1.0), (2.0, 3.0), (5.0, 6.0))
+    records = [
+        Record(0, "compute", action, *span, 0, 0)
+        for action, span in zip(actions, spans, strict=True)
+    ]
+    on_device, _ = memory_steps(records, actions, "host", MemoryCurve(device, none, none))
+    assert at(on_device, 1.5) == {"weights": 10, "activations": 40, "logits": 0}
+    assert at(on_device, 2.5) == {"weights": 10, "activations": 40, "logits": 30}
+    assert at(on_device, 4.0) == {"weights": 10, "activations": 0, "logits": 0}
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_parts_at_the_peak_are_those_of_the_table(name):
     report = report_plan(PLANS[name], MODEL)

@@ -91,7 +91,7 @@ def test_memory_is_that_of_the_cost_model():
     plan, costs = build(), model()
     report = report_plan(plan, costs)
     for rank, own in enumerate(report.memory):
-        assert own.device_bytes == max(costs.memory().bytes_after(plan, rank))
+        assert own.device_bytes == max(costs.memory().peak_bytes_of_actions(plan, rank))
         assert own.parts == costs.memory().curve(plan, rank).peak
     assert report.peak_bytes == max(report.figures.peak_device_bytes)
     on_host = report_plan(build(tier="host"), costs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.planners.options import ChunkOptions
+from furlong.units import count_words
 
 TrialModel = Literal["own", "narrow"]
 """The user's widths in few layers; a narrow model of the same head size, whose passes are mostly
@@ -29,10 +30,12 @@ class Trial:
 
     def __str__(self) -> str:
         options, lens = self.options, self.seq_lens
-        batch = f"{lens[0]:,} tokens" if len(lens) == 1 else f"{len(lens)} x {lens[0]:,} tokens"
+        batch = (
+            count_words(lens[0], "token") if len(lens) == 1 else f"{len(lens)} x {lens[0]:,} tokens"
+        )
         order = f", layer-first {options.stage_layers}" if options.order == "layer-first" else ""
         layers = options.recompute_layers
-        again = f", {layers} layers recomputed" if layers else ""
+        again = f", {count_words(layers, 'layer')} recomputed" if layers else ""
         return (
             f"{self.subject}: {batch}, chunks of {options.size:,}, keep {options.keep},"
             f" {options.num_retained} retained{order}{again}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from furlong.errors import ConfigError
+from furlong.units import count_words
 
 if TYPE_CHECKING:
     from furlong.config.schema import PlannedRun
@@ -116,7 +117,8 @@ def count_run(config: PlannedRun, tokenizer: str | None = None) -> Lengths:
     data = load_splits(config.data.model_copy(update={"eval": None, **unlimited}), own)
     train = data["train"]
     if too_long := int((train.seq_lens > limit).sum()):
-        print(f"{too_long:,} sequences are longer than data.max_seq_len = {limit:,}")
+        longer = count_words(too_long, "sequence")
+        print(f"longer than data.max_seq_len = {limit:,}: {longer}")
     return _count(train.seq_lens[train.mixture.order(config.train.seed, 0)])
 
 

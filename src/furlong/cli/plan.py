@@ -24,8 +24,8 @@ Beside the flags that come first all keys of furlong train are flags: sizes of p
 memory that are given hold, what is left out or auto is searched.
 """
 _OF_A_PLAN = (
-    "--model", "--memory.device", "--hardware", "--zero", "--no-calibration", "--json", "--out",
-    "--picture", "--trace",
+    "--model", "--memory.device", "--memory.host", "--hardware", "--zero", "--no-calibration",
+    "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
 _ENDINGS = {"--picture": (".png", ".svg", ".html"), "--trace": (".json",), "--out": (".json",)}

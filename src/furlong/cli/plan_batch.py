@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from furlong.cli.flag_types import MAX_BATCH, refusal
 from furlong.plan.lengths import Lengths, draw_lengths, read_lengths, write_lengths
-from furlong.report.words import count_words
-from furlong.units import format_count
+from furlong.units import count_words, format_count, plural
 
 if TYPE_CHECKING:
     from furlong.config.schema import PlannedRun
@@ -25,7 +24,7 @@ _LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PlannedBatch:
     """The sequences of one step."""
 
     seq_lens: tuple[int, ...]
@@ -40,11 +39,12 @@ class Batch:
 
     def __str__(self) -> str:
         count = count_words(len(self.seq_lens), "sequence")
-        tokens = f"{format_count(sum(self.seq_lens))} tokens"
+        total = sum(self.seq_lens)
+        tokens = f"{format_count(total)} {plural(total, 'token')}"
         return f"{count}, {tokens}, longest {max(self.seq_lens):,}: {self.source}"
 
 
-def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
+def batch_of(flags: RunFlags, config: PlannedRun) -> PlannedBatch:
     """The batch of a run file, of --data.train, or of --lengths. Raises ConfigError."""
     own, seed, too_long = flags.own, config.train.seed, config.data.too_long
     is_run = own.subject is not None or "--data.train" in flags.names
@@ -64,8 +64,8 @@ def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
         and lengths.longest > limit
     ):  # fmt: skip
         raise refusal(
-            f"a sequence of {lengths.longest:,} tokens in {name}",
-            f"at most data.max_seq_len = {limit:,} tokens, with data.too_long: error",
+            f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
+            f"at most data.max_seq_len = {count_words(limit, 'token')}, with data.too_long: error",
             "raise data.max_seq_len, or set data.too_long to truncate or drop",
             f"{own.subject or 'no run file'}, key data.max_seq_len",
         )
@@ -79,12 +79,13 @@ def batch_of(flags: RunFlags, config: PlannedRun) -> Batch:
 
 def _draw(
     lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
-) -> Batch:
+) -> PlannedBatch:
     """The longest sequence and others in a random order, `count` in all, each once unless there are
     fewer; all of them for None. Raises ConfigError."""
     kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
     if not kept:
-        least = f"at least {lengths.counts[0][0]:,} tokens, the shortest sequence of {source}"
+        shortest = count_words(lengths.counts[0][0], "token")
+        least = f"at least {shortest}, the shortest sequence of {source}"
         given = f"max_seq_len {max_seq_len:,}"
         raise refusal(given, least, "raise max_seq_len", "the batch to plan")
     some = Lengths(tuple(kept))
@@ -96,23 +97,23 @@ def _draw(
         again = f", {count / number:.3g} times over" if count and count > number else ""
         words = f"all of {source}{longer}{again}, in the order of seed {seed}"
         seq_lens = draw_lengths(some, count or number, seed)
-        return Batch(seq_lens, words, longest, some, seed)
+        return PlannedBatch(seq_lens, words, longest, some, seed)
     others = Lengths((*kept[:-1], *([(longest, kept[-1][1] - 1)] if kept[-1][1] > 1 else [])))
     drawn = draw_lengths(others, count - 1, seed) if count > 1 else ()
     words = f"the longest of the {number:,} of {source}{longer}"
     if drawn:
         words += f", and {count - 1:,} others drawn with seed {seed}"
-    return Batch((longest, *drawn), words, longest, some, seed)
+    return PlannedBatch((longest, *drawn), words, longest, some, seed)
 
 
-def _of_preset(name: str, count: int, seed: int, limit: int | None) -> Batch:
+def _of_preset(name: str, count: int, seed: int, limit: int | None) -> PlannedBatch:
     from furlong.cost.lengths import length_preset, sample_lengths
 
     _check_count(count, name)
     seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
-    words = f" of at most {limit:,} tokens" if limit else ""
+    words = f" of at most {count_words(limit, 'token')}" if limit else ""
     longest = min(limit or sys.maxsize, length_preset(name).longest_tokens)
-    return Batch(seq_lens, f"drawn from the preset {name}{words} with seed {seed}", longest)
+    return PlannedBatch(seq_lens, f"drawn from the preset {name}{words} with seed {seed}", longest)
 
 
 def _counted(file: str | None, config: PlannedRun) -> tuple[str, Lengths]:

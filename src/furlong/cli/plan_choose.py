@@ -14,7 +14,7 @@ from furlong.cli.plan_search import (
     methods_named,
     search_with,
 )
-from furlong.cli.plan_subject import Subject, subject_of
+from furlong.cli.plan_subject import PlanSubject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.saved import save_plan
 from furlong.plan.values import ChunkPlan
@@ -27,8 +27,7 @@ from furlong.planners.search.problem import Found
 from furlong.report.patience import Tell
 from furlong.report.plan_report import PlanReport, report_plan
 from furlong.report.plan_text import format_report, line, runs_words
-from furlong.report.words import count_words
-from furlong.units import format_count, format_seconds
+from furlong.units import count_words, format_count, format_seconds
 
 _SAME = 1 + 1e-6
 """Ratio of two times up to which they are equal."""
@@ -90,18 +89,18 @@ def run(flags: RunFlags, tell: Tell) -> None:
 def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
     """The words for the draw of the plan that is shown."""
     return (
-        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of {len(plan.chunks):,} chunks drawn"
-        " in this step, another draw every step\n"
+        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
+        f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
         "labels are not known here: all chunks are drawn as those without labels are\n"
         "step and memory are those of this draw; the dials fit with every chunk drawn"
     )
 
 
-def _longest_words(longest: Longest, subject: Subject) -> str:
+def _longest_words(longest: Longest, subject: PlanSubject) -> str:
     tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
     fits = "fits" if _longest_fits(longest, subject) else "does not fit"
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
-    words = f"{tokens:,} tokens in the data ({where}): {fits}\nalone "
+    words = f"{count_words(tokens, 'token')} in the data ({where}): {fits}\nalone "
     if not longest.num_tokens:
         return f"{words}not even one token would, under the dials above"
     if longest.limit == "positions":
@@ -115,7 +114,7 @@ def _longest_words(longest: Longest, subject: Subject) -> str:
     return words
 
 
-def _longest_fits(longest: Longest, subject: Subject) -> bool:
+def _longest_fits(longest: Longest, subject: PlanSubject) -> bool:
     tokens = subject.batch.longest_tokens
     return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
 
@@ -156,7 +155,7 @@ def _search_words(found: Found) -> str:
 
 
 def _to_json(
-    subject: Subject, found: Found, report: PlanReport, longest: Longest
+    subject: PlanSubject, found: Found, report: PlanReport, longest: Longest
 ) -> dict[str, Any]:
     _, slower = _rivals(found)
     next_best = [
@@ -170,7 +169,6 @@ def _to_json(
         "num_idle_devices": subject.problem.num_idle(found.best.dials.layout),
         "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
-        "longest_sequence_is_bound": longest.limit != "trials",
         "longest_sequence_limit": longest.limit,
         "next_best": next_best[0] if next_best else None,
         "search": {
@@ -184,4 +182,5 @@ def _to_json(
 
 
 def _dials_json(dials: Dials) -> dict[str, Any]:
-    return {"method": dials.method, "layout": asdict(dials.layout), "dials": dials.values()}
+    layout = {"pool": dials.layout.num_devices} if dials.is_pool else asdict(dials.layout)
+    return {"method": dials.method, "layout": layout, "dials": dials.values()}

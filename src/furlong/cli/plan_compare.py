@@ -14,7 +14,7 @@ from furlong.planners.search.problem import Found
 from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.patience import Tell
 from furlong.report.plan_report import report_plan
-from furlong.report.words import count_words
+from furlong.units import count_words
 
 _SLOWEST = 2
 """Most seconds of a panel, in those of the fastest one: more would squeeze all others."""

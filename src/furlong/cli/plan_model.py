@@ -90,6 +90,14 @@ def figures_of(
     return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
 
 
+def check_zero(zero: int | None, num_devices: int) -> None:
+    """Raises ConfigError for a stage of ZeRO where there is nobody to share the state with."""
+    if zero and num_devices == 1:
+        given, required = f"--zero {zero} on one device", "several devices, which share the state"
+        source = "--zero, and the number of devices"
+        raise refusal(given, required, "leave --zero out, or give several --devices", source)
+
+
 def missing(flag: str) -> UserError:
     """The error for a flag without which there is nothing to plan."""
     required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.plan_files import draw
-from furlong.cli.plan_model import figures_of, run_of, spec_of
+from furlong.cli.plan_model import check_zero, figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
+from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.saved import load_plan, read_made_for
 from furlong.plan.text import format_plan
 from furlong.plan.values import ChunkPlan
+from furlong.planners.budget import fit
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
 from furlong.report.plan_report import report_plan
@@ -26,6 +29,7 @@ from furlong.report.words import format_figures
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
+from furlong.units import count_words
 
 _UNITS = "units"
 _ABOUT_UNITS = (
@@ -41,7 +45,7 @@ def show_plan(file: str, flags: RunFlags) -> None:
     if chosen.out is not None:
         raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
     text, plan = _load(file)
-    saved = _checked(read_made_for(text), file)
+    saved = _checked(read_made_for(text), sum(plan.seq_lens), file)
     named = any(name.startswith("--model") for name in flags.names)
     if saved or (named and chosen.hardware is not None):
         _show_predicted(plan, file, flags, saved)
@@ -83,37 +87,62 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
     config = run_of(flags, saved.get("run", {}))
     zero = saved.get("zero") if chosen.zero is None else chosen.zero
     spec = spec_of(chosen.hardware or str(saved.get("hardware")))
+    if config.memory.host != "auto":
+        spec = replace(spec, host_bytes=config.memory.host)
     num_devices = len(plan.actions) * plan.sp_size
+    check_zero(chosen.zero, num_devices)
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
-        given = f"a model of {shape.num_layers} layers, {config.model.name}"
-        required = f"one of {sum(plan.stages)} layers, as the plan's stages have them"
+        given = f"a model of {count_words(shape.num_layers, 'layer')}, {config.model.name}"
+        required = (
+            f"one of {count_words(sum(plan.stages), 'layer')}, as the plan's stages have them"
+        )
         change = "give the model that the plan was made for"
         raise refusal(given, required, change, f"--model.name and {file}")
     budget_bytes = None if budget == "auto" else budget
     report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
+    refusal_words = _does_not_fit(plan, figures.model, budget_bytes)
     if chosen.json:
-        print(json.dumps(report.to_json(), indent=1))
+        values = report.to_json()
+        if refusal_words:
+            values |= {"runs_here": False, "missing_to_run": refusal_words}
+        print(json.dumps(values | {"fits": not refusal_words}, indent=1))
     else:
         print(line("devices", f"{num_devices} x {spec.name}, {config.model.name}"))
+        if refusal_words:
+            print(line("warning", f"it does not fit: {refusal_words}"))
         print(format_report(report))
-        print(line("runs here", runs_words(report)))
+        print(line("runs here", "no, it does not fit" if refusal_words else runs_words(report)))
     draw([report.panel(Path(file).stem)], chosen)
 
 
-def _checked(saved: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """The model and devices of a saved plan, as `--out` writes them.
+def _does_not_fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None) -> str:
+    """The memory that a plan lacks, in words; empty where it fits."""
+    try:
+        fit(plan, model, budget_bytes)
+    except UserError as error:
+        return f"{error.given}; required: {error.required}"
+    return ""
+
+
+def _checked(saved: Any, most_tokens: int, file: str) -> Mapping[str, Any]:
+    """The model and devices of a saved plan of at most so many tokens, as `--out` writes them.
 
     Raises ConfigError where they were edited.
     """
     kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
-    is_whole = all(type(saved.get(name)) is kind for name, kind in kinds.items())
-    if saved and not (is_whole and saved["zero"] in range(4) and saved["num_tokens"] > 0):
+    if saved == {}:
+        return {}
+    is_whole = isinstance(saved, dict) and all(
+        type(saved.get(name)) is kind for name, kind in kinds.items()
+    )
+    if not (is_whole and saved["zero"] in range(4) and 0 < saved["num_tokens"] <= most_tokens):
         required = f"{', '.join(kinds)} as furlong plan --out writes them"
         change = "make the plan again, or remove made_for"
         raise refusal(f"made_for = {saved!r:.80}", required, change, file)
-    return saved
+    found: Mapping[str, Any] = saved
+    return found
 
 
 def _load(file: str) -> tuple[str, ChunkPlan]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_subject import Subject
+from furlong.cli.plan_subject import PlanSubject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
@@ -15,19 +15,18 @@ from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.auto.search import MARGIN, Searched
-from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.search.build import build
 from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.pools import pool_dials
-from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, Trial
+from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, TriedDials
 from furlong.planners.search.replicas import Outcome
-from furlong.planners.search.room import Room, chunk_sizes, stage_heights, within
+from furlong.planners.search.room import rooms_of
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
-from furlong.report.words import count_words
+from furlong.units import count_words
 
 OURS = "furlong"
 METHODS: Mapping[str, Method] = {**PUBLISHED, **ABLATIONS, OURS: combined}
@@ -42,7 +41,7 @@ def methods_named(name: str | None) -> Mapping[str, Method]:
 
 
 def search_with(
-    subject: Subject, methods: Mapping[str, Method], *, strict: bool, tell: Tell | None = None
+    subject: PlanSubject, methods: Mapping[str, Method], *, strict: bool, tell: Tell | None = None
 ) -> Found:
     """The search with the dials that are given. `strict`: only candidates that have each of them;
     else those too that do not know it. Raises ConfigError."""
@@ -53,12 +52,12 @@ def search_with(
         raise _nothing_offered(subject, problem, methods) from None
 
 
-def has_given(subject: Subject, dials: Dials) -> bool:
+def has_given(subject: PlanSubject, dials: Dials) -> bool:
     """Whether dials have every value that is given."""
     return dials.agree(_given(subject), strict=True)
 
 
-def _given(subject: Subject) -> dict[str, Any]:
+def _given(subject: PlanSubject) -> dict[str, Any]:
     """The given dials by the values of candidates: a tier is the one of K,V, or a word of no
     candidate where other kinds of memory are named as well."""
     given = dict(subject.dials)
@@ -70,7 +69,7 @@ def _given(subject: Subject) -> dict[str, Any]:
 
 
 def _nothing_offered(
-    subject: Subject, problem: Problem, methods: Mapping[str, Method]
+    subject: PlanSubject, problem: Problem, methods: Mapping[str, Method]
 ) -> ConfigError:
     """The error where no method has the given sizes and dials, with those to leave out."""
     names = ", ".join(methods) if len(methods) < 4 else f"{len(methods)} methods"
@@ -105,34 +104,20 @@ def _nothing_offered(
 
 def _offers(problem: Problem, methods: Mapping[str, Method]) -> bool:
     """Whether a method has dials for a problem in any layout, whether they fit or not."""
-    given, longest = problem.given, max(problem.seq_lens)
-    number = given.get("num_retained")
-    shape = problem.model.shape
     try:
-        found = layouts(
-            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp, idle=True
-        )
+        rooms = list(rooms_of(problem, least=1024))
     except ConfigError:
         return False
-    rooms = (
-        Room(
-            layout=layout, stages=(1,) * layout.pp, zero=0, balance="none", longest_tokens=longest,
-            sizes=within(chunk_sizes(layout, longest, least=1024), given.get("size")),
-            heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
-            tiers=problem.tiers, num_retained=None if number is None else int(str(number)),
-        )
-        for layout in found
-    )  # fmt: skip
     dials = (
         one for room in rooms for method in methods.values() for rungs in method(room)
         for one in rungs
     )  # fmt: skip
-    return any(one.agree(given, strict=problem.strict) for one in dials) or any(
+    return any(one.agree(problem.given, strict=problem.strict) for one in dials) or any(
         True for _ in pool_dials(problem, methods.values())
     )
 
 
-def decision_of(subject: Subject, method: str | None) -> Decision | None:
+def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
     """The decision of `furlong train` on one device; None for several, for sizes that need more,
     or for one method's plans.
 
@@ -162,7 +147,7 @@ def decision_of(subject: Subject, method: str | None) -> Decision | None:
     )
 
 
-def found_of(searched: Searched, subject: Subject) -> Found:
+def found_of(searched: Searched, subject: PlanSubject) -> Found:
     """The outcome of the search on one device, with the plan of the subject's batch as its best,
     and all times in the seconds of its model."""
     problem = subject.problem
@@ -171,8 +156,8 @@ def found_of(searched: Searched, subject: Subject) -> Found:
     predicted = predict(problem.model, plan)
     ratio = predicted.step_s / searched.best.step_s
     outcome = Outcome(best, plan, problem.model, predicted.step_s, predicted.device_bytes)
-    trials = [Trial(best, outcome.step_s)]
-    trials += [Trial(_dials(t.options), t.step_s * ratio) for t in searched.tried[1:]]
+    trials = [TriedDials(best, outcome.step_s)]
+    trials += [TriedDials(_dials(t.options), t.step_s * ratio) for t in searched.tried[1:]]
     refused = [
         Refusal(_dials(t.options), refusal(f"{t.needs.device_bytes} bytes", "less", ""))
         for t in searched.refused

@@ -9,8 +9,8 @@ from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
-from furlong.cli.plan_batch import Batch, batch_of
-from furlong.cli.plan_model import figures_of, missing, run_of, spec_of
+from furlong.cli.plan_batch import PlannedBatch, batch_of
+from furlong.cli.plan_model import check_zero, figures_of, missing, run_of, spec_of
 from furlong.cost.calibration.file import Calibrated
 from furlong.cost.devices.hardware import (
     THIS_CPU,
@@ -28,7 +28,7 @@ from furlong.planners.sampling.use import check_sampling
 from furlong.planners.search.problem import Problem
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.plan_text import line
-from furlong.units import format_bytes, format_count
+from furlong.units import count_words, format_bytes, format_count
 
 if TYPE_CHECKING:
     from furlong.config.schema import PlannedRun
@@ -40,7 +40,7 @@ MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PlanSubject:
     """A problem, and the words for it."""
 
     problem: Problem
@@ -48,7 +48,7 @@ class Subject:
     """Values that are given: size, num_retained, keep, tier, order, stage_layers, sample."""
     given_sizes: Mapping[str, int]
     """Sizes of dp, sp and pp that are given, but for a run file's sizes of 1, its defaults."""
-    batch: Batch
+    batch: PlannedBatch
     config: PlannedRun
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
@@ -81,7 +81,8 @@ class Subject:
         problem, model = self.problem, self.problem.model
         shape, training, spec = model.shape, model.training, model.hardware
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
-        counts = f"{format_count(shape.num_parameters)} parameters, {shape.num_layers} layers"
+        counts = f"{format_count(shape.num_parameters)} parameters,"
+        counts += f" {count_words(shape.num_layers, 'layer')}"
         guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
         budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
@@ -99,9 +100,9 @@ class Subject:
 
     def made_for(self, model: CostModel) -> dict[str, Any]:
         """Plain values that are saved with a plan, to predict it again on its `model`."""
-        run: dict[str, Any] = {"model": self.config.model.model_dump(mode="json")}
-        if self.problem.budget_bytes is not None:
-            run["memory"] = {"device": self.problem.budget_bytes}
+        device, host = self.problem.budget_bytes, self.config.memory.host
+        given = {"device": "auto" if device is None else device, "host": host}
+        run = {"model": self.config.model.model_dump(mode="json"), "memory": given}
         return {
             "run": run,
             "hardware": model.hardware.name,
@@ -126,7 +127,7 @@ class Subject:
         }
 
 
-def subject_of(flags: RunFlags) -> Subject:
+def subject_of(flags: RunFlags) -> PlanSubject:
     """The question that a command line asks. Raises ConfigError."""
     config, own = run_of(flags), flags.own
     is_run = own.subject is not None or "--data.train" in flags.names
@@ -135,6 +136,7 @@ def subject_of(flags: RunFlags) -> Subject:
     batch = batch_of(flags, config)
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware)
     sizes, num_devices = _layout(flags, config)
+    check_zero(own.zero, num_devices)
     dials = _dials(own, config, batch, num_devices)
     tier, budget = dials.get("tier"), config.memory.device
     host_bytes, disk_bytes = tier_budgets(
@@ -166,7 +168,7 @@ def subject_of(flags: RunFlags) -> Subject:
         for name, size in sizes.items()
         if size is not None and (size > 1 or f"--parallel.{name}" in flags.names)
     }
-    return Subject(
+    return PlanSubject(
         problem=problem, dials=dials, given_sizes=given_sizes, batch=batch, config=config,
         is_run=is_run, runs_here=runs_here, figures=figures, host_bytes=host_bytes,
         disk_bytes=disk_bytes, is_runnable=own.runnable,
@@ -174,7 +176,9 @@ def subject_of(flags: RunFlags) -> Subject:
     )  # fmt: skip
 
 
-def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -> dict[str, Any]:
+def _dials(
+    own: Namespace, config: PlannedRun, batch: PlannedBatch, num_devices: int
+) -> dict[str, Any]:
     """The dials that are given. Raises ConfigError for more than can be planned for, for a sample
     where exact plans are searched, and for a meaningless one."""
     dials = given_dials(config.chunks)
@@ -183,8 +187,8 @@ def _dials(own: Namespace, config: PlannedRun, batch: Batch, num_devices: int) -
     longest, size = max(batch.seq_lens), dials.get("size", MAX_TOKENS)
     if longest > size * MAX_CHUNKS:
         raise refusal(
-            f"chunks of {size:,} tokens, {-(-longest // size):,} of them in the longest sequence of"
-            f" {longest:,}",
+            f"chunks of {count_words(size, 'token')}, {-(-longest // size):,} of them in the"
+            f" longest sequence of {longest:,}",
             f"at most {MAX_CHUNKS:,} chunks of one sequence",
             f"raise chunks.size to {-(-longest // MAX_CHUNKS):,}, or use shorter sequences",
             "chunks.size and the lengths",

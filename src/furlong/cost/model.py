@@ -28,10 +28,12 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.passes import passes
 from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (
+    COMPUTING,
     ON_DEVICE,
     Action,
     Backward,
     ChunkPlan,
+    Computing,
     Forward,
     RebuildKV,
     Recompute,
@@ -41,7 +43,6 @@ from furlong.plan.values import (
     place_sizes,
 )
 
-Computing = Forward | Recompute | Backward | RebuildKV
 Hidden = Literal["all-to-all", "gathers", "streams"]
 """Things that a computing action may wait for inside: the all-to-alls of slices on several
 processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
@@ -98,7 +99,7 @@ class PlanCosts:
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
             for action, what in zip(actions, passes(plan, rank), strict=True):
-                if isinstance(action, (Forward, Recompute, Backward, RebuildKV)):
+                if isinstance(action, COMPUTING):
                     found = parts_of(what, plan.stages[action.stage])
                     self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
@@ -135,9 +136,7 @@ class PlanCosts:
         """Seconds of the copies between tiers that run beside `action`: those to and from a tier,
         and those of different tiers, at the same time. What an action waits for inside its layers
         (a segment of K,V before its attention) is in `compute_s`."""
-        if self._plan.tiers == ON_DEVICE or not isinstance(
-            action, (Forward, Recompute, Backward, RebuildKV)
-        ):
+        if self._plan.tiers == ON_DEVICE or not isinstance(action, COMPUTING):
             return 0.0
         if rank not in self._copies:
             self._copies[rank] = self._copies_of(rank)
@@ -158,7 +157,7 @@ class PlanCosts:
         return {
             (type(action), action.chunk, action.stage): seconds
             for action, seconds in zip(self._plan.actions[rank], slowest.tolist(), strict=True)
-            if isinstance(action, (Forward, Recompute, Backward, RebuildKV))
+            if isinstance(action, COMPUTING)
         }
 
     def transfer_s(self, action: Send, rank: int) -> float:

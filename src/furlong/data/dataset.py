@@ -16,7 +16,7 @@ from furlong.data.records import BLANK
 from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
-from furlong.units import format_count, format_seconds
+from furlong.units import count_words, format_count, format_seconds, plural
 
 TooLong = Literal["error", "truncate", "drop"]
 
@@ -47,7 +47,7 @@ class TokenizedSource:
         """One line that says which format `auto` found, and what was left out."""
         notes = self.entry.notes
         path = printable(self.source.path)
-        line = f"{path}: {len(self.entry.index):,} sequences, format {notes['format']}"
+        line = f"{path}: {count_words(len(self.entry.index), 'sequence')}, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
@@ -174,7 +174,8 @@ class DataSet(Items[Sequence]):
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
-            f"{self._key}: {len(self):,} sequences, {format_count(self.num_tokens)} tokens,"
+            f"{self._key}: {count_words(len(self), 'sequence')},"
+            f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
         )
         if self.num_truncated or self.num_dropped:
@@ -208,7 +209,7 @@ class DataSet(Items[Sequence]):
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
         return DataError(
             given=f"a sequence of {_longest(lens[part]):,} tokens{others},"
-            f" of {sum(map(len, lens)):,} sequences",
+            f" of {count_words(sum(map(len, lens)), 'sequence')}",
             required=f"at most data.max_seq_len = {limit:,}",
             source=self.parts[part].origin(row),
             change="raise data.max_seq_len, or set data.too_long to truncate or drop",
@@ -218,13 +219,13 @@ class DataSet(Items[Sequence]):
         num_blank = sum(part.entry.notes["left_out"].get(BLANK, 0) for part in self.parts)
         if not len(self) and not self.num_dropped:
             return DataError(
-                given=f"{num_blank:,} records, all of them blank",
+                given=f"{count_words(num_blank, 'record')}, all of them blank",
                 required="at least one with text, messages or tokens",
                 source=self._key,
                 change="check that the right files are named, and what their first records hold",
             )
         return DataError(
-            given=f"{len(self):,} sequences without a label"
+            given=f"{count_words(len(self), 'sequence')} without a label"
             + (f", {self.num_dropped:,} dropped" if self.num_dropped else "")
             + (f", {num_blank:,} blank records left out" if num_blank else ""),
             required="at least one token that is to be predicted from one before it",

@@ -18,7 +18,7 @@ from typing import Any
 
 from furlong.data.sources import SourceFile
 from furlong.errors import DataError
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 16 * 2**20
@@ -82,8 +82,8 @@ def read_records(
         empty = empty and empty_file
     if empty:
         raise DataError(
-            given=f"{len(files):,} files without a record, {left_out[BINARY]:,} of them binary,"
-            f" {files[0].origin(0)} among them",
+            given=f"{count_words(len(files), 'file')} without a record, {left_out[BINARY]:,} of"
+            f" them binary, {files[0].origin(0)} among them",
             required=f"at least one record or text in {_READ}",
             source=key,
             change="decompress or convert them, or name others",

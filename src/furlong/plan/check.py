@@ -41,6 +41,7 @@ from furlong.plan.values import (
     Recompute,
     Recv,
 )
+from furlong.units import count_words
 
 
 class Memory(Protocol):
@@ -49,14 +50,15 @@ class Memory(Protocol):
     def budget_bytes(self, rank: int) -> int:
         """Bytes that the rank may use."""
 
-    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of bytes in use while it runs."""
 
 
 def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
     """Raise PlanError if the plan breaks an invariant; its text points at the guilty place."""
-    if not plan.stages:
-        raise PlanError("broken rule: a plan has stages")
+    if min(plan.stages, default=0) < 1:
+        shown = ", ".join(map(str, plan.stages)) or "none"
+        raise PlanError(f"broken rule: a plan has stages of at least one layer\nlayers: {shown}")
     check_chunks(plan)
     grid = Grid(plan)
     for rule, breaks in (*_CELL_RULES, *RANK_RULES):
@@ -74,7 +76,8 @@ def _not_once(grid: Grid) -> Breaks:
     all stages of a chunk from `frozen_stages` on, for all chunks but dummies if for any."""
     plan, frozen = grid.plan, grid.plan.frozen_stages
     if not 0 <= frozen < grid.num_stages:
-        why = f"{frozen} of {grid.num_stages} stages are frozen: the last one has the loss"
+        of_all = count_words(grid.num_stages, "stage")
+        why = f"{frozen} of {of_all} are frozen: the last one has the loss"
         raise PlanError(f"broken rule: {_ONCE}\n{why}")
     firsts = {Forward: grid.forward, Backward: grid.backward}
     for at, action, cell in grid.each(*COMPUTING):
@@ -91,8 +94,11 @@ def _not_once(grid: Grid) -> Breaks:
         if not plan.report_loss and forwards == backwards == 0:
             continue
         if forwards != grid.num_stages or backwards not in (0, grid.num_stages - frozen):
-            why = f"chunk {chunk} has {forwards} Forwards and {backwards} Backwards"
-            over = f"{grid.num_stages} stages" + (f", {frozen} of them frozen" if frozen else "")
+            why = f"chunk {chunk} has {count_words(forwards, 'Forward')} and"
+            why += f" {count_words(backwards, 'Backward')}"
+            over = count_words(grid.num_stages, "stage") + (
+                f", {frozen} of them frozen" if frozen else ""
+            )
             raise refuse_chunk(plan, _ONCE, f"{why} over {over}", chunk)
         if trained and not backwards and not plan.chunks[chunk].is_dummy:
             why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
@@ -222,7 +228,7 @@ def _odd_graphs(grid: Grid) -> Breaks:
         assert isinstance(action, (Forward, Recompute))
         num_layers = grid.plan.stages[action.stage]
         if not 0 <= action.recompute_layers <= num_layers:
-            yield f"the stage has {num_layers} layers", at
+            yield f"the stage has {count_words(num_layers, 'layer')}", at
         if isinstance(action, Recompute):
             if at < grid.forward[cell]:
                 yield "nothing is kept before the Forward", at
@@ -257,7 +263,7 @@ def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
     """I9. At every action the rank's bytes stay within its budget."""
     for rank, start in enumerate(grid.starts[:-1]):
         budget = memory.budget_bytes(rank)
-        for index, used in enumerate(memory.bytes_after(grid.plan, rank)):
+        for index, used in enumerate(memory.peak_bytes_of_actions(grid.plan, rank)):
             if used > budget:
                 yield f"rank {rank} needs {used} bytes here and has {budget}", start + index
 

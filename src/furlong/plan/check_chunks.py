@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from furlong.plan.grid import refuse_chunk
 from furlong.plan.values import Action, ChunkPlan, Forward, Place, Slice, place_sizes
+from furlong.units import count_words
 
 _RULE_1 = "every token is in exactly one slice"
 _RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
@@ -31,7 +32,10 @@ def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
             yield f"chunk {index} is empty, its rank needs none to go with others", index
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
-                yield f"the plan has {len(plan.seq_lens)} sequences, none is {piece.seq_id}", index
+                yield (
+                    f"none of {count_words(len(plan.seq_lens), 'sequence')} is {piece.seq_id}",
+                    index,
+                )
             if piece.stop <= piece.start:
                 yield f"a slice of sequence {piece.seq_id} is empty", index
             pieces[piece.seq_id].append((piece.start, piece.stop, index))
@@ -45,7 +49,11 @@ def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
                 )
             covered = stop
         if covered != seq_len or not found:
-            yield f"sequence {seq_id} has {seq_len} tokens, its slices cover {covered}", index
+            yield (
+                f"sequence {seq_id} has {count_words(seq_len, 'token')},"
+                f" its slices cover {covered}",
+                index,
+            )
 
 
 def _computed(actions: Iterable[Action]) -> set[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from furlong.errors import PlanError
 from furlong.plan.text import format_action, format_chunk
 from furlong.plan.values import MESSAGES, ON_PARAMETERS, Action, Backward, ChunkPlan, Forward, Keep
+from furlong.units import count_words
 
 _NUM_AROUND = 4
 _ARROW = "    <-- here"
@@ -50,11 +51,11 @@ class Grid:
     def _cell(self, at: int, action: Action) -> int:
         rule = "every action names a cell of the grid"
         if not 0 <= action.stage < self.num_stages:
-            raise self.refuse(rule, f"the plan has {self.num_stages} stages", at)
+            raise self.refuse(rule, f"the plan has {count_words(self.num_stages, 'stage')}", at)
         if isinstance(action, ON_PARAMETERS):
             return action.stage * self.num_chunks
         if not 0 <= action.chunk < self.num_chunks:
-            raise self.refuse(rule, f"the plan has {self.num_chunks} chunks", at)
+            raise self.refuse(rule, f"the plan has {count_words(self.num_chunks, 'chunk')}", at)
         if isinstance(action, MESSAGES):
             peers = range(len(self.plan.actions))
             if action.peer not in peers or action.peer == self.ranks[at]:

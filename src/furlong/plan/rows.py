@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 
-from furlong.plan.values import Chunk, Slice
+from furlong.plan.values import Chunk, Slice, inner_size
 
 Run = tuple[int, int, int]
 """Consecutive rows: (whose they are, start, stop)."""
@@ -130,16 +129,6 @@ class ChunkRows:
             row += run[2] - run[1]
 
 
-def inner_size_of(size: int, q_heads: int, kv_heads: int) -> int:
-    """Processes of a place among which heads are divided: the most that take equally many query
-    heads each, and whole key-value heads or copies of one."""
-    both = gcd(size, q_heads)
-    return max(
-        u for u in range(1, both + 1)
-        if both % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
-    )  # fmt: skip
-
-
 def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int) -> ChunkRows:
     """The rows of a chunk that `process` of a pool of `sp_size` has, for a model with so many query
     and key-value heads."""
@@ -153,7 +142,7 @@ def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads:
     row = 0
     for size in sorted(by_size, reverse=True):
         member = process - by_size[size][0][1].place.first
-        u = inner_size_of(size, q_heads, kv_heads)
+        u = inner_size(size, q_heads, kv_heads)
         level, runs = _level(by_size[size], size, u, member, row)
         levels.append(level)
         tokens += runs

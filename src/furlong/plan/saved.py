@@ -79,10 +79,10 @@ def load_plan(text: str) -> ChunkPlan:
     )
 
 
-def read_made_for(text: str) -> dict[str, Any]:
-    """The `made_for` that `save_plan` was given; empty where it was given none."""
-    values = json.loads(text).get(_MADE_FOR)
-    return values if isinstance(values, dict) else {}
+def read_made_for(text: str) -> Any:
+    """The `made_for` that `save_plan` was given, if nobody edited it; empty where it was given
+    none."""
+    return json.loads(text).get(_MADE_FOR, {})
 
 
 def _tiers(values: Any) -> Tiers:

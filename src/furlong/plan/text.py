@@ -44,6 +44,7 @@ from furlong.plan.values import (
     Tiers,
     Unshard,
 )
+from furlong.units import count_words
 
 
 def format_action(action: Action) -> str:
@@ -169,15 +170,17 @@ def tiers_in_words(tiers: Tiers) -> str:
 def format_plan(plan: ChunkPlan) -> str:
     """A page for a person: the chunks with their kinds, then every rank's actions."""
     lines = [
-        f"{len(plan.seq_lens)} sequences, {sum(plan.seq_lens)} tokens, {len(plan.chunks)} chunks; "
+        f"{count_words(len(plan.seq_lens), 'sequence')},"
+        f" {count_words(sum(plan.seq_lens), 'token')}, "
+        f"{count_words(len(plan.chunks), 'chunk')}; "
         f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
     ]
     if plan.regathers:
         lines.append("weights are gathered with every pass: the ranks of a stage go in step")
     if plan.sampled:
-        lines.append(f"{len(plan.trained)} of {len(plan.chunks)} chunks are drawn")
+        lines.append(f"{len(plan.trained)} of {count_words(len(plan.chunks), 'chunk')} are drawn")
     lines += [
-        f"chunk {index}: {plan.kind(index)}, {chunk.num_tokens} tokens, "
+        f"chunk {index}: {plan.kind(index)}, {count_words(chunk.num_tokens, 'token')}, "
         f"{format_chunk(chunk, plan.sp_size)}"
         for index, chunk in enumerate(plan.chunks)
     ]

@@ -173,10 +173,11 @@ class Reduce:
     stage: int
 
 
+Computing = Forward | Recompute | Backward | RebuildKV
 COMPUTING = (Forward, Recompute, Backward, RebuildKV)
 MESSAGES = (Send, Recv)
 ON_PARAMETERS = (Unshard, Reshard, Reduce)
-Action = Forward | Recompute | Backward | RebuildKV | Send | Recv | Unshard | Reshard | Reduce
+Action = Computing | Send | Recv | Unshard | Reshard | Reduce
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from furlong.cost.memory.levels import Part
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.values import ChunkPlan
@@ -17,36 +18,51 @@ predictions lacked: of twelve steps that no fit had seen, measured on a CPU, pre
 5.2 % at most (docs/benchmarks.md). Gaps between allocated blocks are the hardware's
 `reserved_bytes`."""
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
-_ADVICE: dict[str, str] = {
-    "state": "shard the state (ZeRO), use more devices, or train LoRA adapters",
-    "activations": "use smaller chunks, keep less of them, or more stages and sp ranks",
-    "kv": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
-    "kv_gradients": "keep K,V on the host, use a larger sp or pp, or shorter sequences",
-    "logits": "use smaller chunks",
-    "buffers": "use smaller chunks",
+_SMALLER = ("use smaller chunks (chunks.size)",)
+_LESS_KV = ("use shorter sequences (data.max_seq_len)",)
+_WAYS: dict[str, tuple[str, ...]] = {
+    "activations": (*_SMALLER, "keep less of them (chunks.keep, chunks.num_retained)"),
+    "kv": _LESS_KV,
+    "kv_gradients": _LESS_KV,
+    "logits": _SMALLER,
+    "buffers": _SMALLER,
 }
-_ALONE: dict[str, str] = {
-    "state": "give it a larger memory.device, train LoRA adapters (model.lora), or a smaller model",
-    "activations": "give it a larger memory.device, use smaller chunks (chunks.size), or keep less"
-    " of them (chunks.keep, chunks.num_retained)",
-    "kv": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
-    "kv_gradients": "give it a larger memory.device, or use shorter sequences (data.max_seq_len)",
-    "logits": "give it a larger memory.device, or use smaller chunks (chunks.size)",
-    "buffers": "give it a larger memory.device, or use smaller chunks (chunks.size)",
-}
-"""Advice for one device, which is all that there is."""
+"""Ways to need less of a part of memory."""
+_LARGER = "use a larger sp or pp"
+_WAYS_WITH_MORE = {"activations": (_LARGER,), "kv": ("keep K,V on the host", _LARGER)}
 
 
-def advice(part: str, *, alone: bool = False) -> str:
-    """Advice for a plan whose memory goes into `part`; `alone`: on one given device."""
-    return (_ALONE if alone else _ADVICE)[part]
+def advice(part: str, training: Training, *, num_devices: int = 1, alone: bool = False) -> str:
+    """Advice for a plan of `num_devices` whose memory goes into `part`; `alone`: on one device that
+    is given."""
+    ways = ["give it a larger memory.device"] if alone else []
+    if part == "state":
+        if num_devices > 1 and training.zero_stage < 3:
+            ways += ["shard all of the state (ZeRO-3)"]
+        if not alone:
+            shared = "use several devices, which share the state (ZeRO)"
+            ways += [shared if num_devices == 1 else "use more devices"]
+        ways += ["train LoRA adapters (model.lora)"] * (training.lora is None)
+        ways += ["use a smaller model"]
+    else:
+        more = _WAYS_WITH_MORE.get(part.removesuffix("_gradients"), ())
+        ways += [*(() if alone else more), *_WAYS[part]]
+    *first, last = ways
+    return f"{', '.join(first)}, or {last}" if first else last
 
 
 class DoesNotFitError(ConfigError):
     """A plan needs more memory than a rank has."""
 
     def __init__(
-        self, rank: int, peak: Mapping[Part, int], budget_bytes: int, with_what: str = ""
+        self,
+        rank: int,
+        peak: Mapping[Part, int],
+        budget_bytes: int,
+        training: Training,
+        *,
+        num_devices: int = 1,
+        with_what: str = "",
     ) -> None:
         needed = sum(peak.values())
         self.lacking_bytes = needed - budget_bytes
@@ -68,7 +84,7 @@ class DoesNotFitError(ConfigError):
             required=f"at most {format_bytes(budget_bytes)}, which lacks "
             f"{format_bytes(self.lacking_bytes)}",
             source="the memory of a device",
-            change=advice(self.part),
+            change=advice(self.part, training, num_devices=num_devices),
         )
 
 
@@ -76,12 +92,15 @@ def fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None) -> i
     """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
     device has less, ConfigError at the first whose share of its host's memory is smaller."""
     memory, host_bytes = model.memory(budget_bytes), model.hardware.host_bytes
+    num_devices = len(plan.actions) * plan.sp_size * model.training.replicas
     peak = 0
     for rank in range(len(plan.actions)):
         curve = memory.curve(plan, rank)
         needed = sum(curve.peak.values())
         if needed > memory.budget_bytes(rank):
-            raise DoesNotFitError(rank, curve.peak, memory.budget_bytes(rank))
+            raise DoesNotFitError(
+                rank, curve.peak, memory.budget_bytes(rank), model.training, num_devices=num_devices
+            )
         if (on_host := int(curve.host.max(initial=0))) > host_bytes:
             raise ConfigError(
                 given=f"rank {rank} needs {format_bytes(on_host)} of its host's memory",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
-from furlong.report.words import count_words
+from furlong.units import count_words
 
 Floats = npt.NDArray[np.float64]
 
@@ -85,14 +85,15 @@ def _no_layout(
     given = sizes | ({"tp": tp_size} if tp_size > 1 else {})
     product = prod(size or 1 for size in given.values())
     words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
-    shown = f"{words}, {'a multiple of' if None in given.values() else '='} {product} devices"
+    relation = "a multiple of" if None in given.values() else "="
+    shown = f"{words}, {relation} {count_words(product, 'device')}"
     pp, layers = sizes["pp"] or 1, shape.num_layers
     if pp > layers:
-        required = f"a parallel.pp of at most the model's {layers} layers"
+        required = f"a parallel.pp of at most the model's {count_words(layers, 'layer')}"
         change = f"set parallel.pp to {layers} or less, or auto"
     else:
         required = f"sizes that multiply to {count_words(num_devices, 'device')}"
-        change = f"use {product} devices, or change the sizes"
+        change = f"use {count_words(product, 'device')}, or change the sizes"
         if product < num_devices:
             change += "; auto lets a size follow the others"
     return ConfigError(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
 from furlong.report.pictures.colours import FAINT, INK, LIMIT, tint
-from furlong.units import format_count
+from furlong.units import count_words, format_count, plural
 
 PICTURES = (".png", ".svg")
 
@@ -53,7 +53,7 @@ def summary_line(lengths: Lengths) -> str:
     """The mean, median, p90, p99 and longest of the lengths, in words."""
     mean = lengths.num_tokens / lengths.num_sequences
     parts = [f"{name} {lengths.percentile(percent):,}" for name, percent in _PERCENTILES]
-    return f"mean {mean:,.0f}, {', '.join(parts)}, longest {lengths.longest:,} tokens"
+    return f"mean {mean:,.0f}, {', '.join(parts)}, longest {count_words(lengths.longest, 'token')}"
 
 
 def save_lengths_picture(
@@ -62,7 +62,8 @@ def save_lengths_picture(
     """Write a .png or .svg: per bucket the shares of sequences, tokens and attention FLOPs."""
     buckets = lengths.buckets()
     about = (
-        f"{lengths.num_sequences:,} sequences, {format_count(lengths.num_tokens)} tokens;"
+        f"{count_words(lengths.num_sequences, 'sequence')},"
+        f" {format_count(lengths.num_tokens)} {plural(lengths.num_tokens, 'token')};"
         f" {summary_line(lengths)}"
     )
     width = max(7.5, 1.9 + 0.76 * len(buckets), 1.2 + _ABOUT_CHAR * len(about))

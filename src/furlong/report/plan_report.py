@@ -12,11 +12,12 @@ import numpy as np
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
-from furlong.cost.model import Computing, CostModel, Hidden, PlanCosts
+from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.cost.seconds.chunks import Array, chunk_table
 from furlong.cost.seconds.rates import Part as PassPart
 from furlong.plan.runnable import missing_to_run
-from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Forward, Place
+from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
+from furlong.report.pictures.ranks import ranks_per_replica
 from furlong.report.pictures.scene import Panel
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
@@ -96,6 +97,16 @@ class PlanReport:
         """The words for what the plan needs beyond one process; empty where that runs it."""
         return missing_to_run(self.plan, self.num_tokens)
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Sizes of the axes. A pool that shards no sequence is data parallelism, and counts as dp;
+        `sp_size` is the plan's own."""
+        pp = ranks_per_replica(self.plan)
+        dp, sp_size = len(self.plan.actions) // pp, self.plan.sp_size
+        sizes = self.plan.sizes_of_places
+        dp, sp = (dp * sp_size, 1) if sizes == (1,) else (dp, sp_size)
+        return {"dp": dp, "sp": sp, "pp": pp, "sp_size": sp_size, "sizes_of_places": sizes}
+
     def panel(self, title: str, note: str = "") -> Panel:
         """The plan as one panel of a picture."""
         limits = (self.budget_bytes,) * len(self.memory)
@@ -107,6 +118,7 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
+            "layout": self.layout,
             "step_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "bubble_ratio": self.figures.bubble_ratio,

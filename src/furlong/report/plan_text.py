@@ -10,17 +10,10 @@ from furlong.cost.memory.traffic import tier_of
 from furlong.plan.passes import computed_late, passes
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ChunkPlan, Forward, Keep, Recompute
-from furlong.report.pictures.ranks import choose_ranks, held_stages, ranks_per_replica
+from furlong.report.pictures.ranks import choose_ranks, held_stages
 from furlong.report.plan_report import PlanReport, processes_without_tokens
-from furlong.report.words import (
-    BREAKDOWN_WORDS,
-    MOVED_WORDS,
-    PART_WORDS,
-    align,
-    count_words,
-    share_words,
-)
-from furlong.units import format_bytes, format_count, format_seconds
+from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, align, share_words
+from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 _MAX_RANKS = 16
 _INDENT = 11
@@ -53,7 +46,7 @@ def format_report(report: PlanReport) -> str:
         "order": _order_words(plan),
         "tier": tiers_in_words(plan.tiers),
         "moved": "\n".join(_traffic_words(report)),
-        "layout": _layout_words(plan),
+        "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
         f" {format_count(report.tokens_per_s)} tokens/s ({per_device} per device)",
         "bubble": f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no"
@@ -92,7 +85,7 @@ def _chunk_words(plan: ChunkPlan) -> str:
     dummies = kinds.pop("dummy", 0)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     sizes = [chunk.num_tokens for chunk in plan.chunks if not chunk.is_dummy]
-    span = f"{sizes[0]:,} tokens"
+    span = count_words(sizes[0], "token")
     if min(sizes) < max(sizes):
         mean = sum(sizes) / len(sizes)
         span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
@@ -130,7 +123,7 @@ def _recompute_words(plan: ChunkPlan) -> list[str]:
         if any(own := layers[stage]):
             span = f"{min(own)} to {max(own)} (mean {sum(own) / len(own):.1f})"
             span = span if min(own) < max(own) else f"{own[0]}"
-            text += f", {span} of {height} layers checkpointed"
+            text += f", {span} of {count_words(height, 'layer')} checkpointed"
         texts.setdefault(text, []).append(stage)
     return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
 
@@ -156,20 +149,19 @@ def _traffic_words(report: PlanReport) -> list[str]:
     ]
 
 
-def _layout_words(plan: ChunkPlan) -> str:
-    """Replicas, pools, stages, and the layers of each stage. A pool that shards no sequence is
-    data parallelism, and counts as dp."""
-    pp = ranks_per_replica(plan)
-    dp, sp = len(plan.actions) // pp, plan.sp_size
-    sizes, of_pool = plan.sizes_of_places, ""
-    if sizes == (1,) and sp > 1:
-        dp, sp, of_pool = dp * sp, 1, f", in pools of {sp} that shard no sequence"
-    elif sizes != (sp,):
-        of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {sp} devices"
+def _layout_words(report: PlanReport) -> str:
+    """Replicas, pools, stages, and the layers of each stage."""
+    plan, layout, of_pool = report.plan, report.layout, ""
+    sizes, size = plan.sizes_of_places, plan.sp_size
+    if layout["sp"] < size:
+        of_pool = f", in pools of {size} that shard no sequence"
+    elif sizes != (size,):
+        of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {size} devices"
+    axes = " x ".join(f"{name} {layout[name]}" for name in ("dp", "sp", "pp"))
     heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
     layers = ", ".join(map(str, plan.stages) if len(plan.stages) <= 16 else heights)
     return (
-        f"dp {dp} x sp {sp} x pp {pp} = {count_words(_num_devices(plan), 'device')}{of_pool};"
+        f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
     )
 

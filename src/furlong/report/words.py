@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from furlong.plan.values import ChunkPlan, Tiers
 from furlong.simulate.figures import StepFigures
-from furlong.units import format_bytes, format_count, format_seconds
+from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
 
 SHARE_WORDS = {
     "forward": "forward",
@@ -71,7 +71,7 @@ def batch_words(plan: ChunkPlan) -> str:
     dummies = sum(chunk.is_dummy for chunk in plan.chunks)
     counts = (
         count_words(len(plan.seq_lens), "sequence"),
-        f"{format_count(sum(plan.seq_lens))} tokens",
+        f"{format_count(sum(plan.seq_lens))} {plural(sum(plan.seq_lens), 'token')}",
         count_words(len(plan.chunks) - dummies, "chunk")
         + (f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""),
         count_words(len(plan.stages), "stage"),
@@ -87,11 +87,6 @@ def share_words(figures: StepFigures) -> str:
         for name, share in figures.shares().items()
         if share >= 5e-4
     )
-
-
-def count_words(number: int, noun: str) -> str:
-    """`1 rank`, `2,048 ranks`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_figures(figures: StepFigures, time_unit: str = "s") -> str:

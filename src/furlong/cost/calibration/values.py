@@ -64,8 +64,8 @@ class Calibration:
     memory_error: float | None = None
     """Largest share of a measured peak that a prediction lacked."""
     links: dict[str, Link] = field(default_factory=dict)
-    """Links by the fields of `Links`: within_node, between_nodes, host, disk; and the collectives,
-    by name, such as `all_reduce` or `all_reduce between nodes`."""
+    """Links by the fields of `ClusterLinks`: within_node, between_nodes, host, disk; and the
+    collectives by name, such as `all_reduce` or `all_reduce between nodes`."""
 
     def apply(self, spec: HardwareSpec) -> HardwareSpec:
         """`spec` with what was measured in the place of what was assumed."""

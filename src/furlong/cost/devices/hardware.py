@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from furlong.cost.devices.known_hardware import KNOWN, Figures
-from furlong.cost.devices.links import Link, Links
+from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.cost.names import look_up
 
 THIS_CPU = "cpu"
@@ -56,7 +56,7 @@ class HardwareSpec:
     attention_backward: Efficiency
     layer_launch_s: float
     """Least time of one layer's forward, however few its tokens: the kernels are launched."""
-    links: Links
+    links: ClusterLinks
     pass_launch_s: float = 0.0
     """Least time of one pass over a stage, beside its layers': what a family does around them."""
     slice_launch_s: float = 0.0
@@ -103,7 +103,7 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
         attention_backward=Efficiency(figures.attention_backward_best, figures.half_tokens),
         layer_launch_s=figures.layer_launch_s,
         optimizer_parameters_per_s=figures.memory_bytes_per_s / OPTIMIZER_STEP_BYTES,
-        links=Links(
+        links=ClusterLinks(
             devices_per_node=figures.devices_per_node,
             within_node=Link(figures.within_latency_s, figures.within_bytes_per_s),
             between_nodes=Link(figures.between_latency_s, figures.between_bytes_per_s),
@@ -141,7 +141,7 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
         hides_launches=False,
         tile_tokens=CPU_TILE_TOKENS,
         host_bytes=memory - memory // 8,
-        links=Links(
+        links=ClusterLinks(
             devices_per_node=cores,
             within_node=Link(5e-5, copy / 2),
             between_nodes=Link(1e-4, 1e9),

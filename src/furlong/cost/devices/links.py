@@ -24,7 +24,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Links:
+class ClusterLinks:
     """The links of a cluster of equal nodes."""
 
     devices_per_node: int

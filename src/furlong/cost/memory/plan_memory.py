@@ -27,7 +27,7 @@ class PlanMemory(MemoryRules):
     def budget_bytes(self, rank: int) -> int:
         return self.device_budget_bytes
 
-    def bytes_after(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
         """For each action of the rank, the peak of device bytes in use while it runs."""
         return self.curve(plan, rank).device_bytes
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from furlong.errors import ConfigError
 from furlong.families import NUM_ACTIVE_EXPERTS, NUM_EXPERTS
+from furlong.units import count_words
 
 MAX_LAYERS = 512
 MAX_SIZE = 2**24
@@ -32,10 +33,12 @@ def check_values(config: Mapping[str, Any], source: str) -> None:
             _check_size(config, key, source, lowest=0)
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     if not config.get("head_dim") and heads > config["hidden_size"]:
-        raise _wrong(f"{heads} heads", f"at most hidden_size = {config['hidden_size']}", source)
+        raise _wrong(
+            count_words(heads, "head"), f"at most hidden_size = {config['hidden_size']}", source
+        )
     if heads % (config.get("num_key_value_heads") or heads):
         key_value_heads = config["num_key_value_heads"]
-        given = f"{heads} heads on num_key_value_heads = {key_value_heads}"
+        given = f"{count_words(heads, 'head')} on num_key_value_heads = {key_value_heads}"
         raise _wrong(given, "a divisor of the heads", source)
     num_experts = next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
     active = config.get(NUM_ACTIVE_EXPERTS)

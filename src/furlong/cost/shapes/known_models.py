@@ -15,42 +15,27 @@ from furlong.cost.names import look_up
 from furlong.cost.shapes.shape import ModelShape
 
 
-def _qwen2_5(
-    hidden: int, layers: int, heads: int, kv_heads: int, width: int, *, tied: bool, vocab: int
-) -> dict[str, Any]:
+def _sized(
+    family: str, hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int,
+    *, tied: bool = False, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
+        "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width,
-        "vocab_size": vocab, "tie_word_embeddings": tied, "use_sliding_window": False,
+        "vocab_size": vocab, "tie_word_embeddings": tied, **more,
     }  # fmt: skip
 
 
-def _qwen3(
-    hidden: int, layers: int, heads: int, kv_heads: int, width: int, *, tied: bool
-) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128,
-        "intermediate_size": width, "vocab_size": 151936, "tie_word_embeddings": tied,
-        "use_sliding_window": False,
-    }  # fmt: skip
+def _qwen2_5(*sizes: int, tied: bool = False) -> dict[str, Any]:
+    return _sized("qwen2", *sizes, tied=tied, use_sliding_window=False)
 
 
-def _llama(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    *,
-    vocab: int,
-    tied: bool = False,
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width,
-        "vocab_size": vocab, "tie_word_embeddings": tied,
-    }  # fmt: skip
+def _qwen3(*sizes: int, tied: bool = False) -> dict[str, Any]:
+    return _sized("qwen3", *(*sizes, 151936), tied=tied, head_dim=128, use_sliding_window=False)
+
+
+def _llama(*sizes: int, tied: bool = False) -> dict[str, Any]:
+    return _sized("llama", *sizes, tied=tied)
 
 
 def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -62,20 +47,20 @@ def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-0.5B": _qwen2_5(896, 24, 14, 2, 4864, tied=True, vocab=151936),
-    "Qwen2.5-1.5B": _qwen2_5(1536, 28, 12, 2, 8960, tied=True, vocab=151936),
-    "Qwen2.5-7B": _qwen2_5(3584, 28, 28, 4, 18944, tied=False, vocab=152064),
-    "Qwen2.5-14B": _qwen2_5(5120, 48, 40, 8, 13824, tied=False, vocab=152064),
-    "Qwen2.5-32B": _qwen2_5(5120, 64, 40, 8, 27648, tied=False, vocab=152064),
-    "Qwen2.5-72B": _qwen2_5(8192, 80, 64, 8, 29568, tied=False, vocab=152064),
+    "Qwen2.5-0.5B": _qwen2_5(896, 24, 14, 2, 4864, 151936, tied=True),
+    "Qwen2.5-1.5B": _qwen2_5(1536, 28, 12, 2, 8960, 151936, tied=True),
+    "Qwen2.5-7B": _qwen2_5(3584, 28, 28, 4, 18944, 152064),
+    "Qwen2.5-14B": _qwen2_5(5120, 48, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": _qwen2_5(5120, 64, 40, 8, 27648, 152064),
+    "Qwen2.5-72B": _qwen2_5(8192, 80, 64, 8, 29568, 152064),
     "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
-    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288, tied=False),
-    "Llama-2-7B": _llama(4096, 32, 32, 32, 11008, vocab=32000),
-    "Llama-2-13B": _llama(5120, 40, 40, 40, 13824, vocab=32000),
-    "Llama-3-8B": _llama(4096, 32, 32, 8, 14336, vocab=128256),
-    "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, vocab=128256),
-    "Llama-3.2-1B": _llama(2048, 16, 32, 8, 8192, vocab=128256, tied=True),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288),
+    "Llama-2-7B": _llama(4096, 32, 32, 32, 11008, 32000),
+    "Llama-2-13B": _llama(5120, 40, 40, 40, 13824, 32000),
+    "Llama-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),
+    "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, 128256),
+    "Llama-3.2-1B": _llama(2048, 16, 32, 8, 8192, 128256, tied=True),
     "GPT-2.7B": _gpt(2560, 32, 32),
     "GPT-6.7B": _gpt(4096, 32, 32),
     "GPT-7B": _gpt(4096, 32, 32),

@@ -27,7 +27,7 @@ from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
 from furlong.planners.predict import Needs, Prediction, predict
 from furlong.planners.sampling.rules import Sampling
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
@@ -103,7 +103,7 @@ def decide(
     if searched.tried:
         words = _why(searched, budgets, budget_words)
         return Decision(searched.best.options, words, searched, model)
-    error = _nothing_fits(searched, budgets, alone=alone)
+    error = _nothing_fits(searched, budgets, model.training, alone=alone)
     if must_fit:
         raise error
     budget = f"{format_bytes(budget_bytes)} ({budget_words})"
@@ -144,11 +144,15 @@ def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
     return f"{words}{dials_in_words(rival.options)}: {change}, {needs_in_words(rival.needs)}"
 
 
-def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> ConfigError:
+def _nothing_fits(
+    searched: Searched, budgets: Budgets, training: Training, *, alone: bool
+) -> ConfigError:
     """The message of a search in which nothing fits, with the budgets that would do."""
     nearest, needs = searched.refused[0], searched.refused[0].needs
     count = len(searched.refused) + searched.num_pruned
-    words = f"of {count:,} plans none fits; nearest is {dials_in_words(nearest.options)}"
+    words = (
+        f"of {count_words(count, 'plan')} none fits; nearest is {dials_in_words(nearest.options)}"
+    )
     limits = {
         "device": budgets.limit_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes,
     }  # fmt: skip
@@ -166,7 +170,7 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
             change="leave more on the device (chunks.tier), or less to keep (chunks.keep);"
             f" {_enough({tier: used})}",
         )
-    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes)
+    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes, training)
     lacking["device"] = ceil(needs.device_bytes / (1 - budgets.margin))
     own = format_bytes(budgets.device_bytes)
     # no run has smaller chunks: that advice would lead nowhere
@@ -174,8 +178,8 @@ def _nothing_fits(searched: Searched, budgets: Budgets, *, alone: bool) -> Confi
     return ConfigError(
         given=f"{words}, whose {error.given}",
         required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
-        source=f"the search over {count:,} plans of one device",
-        change=f"{advice(part, alone=alone)}; {_enough(lacking)}",
+        source=f"the search over {count_words(count, 'plan')} of one device",
+        change=f"{advice(part, training, alone=alone)}; {_enough(lacking)}",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from furlong.cost.seconds.flops import stage_flops
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.units import count_words
 
 Balance = Literal["none", "tokens", "flops", "time"]
 """Ways to deal sequences to replicas: in turn, of equal tokens, of equal work; or, by who plans
@@ -90,7 +91,7 @@ def refuse_idle(num_sequences: int, dp_size: int) -> None:
         return
     works = f"set dp to at most {num_sequences}, or put more sequences into a step"
     raise ConfigError(
-        given=f"dp {dp_size} for a global batch of {num_sequences} sequences",
+        given=f"dp {dp_size} for a global batch of {count_words(num_sequences, 'sequence')}",
         required="at least one replica, and at least one sequence for each",
         source="the size of the data-parallel axis and the sequences of a step",
         change=works if num_sequences else "put at least one sequence into a step",

@@ -14,6 +14,7 @@ from furlong.plan.values import Chunk, Slice
 from furlong.planners.chunks.pack import pack
 from furlong.planners.chunks.split import split_equal_work, split_long
 from furlong.planners.options import ChunkOptions
+from furlong.units import count_words
 
 Groups = Sequence[Sequence[Chunk]]
 
@@ -53,8 +54,8 @@ def padded_groups(
     target = longest if pad_to is None else pad_to
     if target < longest:
         raise DataError(
-            given=f"a sequence of {longest} tokens that is to be padded to {target}",
-            required=f"at least {longest} tokens",
+            given=f"a sequence of {count_words(longest, 'token')} that is to be padded to {target}",
+            required=f"at least {count_words(longest, 'token')}",
             source="the lengths of the global batch",
             change="pad to more tokens, or cut the sequence",
         )

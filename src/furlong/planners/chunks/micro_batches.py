@@ -21,7 +21,7 @@ from furlong.plan.values import (
     Reduce,
     Slice,
 )
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 
 def chunk_by_chunk(
@@ -50,28 +50,6 @@ def chunk_by_chunk(
     )  # fmt: skip
 
 
-def chunk_seconds(
-    seq_lens: Sequence[int],
-    chunks: Sequence[Chunk],
-    model: CostModel,
-    *,
-    sp_size: int,
-    dp_size: int = 1,
-    recompute_layers: int = 0,
-) -> list[float]:
-    """Seconds of forward and backward of each chunk by itself, on one of `dp_size` groups whose
-    devices share the state."""
-    num_layers = model.shape.num_layers
-    plan = chunk_by_chunk(
-        seq_lens, [chunks], num_layers=num_layers, sp_size=sp_size,
-        recompute_layers=recompute_layers, regathers=model.training.regathers,
-    )  # fmt: skip
-    costs = model.costs(replace(plan, actions=plan.actions * dp_size))
-    *cells, _ = plan.actions[0]
-    seconds = [costs.compute_s(action, 0) for action in cells]
-    return [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
-
-
 def peak_bytes(
     model: CostModel,
     device_tokens: int,
@@ -93,7 +71,7 @@ def peak_bytes(
     )  # fmt: skip
     # the other replicas share the state; one that runs is enough
     plan = replace(plan, actions=plan.actions * dp_size)
-    return max(model.memory().bytes_after(plan, 0))
+    return max(model.memory().peak_bytes_of_actions(plan, 0))
 
 
 def fitting_tokens(
@@ -158,7 +136,7 @@ def does_not_fit(
     seq_id = max(range(len(seq_lens)), key=seq_lens.__getitem__)
     needed = -(-seq_lens[seq_id] // sp_size) if device_tokens is None else device_tokens
     each = f", {needed:,} on each of {sp_size} devices" if sp_size > 1 else " on one device"
-    given = f"sequence {seq_id} of {seq_lens[seq_id]:,} tokens{each}"
+    given = f"sequence {seq_id} of {count_words(seq_lens[seq_id], 'token')}{each}"
     ways = [f"give each device {format_bytes(peak_bytes(model, needed, **layout))}"]
     if device_tokens is not None:
         given = f"{device_tokens:,} tokens on a device at a time"
@@ -170,8 +148,8 @@ def does_not_fit(
         ways.append(f"spread a sequence over {size} devices")
     return ConfigError(
         given=given,
-        required=f"at most {fitting:,} tokens on a device, with {recompute_layers} of "
-        f"{model.shape.num_layers} layers recomputed",
+        required=f"at most {count_words(fitting, 'token')} on a device, with {recompute_layers} of "
+        f"{count_words(model.shape.num_layers, 'layer')} recomputed",
         source=f"a budget of {format_bytes(budget_bytes)} per device",
         change=", ".join(ways) + ", or cut the sequence",
     )

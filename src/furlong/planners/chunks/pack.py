@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from furlong.errors import DataError
+from furlong.units import count_words
 
 
 def pack(
@@ -25,8 +26,8 @@ def pack(
     for seq_id, seq_len in seq_lens.items():
         if not 1 <= seq_len <= chunk_size:
             raise DataError(
-                given=f"sequence {seq_id} has {seq_len} tokens",
-                required=f"1 to {chunk_size} tokens in a sequence that is to be packed",
+                given=f"sequence {seq_id} has {count_words(seq_len, 'token')}",
+                required=f"1 to {count_words(chunk_size, 'token')} in each sequence to be packed",
                 source="the lengths of the global batch",
                 change="leave out empty sequences; cut longer ones first",
             )

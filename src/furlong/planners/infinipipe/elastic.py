@@ -18,6 +18,7 @@ import numpy as np
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.plan.values import ON_DEVICE, Action, ChunkPlan, Tiers
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.groups import Groups
 from furlong.planners.infinipipe.checkpointing import (
     Array,
@@ -29,7 +30,6 @@ from furlong.planners.infinipipe.checkpointing import (
     least_layers,
 )
 from furlong.planners.infinipipe.grouping import Grouping, Stretch, group_classes
-from furlong.planners.infinipipe.mesh_fit import cell_seconds
 from furlong.planners.infinipipe.stage_loads import BatchLoads
 from furlong.planners.orders.pipeline import assemble, number_chunks, with_messages
 from furlong.planners.orders.seq1f1b import plan_seq1f1b, seq1f1b_cells
@@ -118,12 +118,12 @@ def plan_elastic(
         least_s = time_actions(plain, setting.model.costs(plain)).duration_s
         if least_s >= beat_s:
             return least_s
-    forward_s, backward_s = cell_seconds(setting.model, plain)
+    cells_s = cell_seconds(plain.chunks, setting.seq_lens, model=setting.model, **setting.layout)
     loads = BatchLoads.of(plain, counts, memory)
     room = np.full(num_stages, float(memory.device_budget_bytes + _ROUNDING_BYTES))
     times_s = {
-        "ends_s": (num_stages - 1) * float((forward_s + backward_s).mean()),
-        "layer_s": float(forward_s.mean()) * num_stages / sum(setting.stages),
+        "ends_s": (num_stages - 1) * float(cells_s.sum(axis=2).mean()),
+        "layer_s": float(cells_s[..., 0].mean()) * num_stages / sum(setting.stages),
     }
     starts = [i for i, n in enumerate(counts) if not i or n != counts[i - 1]] + [len(counts)]
     for _ in range(_MAX_REPAIRS):
@@ -132,7 +132,7 @@ def plan_elastic(
             break
         ranges = [(starts[first], starts[stop]) for first, stop in grouping.stretches]
         plan = in_a_row(setting, groups, ranges, grouping.chosen)
-        used = [max(memory.bytes_after(plan, rank)) for rank in range(num_stages)]
+        used = [max(memory.peak_bytes_of_actions(plan, rank)) for rank in range(num_stages)]
         excess = np.array(used) - memory.device_budget_bytes
         if excess.max() <= 0:
             return InfiniPipePlan(

@@ -45,8 +45,6 @@ def cut_and_pack(
     seq_lens: Sequence[int],
     num_slices: int,
     work: SliceWork,
-    *,
-    max_growth: float = MAX_GROWTH,
 ) -> list[list[Chunk]]:
     """Groups of chunks, those of most chunks first, then those of most tokens.
 
@@ -75,7 +73,6 @@ def cut_and_pack(
         work,
         most_tokens=most_tokens,
         most_work=max(work.of(0, longest) / len(mesh), work.of(0, most_tokens)),
-        max_growth=max_growth,
     )
     packed = [
         tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids) for seq_ids in buckets

@@ -8,36 +8,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import (
-    ON_DEVICE,
-    Action,
-    Backward,
-    Chunk,
-    ChunkPlan,
-    Forward,
-    Place,
-    Slice,
-    Tiers,
-)
-from furlong.planners.infinipipe.checkpointing import Array
+from furlong.plan.values import ON_DEVICE, Chunk, Place, Slice, Tiers
+from furlong.planners.cells import cell_seconds
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, SliceWork
-from furlong.planners.layout import first_alike
-
-
-def cell_seconds(model: CostModel, plan: ChunkPlan) -> tuple[Array, Array]:
-    """(P, K) Seconds of the forward and of the backward of every cell, nothing recomputed; rank s
-    of the plan holds stage s."""
-    costs = model.costs(plan)
-    alike = first_alike(model.shape, plan.stages)
-    chunks = range(len(plan.chunks))
-    forward, backward = {}, {}
-    for stage in set(alike):
-        forward[stage] = [costs.compute_s(Forward(chunk, stage, "all"), stage) for chunk in chunks]
-        backward[stage] = [costs.compute_s(Backward(chunk, stage), stage) for chunk in chunks]
-    return (
-        np.array([forward[first] for first in alike]),
-        np.array([backward[first] for first in alike]),
-    )
 
 
 def fit_work(
@@ -58,16 +31,10 @@ def fit_work(
     for seq_id, count in enumerate(cuts):
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
         slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
-    actions: list[tuple[Action, ...]] = [
-        tuple(Forward(chunk, stage, "all") for chunk in range(len(slices)))
-        + tuple(Backward(chunk, stage) for chunk in range(len(slices)))
-        for stage in range(len(stages))
-    ]
-    probes = ChunkPlan(
-        seq_lens=(longest,) * len(cuts), chunks=tuple(Chunk((piece,)) for piece in slices),
-        stages=stages, actions=tuple(actions), tiers=tiers, sp_size=sp_size,
-    )  # fmt: skip
-    seconds = np.sum(cell_seconds(model, probes), axis=0)
+    chunks = [Chunk((piece,)) for piece in slices]
+    lens = (longest,) * len(cuts)
+    cells = cell_seconds(chunks, lens, stages, model, sp_size=sp_size, tiers=tiers)
+    seconds = cells.sum(axis=2)
     seconds = seconds[seconds.sum(axis=1).argmax()]
     start = np.array([piece.start for piece in slices], dtype=float)
     stop = np.array([piece.stop for piece in slices], dtype=float)

@@ -35,6 +35,7 @@ from furlong.planners.infinipipe.elastic import (
 from furlong.planners.infinipipe.mesh import EQUAL_TOKENS, cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.layout import cut_layers, mean_attended_keys
+from furlong.units import count_words
 
 EqualBy = Literal["time", "tokens"]
 
@@ -153,6 +154,8 @@ def _no_room(setting: PipelineSetting, nearest: NoRoom, num_slices: int) -> Does
         nearest.rank,
         setting.memory.curve(nearest.plan, nearest.rank).peak,
         setting.memory.device_budget_bytes,
-        with_what=f"the longest sequence of {max(setting.seq_lens):,} tokens cut into {num_slices} "
-        f"chunks and {number} layer recomputed",
+        setting.model.training,
+        num_devices=len(setting.stages) * setting.sp_size,
+        with_what=f"the longest sequence of {count_words(max(setting.seq_lens), 'token')} cut into "
+        f"{count_words(num_slices, 'chunk')} and {number} layer recomputed",
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.memory.cells import StageBytes, stage_bytes
+from furlong.cost.memory.cells import StageBytes
 from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.stored_layers import stored_layers
 from furlong.plan.values import Backward, ChunkPlan, Forward
@@ -48,13 +48,7 @@ class BatchLoads:
 
         All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
         """
-        cells = [
-            stage_bytes(
-                memory.shape, plan.stages, stage, memory.training, memory.activations,
-                memory.activation_factor,
-            )
-            for stage in range(len(plan.stages))
-        ]  # fmt: skip
+        cells = [memory.cell(plan.stages, stage) for stage in range(len(plan.stages))]
         tokens = np.array([chunk.num_tokens for chunk in plan.chunks]) / plan.sp_size
         # the input of a later stage is the message that brought it
         inputs = [cell.message if stage else cell.input for stage, cell in enumerate(cells)]
@@ -64,7 +58,7 @@ class BatchLoads:
         for stage, actions in enumerate(plan.actions):
             # what the walk finds beside what is kept
             at = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
-            walked = np.array(memory.bytes_after(plan, stage), dtype=float)[at]
+            walked = np.array(memory.peak_bytes_of_actions(plan, stage), dtype=float)[at]
             moments = _Moments(counts, len(plan.stages), stage)
             beside = walked - moments.kept_bytes(kept[:, stage])
             own[moments.is_backward.astype(int), stage, moments.acting] = beside

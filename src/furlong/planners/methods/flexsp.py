@@ -25,7 +25,7 @@ from furlong.planners.chunks.micro_batches import recompute_choices
 from furlong.planners.places.division import Division, Spot, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.least import Least
-from furlong.planners.places.rates import Batch, Rates
+from furlong.planners.places.rates import PoolBatch, Rates
 from furlong.planners.places.setting import Setting, settings
 
 _TRIED_COUNTS = 4
@@ -54,7 +54,7 @@ def plan_flexsp(
     Raises ConfigError where the longest sequence does not fit on the largest group.
     """
     refuse_unusable(seq_lens)
-    batch = Batch.of(seq_lens, model, pool_size, gathers=False)
+    batch = PoolBatch.of(seq_lens, model, pool_size, gathers=False)
     few = recompute_choices(model.shape.num_layers)
     tried = few if recompute_layers is None else [recompute_layers]
     best: tuple[float, int, Spots] | None = None

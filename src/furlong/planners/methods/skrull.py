@@ -21,7 +21,8 @@ from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.chunks.balance import by_cost, sequence_work
 from furlong.planners.chunks.dacp import place_by_load
 from furlong.planners.chunks.placement import by_place
-from furlong.planners.places.rates import TOKENS, Batch, Rates
+from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
+from furlong.units import count_words
 
 _MOST_CHANGED = 8
 """Sequences of a kind that are tried on another place at a time."""
@@ -33,10 +34,6 @@ class MicroBatch:
 
     seq_ids: tuple[int, ...]
     places: tuple[Place, ...]
-
-
-Schedule = Sequence[Sequence[MicroBatch]]
-"""The micro-batches of each replica."""
 
 
 def schedule_skrull(
@@ -108,7 +105,7 @@ def micro_batch_groups(
     ((*batches,),) = schedule_skrull(
         seq_lens, work, dp_size=1, sp_size=sp_size, bucket_tokens=bucket_tokens
     )
-    pool = Batch.of(seq_lens, model, sp_size, gathers=False)
+    pool = PoolBatch.of(seq_lens, model, sp_size, gathers=False)
     if pool.sizes[-1] == sp_size > 1:
         rates = Rates(pool, recompute_layers)
         batches = [faster_places(batch, rates, bucket_tokens) for batch in batches]
@@ -176,9 +173,13 @@ def _refuse_too_long(seq_lens: Sequence[int], sp_size: int, bucket_tokens: int) 
     if not seq_lens or seq_lens[seq_id] <= sp_size * bucket_tokens:
         return
     longest = seq_lens[seq_id]
-    larger = f"a group of {-(-longest // bucket_tokens)} devices, " if bucket_tokens > 0 else ""
+    larger = (
+        f"a group of {count_words(-(-longest // bucket_tokens), 'device')}, "
+        if bucket_tokens > 0
+        else ""
+    )
     raise DataError(
-        given=f"sequence {seq_id} has {longest:,} tokens",
+        given=f"sequence {seq_id} has {count_words(longest, 'token')}",
         required=f"at most {sp_size * bucket_tokens:,} tokens: {bucket_tokens:,} on each of "
         f"{sp_size} devices",
         source="bucket_tokens and the size of the context-parallel group",

@@ -14,9 +14,9 @@ from dataclasses import replace
 from random import Random
 from typing import Literal
 
-from furlong.cost.model import Computing, CostModel
+from furlong.cost.model import CostModel
 from furlong.errors import UserError
-from furlong.plan.values import Action, ChunkPlan
+from furlong.plan.values import Action, ChunkPlan, Computing
 from furlong.planners.budget import fit
 from furlong.simulate.clock import time_actions
 

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from furlong.cost.model import Computing, CostModel
+from furlong.cost.model import CostModel
 from furlong.plan.passes import directions
-from furlong.plan.values import Action, Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.values import COMPUTING, Action, Backward, Chunk, ChunkPlan, Computing, Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
     walked = [
         (action, way[0] if way else "")
         for action, way in zip(plan.actions[0], directions(plan, 0), strict=True)
-        if isinstance(action, (Forward, Recompute, Backward, RebuildKV))
+        if isinstance(action, COMPUTING)
     ]
     last = {action.chunk: index for index, (action, _) in enumerate(walked)}
     for group in plan.groups.values():

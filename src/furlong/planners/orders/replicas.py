@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from furlong.cost.model import Computing, CostModel
+from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.values import (
     Action,
     Backward,
     Chunk,
     ChunkPlan,
+    Computing,
     Forward,
     Recv,
     Reduce,

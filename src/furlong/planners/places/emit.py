@@ -8,11 +8,11 @@ from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks.micro_batches import chunk_by_chunk, does_not_fit
 from furlong.planners.chunks.placement import by_place
 from furlong.planners.places.division import Spots
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.rates import PoolBatch
 
 
 def plan_of(
-    batch: Batch, spots: Spots, recompute_layers: int, budget_bytes: int | None
+    batch: PoolBatch, spots: Spots, recompute_layers: int, budget_bytes: int | None
 ) -> ChunkPlan:
     """The checked plan of one rank, the pool; a chunk for every micro-batch, most tokens first."""
     slices: dict[int, list[Slice]] = {}
@@ -20,7 +20,9 @@ def plan_of(
         place = Place(spot.first, batch.sizes[spot.kind])
         piece = Slice(seq_id, 0, batch.seq_lens[seq_id], place)
         slices.setdefault(spot.micro_batch, []).append(piece)
-    chunks = sorted(map(_chunk, slices.values()), key=lambda chunk: -chunk.num_tokens)
+    chunks = sorted(
+        (Chunk(by_place(own)) for own in slices.values()), key=lambda chunk: -chunk.num_tokens
+    )
     plan = chunk_by_chunk(
         batch.seq_lens, [chunks], num_layers=batch.model.shape.num_layers,
         sp_size=batch.pool_size, recompute_layers=recompute_layers,
@@ -29,11 +31,7 @@ def plan_of(
     return plan
 
 
-def _chunk(slices: list[Slice]) -> Chunk:
-    return Chunk(by_place(slices))
-
-
-def nothing_fits(batch: Batch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
+def nothing_fits(batch: PoolBatch, recompute_layers: int, budget_bytes: int | None) -> ConfigError:
     """The error for a longest sequence that no place holds."""
     model, largest = batch.model, batch.sizes[-1]
     budget = model.hardware.budget_bytes if budget_bytes is None else budget_bytes

@@ -20,7 +20,7 @@ from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.improve import improve
 from furlong.planners.places.least import Least
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import Setting, settings
 from furlong.planners.places.starts import by_targets, greedy
 
@@ -60,7 +60,7 @@ def plan_places(
     Raises ConfigError where the longest sequence fits on no place.
     """
     refuse_unusable(seq_lens)
-    batch = Batch.of(seq_lens, model, pool_size)
+    batch = PoolBatch.of(seq_lens, model, pool_size)
     num_layers = model.shape.num_layers
     if len(seq_lens) == 1:
         num_tries = 0  # a start has compared all its places

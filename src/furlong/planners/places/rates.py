@@ -29,7 +29,7 @@ _A_LITTLE = 1e-6
 
 
 @dataclass(frozen=True)
-class Batch:
+class PoolBatch:
     """Whole sequences that are to be placed in a pool."""
 
     seq_lens: tuple[int, ...]
@@ -43,7 +43,7 @@ class Batch:
     @classmethod
     def of(
         cls, seq_lens: Sequence[int], model: CostModel, pool_size: int, *, gathers: bool = True
-    ) -> Batch:
+    ) -> PoolBatch:
         """`gathers`: with places larger than the heads allow, which gather K,V."""
         heads = model.shape.num_heads
         powers = (n for n in place_sizes(pool_size) if n & (n - 1) == 0)
@@ -92,7 +92,7 @@ def _added(seq_len: int, size: int, sizes: Sequence[int], model: CostModel) -> l
 class Rates:
     """Seconds of loads, with one number of checkpointed layers."""
 
-    def __init__(self, batch: Batch, recompute_layers: int) -> None:
+    def __init__(self, batch: PoolBatch, recompute_layers: int) -> None:
         self.batch = batch
         self.recompute_layers = recompute_layers
         model = batch.model

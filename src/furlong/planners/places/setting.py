@@ -8,14 +8,14 @@ import numpy as np
 
 from furlong.cost.seconds.chunks import Array
 from furlong.planners.chunks.micro_batches import fitting_tokens
-from furlong.planners.places.rates import GATHERED, TOKENS, Batch, Rates
+from furlong.planners.places.rates import GATHERED, TOKENS, PoolBatch, Rates
 
 
 class Setting:
     """A number of checkpointed layers, with the tokens that a process can then hold at a time."""
 
     def __init__(
-        self, batch: Batch, recompute_layers: int, device_tokens: int, gather_weight: float
+        self, batch: PoolBatch, recompute_layers: int, device_tokens: int, gather_weight: float
     ) -> None:
         self.rates = Rates(batch, recompute_layers)
         self.device_tokens = device_tokens
@@ -32,7 +32,7 @@ class Setting:
 
 
 def settings(
-    batch: Batch, budget_bytes: int | None, recompute_layers: Iterable[int]
+    batch: PoolBatch, budget_bytes: int | None, recompute_layers: Iterable[int]
 ) -> list[Setting]:
     """The settings in which the longest sequence has room."""
     model, pool_size, largest = batch.model, batch.pool_size, batch.sizes[-1]

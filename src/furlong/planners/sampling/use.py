@@ -8,6 +8,7 @@ from __future__ import annotations
 from furlong.errors import ConfigError
 from furlong.plan.values import Backward, ChunkPlan
 from furlong.planners.sampling.rules import Sampling
+from furlong.units import count_words
 
 
 def check_sampling(
@@ -19,11 +20,11 @@ def check_sampling(
     `has_unlabelled`: whether a chunk of some sequence that is cut may be without labels.
     """
     num_chunks = -(-longest // size)
-    rate, all_of_them = sampling.rate, f"{num_chunks:,} chunks of the longest sequence"
+    rate, all_of_them = sampling.rate, f"{count_words(num_chunks, 'chunk')} of the longest sequence"
     is_free = sampling.rule == "unbiased"
     for is_wrong, keys, given, required, change in (
         (num_chunks == 1, "size and chunks.sample",
-         f"chunks.size = {size:,}, and a longest sequence of {longest:,} tokens",
+         f"chunks.size = {size:,}, and a longest sequence of {count_words(longest, 'token')}",
          "a sequence of several chunks: those of a single one are always computed exactly",
          "lower chunks.size"),
         (sampling.chunks is not None and sampling.chunks >= num_chunks, "sample.chunks",

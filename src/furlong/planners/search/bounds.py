@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cost.model import CostModel, Hidden
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
+from furlong.plan.values import Chunk, Slice
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.placement import shard
-from furlong.planners.layout import first_alike
 
 
 def stage_bounds_s(
@@ -28,28 +28,16 @@ def stage_bounds_s(
     `fills`: and those of one chunk on all stages before it, which no chunk does that is cut
     further. `moves`: with the all-to-alls of what is sharded.
     """
-    alike = first_alike(model.shape, stages)
-    layers = recompute_layers or (0,) * len(stages)
-    actions = [
-        tuple(
-            action
-            for c in range(len(chunks))
-            for action in (Forward(c, stage, "all", layers[stage]), Backward(c, stage))
-        )
-        if first == stage
-        else ()
-        for stage, first in enumerate(alike)
-    ]
-    plan = ChunkPlan(tuple(seq_lens), tuple(chunks), stages, tuple(actions), sp_size=sp_size)
     free: tuple[Hidden, ...] = () if moves else ("all-to-all",)
-    costs = model.costs(plan, free=free)
-    seconds = [[costs.compute_s(a, rank) for a in own] for rank, own in enumerate(actions)]
+    seconds = cell_seconds(
+        chunks, seq_lens, stages, model,
+        sp_size=sp_size, recompute_layers=recompute_layers, free=free,
+    )  # fmt: skip
     bounds_s, filled_s = [], 0.0
-    for first in alike:
-        own_s = seconds[first]
-        bounds_s.append(filled_s + sum(own_s))
+    for own_s in seconds:
+        bounds_s.append(filled_s + sum(own_s.ravel().tolist()))
         if fills:
-            filled_s += min(own_s[::2]) + min(own_s[1::2])
+            filled_s += float(own_s.min(axis=0).sum())
     return bounds_s
 
 

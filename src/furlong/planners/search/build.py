@@ -9,6 +9,7 @@ from math import inf
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import Action, Chunk, ChunkPlan, Forward, Tiers
+from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks.groups import (
     Groups,
     group_chunks,
@@ -16,7 +17,6 @@ from furlong.planners.chunks.groups import (
     padded_groups,
     sliced_groups,
 )
-from furlong.planners.chunks.micro_batches import chunk_seconds
 from furlong.planners.chunks.placement import shard, shard_long
 from furlong.planners.infinipipe.mesh import cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
@@ -188,7 +188,9 @@ def _slowest_first(
 ) -> list[Sequence[Chunk]]:
     """Groups of one chunk each."""
     chunks = [chunk for group in groups for chunk in group]
-    seconds = chunk_seconds(seq_lens, chunks, model, sp_size=sp_size)
+    stages = (model.shape.num_layers,)
+    cells = cell_seconds(chunks, seq_lens, stages, model, sp_size=sp_size)
+    seconds = cells[0].sum(axis=1).tolist()
     order = sorted(range(len(groups)), key=lambda i: (-seconds[i], i))
     return [groups[i] for i in order]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.errors import PlanError, UserError
 from furlong.planners.search.dials import Dials
-from furlong.planners.search.replicas import Outcome, Replicas
+from furlong.planners.search.replicas import Outcome, ReplicaPlans
 
 _IMPROVED_LATE: tuple[tuple[str, str], ...] = (("balance", "time"), ("group_order", "searched"))
 """Dials, and values of them that are tried late, one after the other."""
@@ -23,7 +23,7 @@ _MOST = 6
 
 
 def improve(
-    outcomes: list[Outcome], tried: Sequence[tuple[float, Dials]], replicas: Replicas
+    outcomes: list[Outcome], tried: Sequence[tuple[float, Dials]], replicas: ReplicaPlans
 ) -> None:
     """Deals the replicas of the fastest plans by the time of their plans, then searches the order
     of the groups of the fastest, where their methods allow it; adds what is faster to `outcomes`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
@@ -13,8 +13,7 @@ from furlong.planners.budget import MARGIN, DoesNotFitError, advice
 from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome
-from furlong.report.words import count_words
-from furlong.units import format_bytes
+from furlong.units import count_words, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedDials:
     """Dials, tried on the replica with the most work."""
 
     dials: Dials
@@ -85,7 +84,7 @@ class Found:
     best: Outcome
     others: tuple[Outcome, ...]
     """Also planned whole, by step time."""
-    trials: tuple[Trial, ...]
+    trials: tuple[TriedDials, ...]
     """All that fit on one replica, by their bounds."""
     refused: tuple[Refusal, ...]
     num_pruned: int
@@ -107,13 +106,15 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
     if near:
         dials, error = min(near, key=lambda pair: pair[1].lacking_bytes)
         alone = (problem.dp, problem.sp, problem.pp) == (1, 1, 1)
+        training = problem.model.training
+        training = replace(training, zero_stage=max(problem.zeros, default=training.zero_stage))
         whole = format_bytes(int(problem.limit_bytes / (1 - problem.margin)))
         margin = f" ({whole} less a margin of {problem.margin:.0%})" if problem.margin else ""
         return ConfigError(
             given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
             required=error.required + margin,
             source=source,
-            change=advice(error.part, alone=alone),
+            change=advice(error.part, training, num_devices=problem.num_devices, alone=alone),
         )
     for _, other in errors:
         if isinstance(other, UserError):
@@ -123,7 +124,8 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
             )  # fmt: skip
     kind = ConfigError if offered else NothingOfferedError
     return kind(
-        given=f"{len(problem.seq_lens)} sequences on {problem.num_devices} devices",
+        given=f"{count_words(len(problem.seq_lens), 'sequence')} on"
+        f" {count_words(problem.num_devices, 'device')}",
         required="a layout in which every replica has a sequence, and a method for it",
         source="the search for a plan",
         change="use fewer replicas (parallel.dp), or more sequences per step",

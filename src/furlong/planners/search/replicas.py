@@ -42,7 +42,7 @@ class Outcome:
     """Most bytes of the rank that needs most."""
 
 
-class Replicas:
+class ReplicaPlans:
     """Plans of one batch, dealt in any of the ways."""
 
     def __init__(self, seq_lens: Sequence[int], model: CostModel, limit_bytes: int) -> None:

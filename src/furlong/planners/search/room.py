@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.plan.values import Tier
 from furlong.planners.chunks.balance import Balance
 from furlong.planners.chunks.micro_batches import recompute_choices
-from furlong.planners.layout import Layout
+from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
 from furlong.planners.search.dials import Dials, Ladder
+from furlong.planners.search.problem import Problem
 
 MOST_CHUNKS = 512
 """Most chunks of the longest sequence: more only make the search slower."""
@@ -104,6 +106,30 @@ def stage_heights(num_layers: int) -> tuple[int, ...]:
 def within(values: Sequence[int], given: object) -> tuple[int, ...]:
     """The given value, where there is one, in the place of all."""
     return tuple(values) if given is None else (int(str(given)),)
+
+
+def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Iterator[Room]:
+    """Every layout, ZeRO stage and way to deal of a problem, with chunks of at least `least` and
+    less than `below` tokens per device. Raises ConfigError where there is no layout."""
+    lens, given, model = problem.seq_lens, problem.given, problem.model
+    mean_keys, longest, number = mean_attended_keys(lens), max(lens), given.get("num_retained")
+    heights = within(stage_heights(model.shape.num_layers), given.get("stage_layers"))
+    cuts: dict[int, tuple[int, ...]] = {}
+    for layout in layouts(
+        problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
+        tp_size=model.training.tp_size, idle=True,
+    ):  # fmt: skip
+        if layout.dp > len(lens):
+            continue
+        if layout.pp not in cuts:
+            cuts[layout.pp] = cut_layers(model.shape, layout.pp, mean_keys)
+        sizes = within(chunk_sizes(layout, longest, least=least, below=below), given.get("size"))
+        for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
+            yield Room(
+                layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance, sizes=sizes,
+                longest_tokens=longest, heights=heights, tiers=problem.tiers,
+                num_retained=None if number is None else int(str(number)),
+            )  # fmt: skip
 
 
 def ways_to_deal(layout: Layout, num_sequences: int) -> tuple[Balance, ...]:

@@ -16,23 +16,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe.plan import NotFasterError
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import Layout
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import Method, combined
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.late import improve
 from furlong.planners.search.pools import pool_dials
-from furlong.planners.search.problem import Found, Problem, Refusal, Trial, nothing_fits
-from furlong.planners.search.replicas import Outcome, Replicas
-from furlong.planners.search.room import Room, chunk_sizes, stage_heights, ways_to_deal, within
+from furlong.planners.search.problem import Found, Problem, Refusal, TriedDials, nothing_fits
+from furlong.planners.search.replicas import Outcome, ReplicaPlans
+from furlong.planners.search.room import Room, rooms_of
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Least tokens of a chunk per device: smaller ones are tried where none of those before fits, or
@@ -42,7 +42,7 @@ _BETWEEN = 0.98
 _MOST_RIVALS = 8
 """Plans that are walked in search of the next best."""
 
-Entry = tuple[float, int, Room | Ladder]
+QueueEntry = tuple[float, int, Room | Ladder]
 """An entry of a queue: a bound of the step, the place among equals, what it is a bound of."""
 
 
@@ -78,30 +78,31 @@ class _Search:
         self._methods = methods
         self._tell = tell
         self._started_s = time.monotonic()
-        self._replicas = Replicas(problem.seq_lens, problem.model, problem.limit_bytes)
+        self._replicas = ReplicaPlans(problem.seq_lens, problem.model, problem.limit_bytes)
         self._bounds_s: dict[Dials, float] = {}
         self._rooms_s: dict[Room, float] = {}
         self._seen: set[Dials] = set()
         self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError] = {}
         self._outcomes: list[Outcome] = []
-        self._trials: list[Trial] = []
+        self._trials: list[TriedDials] = []
         self._refused: list[Refusal] = []
         self._slower: list[tuple[float, Dials]] = []
         self._num_pruned = self._num_rooms = 0
 
     def run(self, least: int, below: int | None) -> None:
         """Everything with chunks of at least `least` and less than `below` tokens per device."""
-        rooms: list[Entry] = []
+        rooms: list[QueueEntry] = []
         numbers = count()
-        for bound_s, room in self._rooms(least, below):
-            heappush(rooms, (bound_s, next(numbers), room))
+        for room in rooms_of(self._problem, least=least, below=below):
+            self._num_rooms += 1
+            heappush(rooms, (self._replicas.work_s(room.dials("any")), next(numbers), room))
         # InfiniPipe's chunks are known only when it has planned: it has to beat all others' best
         self._walk(self._walk(rooms, numbers), numbers)
 
-    def _walk(self, queue: list[Entry], numbers: Iterator[int]) -> list[Entry]:
+    def _walk(self, queue: list[QueueEntry], numbers: Iterator[int]) -> list[QueueEntry]:
         """Best first, until a bound reaches the best step; returns the ladders that are to come
         after all others."""
-        last: list[Entry] = []
+        last: list[QueueEntry] = []
         while queue:
             bound_s, _, item = heappop(queue)
             if bound_s >= self._best_s:
@@ -139,7 +140,7 @@ class _Search:
             self._tell(f"{len(self._trials)} tried, {dials.method} places whole sequences")
             try:
                 self._outcomes.append(self._replicas.plan_whole(dials))
-                self._trials.append(Trial(dials, self._outcomes[-1].step_s))
+                self._trials.append(TriedDials(dials, self._outcomes[-1].step_s))
             except (UserError, PlanError) as error:
                 self._refused.append(Refusal(dials, error))
 
@@ -153,7 +154,7 @@ class _Search:
         slower = sorted(self._slower, key=lambda pair: pair[0])
         for step_s, dials in slower[: _MOST_RIVALS * bool(self._outcomes)]:
             if self._try(dials, must_beat=False) is not None:
-                self._trials.append(Trial(dials, step_s))
+                self._trials.append(TriedDials(dials, step_s))
                 return
 
     def found(self) -> Found:
@@ -172,33 +173,6 @@ class _Search:
     @property
     def _best_s(self) -> float:
         return min((outcome.step_s for outcome in self._outcomes), default=float("inf"))
-
-    def _rooms(self, least: int, below: int | None) -> Iterator[tuple[float, Room]]:
-        """Every layout, way to deal and ZeRO stage, and a bound from the work alone."""
-        problem, lens = self._problem, self._problem.seq_lens
-        shape, given = problem.model.shape, problem.given
-        mean_keys, longest = mean_attended_keys(lens), max(lens)
-        cuts: dict[int, tuple[int, ...]] = {}
-        for layout in layouts(
-            problem.num_devices, shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-            tp_size=problem.model.training.tp_size, idle=True,
-        ):  # fmt: skip
-            if layout.dp > len(lens):
-                continue
-            if layout.pp not in cuts:
-                cuts[layout.pp] = cut_layers(shape, layout.pp, mean_keys)
-            number = given.get("num_retained")
-            sizes = chunk_sizes(layout, longest, least=least, below=below)
-            for zero, balance in product(problem.zeros_of(layout), ways_to_deal(layout, len(lens))):
-                room = Room(
-                    layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance,
-                    longest_tokens=longest, tiers=problem.tiers,
-                    sizes=within(sizes, given.get("size")),
-                    heights=within(stage_heights(shape.num_layers), given.get("stage_layers")),
-                    num_retained=None if number is None else int(str(number)),
-                )  # fmt: skip
-                self._num_rooms += 1
-                yield self._replicas.work_s(room.dials("any")), room
 
     def _ladders(self, room: Room) -> Iterator[Ladder]:
         """The ladders that have the given dials and were not there yet."""
@@ -269,7 +243,7 @@ class _Search:
                 low, high = (middle, high) if self._try(ladder[middle]) is None else (low, middle)
             step_s = self._try(ladder[high])
         assert step_s is not None
-        self._trials.append(Trial(ladder[high], step_s))
+        self._trials.append(TriedDials(ladder[high], step_s))
         return high
 
     def _try(self, dials: Dials, *, must_beat: bool = True) -> float | None:

@@ -19,7 +19,7 @@ from furlong.report.pictures.colours import (
 )
 from furlong.report.pictures.scene import Scene
 from furlong.report.words import PART_WORDS
-from furlong.units import format_count
+from furlong.units import format_count, plural
 
 MOST_SEQUENCES = 8
 MEMORY_WORDS = PART_WORDS | {
@@ -31,7 +31,7 @@ MEMORY_WORDS = PART_WORDS | {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LegendEntry:
     """One thing that a picture shows, and its look."""
 
     text: str
@@ -44,43 +44,49 @@ class Entry:
     """The chunks that have these colours, where there is one scene."""
 
 
-def legend(scenes: Sequence[Scene]) -> list[list[Entry]]:
+def legend(scenes: Sequence[Scene]) -> list[list[LegendEntry]]:
     """The actions, the chunks and the memory of the scenes of one picture."""
     bars = (bar for scene in scenes for rank in scene.ranks for bar in rank.bars)
     kinds = {bar.kind for bar in bars if bar.seconds > 0}
-    actions = [Entry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds]
-    return [[*actions, Entry("idle", (LANE,))], _chunk_entries(scenes), _memory_entries(scenes)]
+    actions = [
+        LegendEntry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds
+    ]
+    return [
+        [*actions, LegendEntry("idle", (LANE,))],
+        _chunk_entries(scenes),
+        _memory_entries(scenes),
+    ]
 
 
-def _chunk_entries(scenes: Sequence[Scene]) -> list[Entry]:
+def _chunk_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
     chunks_of: dict[int | None, list[int]] = {}
     for scene in scenes:
         for chunk in sorted({bar.chunk for rank in scene.ranks for bar in rank.on("compute")}):
             chunks_of.setdefault(scene.chunks[chunk].sequence, []).append(chunk)
-    entries: list[Entry] = []
+    entries: list[LegendEntry] = []
     if None in chunks_of:
         words = "whole sequences: neighbouring chunks differ"
-        entries.append(Entry(words, PACKED_COLOURS, chunks=tuple(chunks_of[None])))
+        entries.append(LegendEntry(words, PACKED_COLOURS, chunks=tuple(chunks_of[None])))
     cut = scenes[0].cut  # all scenes of a picture agree on it
     shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in chunks_of]
     for place, seq_id in shown[:MOST_SEQUENCES]:
         shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
-        words = f"sequence {seq_id}, {format_count(cut[seq_id])} tokens"
-        entries.append(Entry(words, shades, chunks=tuple(chunks_of[seq_id])))
+        words = f"sequence {seq_id}, {format_count(cut[seq_id])} {plural(cut[seq_id], 'token')}"
+        entries.append(LegendEntry(words, shades, chunks=tuple(chunks_of[seq_id])))
     if shown:
         more = len(shown) - MOST_SEQUENCES
         again = f"; {more} shorter ones in the same colours again" if more > 0 else ""
-        entries.append(Entry(f"(cut, from dark to light along its chunks{again})"))
+        entries.append(LegendEntry(f"(cut, from dark to light along its chunks{again})"))
     return entries
 
 
-def _memory_entries(scenes: Sequence[Scene]) -> list[Entry]:
+def _memory_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
     ranks = [rank for scene in scenes for rank in scene.ranks]
     parts = {part for rank in ranks for part in (*rank.device.parts, *rank.lower.parts)}
     entries = [
-        Entry(MEMORY_WORDS.get(part, part), (colour,))
+        LegendEntry(MEMORY_WORDS.get(part, part), (colour,))
         for part, colour in PART_COLOURS.items() if part in parts
     ]  # fmt: skip
     if any(rank.limit_bytes and rank.device.parts for rank in ranks):
-        entries.append(Entry("limit of device memory", (LIMIT,), dashed=True))
+        entries.append(LegendEntry("limit of device memory", (LIMIT,), dashed=True))
     return entries

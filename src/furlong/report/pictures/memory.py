@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.memory.levels import PARTS
@@ -46,8 +49,19 @@ def memory_steps(
         device = {"in use": [record.device_bytes for record in settled]}
         return _steps(times, device), _steps(times, {lower: [r.host_bytes for r in settled]})
     places = _places(settled, actions)
-    device = {part: curve.device[places, i].tolist() for i, part in enumerate(PARTS)}
-    below = {"host": curve.host[places].tolist(), "disk": curve.disk[places].tolist()}
+    moments = [*zip(times, places, places, strict=True)]
+    for (one, place), (other, behind) in pairwise(zip(settled, places, strict=True)):
+        if one.stop_s < other.start_s:  # idle: what either had at work for itself is not there
+            moments.append((one.stop_s, place, behind))
+    moments.sort(key=lambda moment: moment[0])
+    times = [time for time, _, _ in moments]
+    before, after = [place for _, place, _ in moments], [place for _, _, place in moments]
+    rows = np.minimum(curve.device[before], curve.device[after])
+    device = {part: rows[:, i].tolist() for i, part in enumerate(PARTS)}
+    below = {
+        name: np.minimum(tier[before], tier[after]).tolist()
+        for name, tier in (("host", curve.host), ("disk", curve.disk))
+    }
     return _steps(times, device), _steps(times, below)
 
 

@@ -17,6 +17,7 @@ from furlong.report.pictures.colours import PART_COLOURS
 from furlong.report.pictures.legend import MEMORY_WORDS, legend
 from furlong.report.pictures.memory import Steps
 from furlong.report.pictures.scene import Bar, RankScene, Scene
+from furlong.units import count_words
 
 
 def save_page(scenes: Sequence[Scene], path: Path) -> None:
@@ -81,4 +82,4 @@ def _bar(bar: Bar) -> tuple[Any, ...]:
 def _chunk_words(plan: ChunkPlan, chunk: int) -> str:
     text = format_chunk(plan.chunks[chunk], plan.sp_size)
     shown = text if len(text) <= 120 else text[:120].rsplit(" ", 1)[0] + " ..."
-    return f"{plan.kind(chunk)}, {plan.chunks[chunk].num_tokens:,} tokens: {shown}"
+    return f"{plan.kind(chunk)}, {count_words(plan.chunks[chunk].num_tokens, 'token')}: {shown}"

@@ -37,7 +37,7 @@ from furlong.report.pictures.colours import (
     ink_on,
     tint,
 )
-from furlong.report.pictures.legend import Entry, legend
+from furlong.report.pictures.legend import LegendEntry, legend
 from furlong.report.pictures.scene import Bar, RankScene, Scene
 from furlong.units import format_bytes
 
@@ -236,7 +236,7 @@ def _write(
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
 
 
-def _fitting_legend(figure: Figure, entries: Sequence[Entry], width: float) -> Legend:
+def _fitting_legend(figure: Figure, entries: Sequence[LegendEntry], width: float) -> Legend:
     """A legend in as many columns as fit into a width in inches."""
     handles: list[Any] = [_handle(entry) for entry in entries]
     for num_columns in range(len(entries), 0, -1):
@@ -252,7 +252,7 @@ def _fitting_legend(figure: Figure, entries: Sequence[Entry], width: float) -> L
     return one
 
 
-def _handle(entry: Entry) -> Line2D | tuple[Patch, ...]:
+def _handle(entry: LegendEntry) -> Line2D | tuple[Patch, ...]:
     if entry.dashed or not entry.colours:
         colour, width = (*entry.colours, "none")[0], 1.2 if entry.dashed else 0
         return Line2D([], [], color=colour, linewidth=width, linestyle=_DASHES)

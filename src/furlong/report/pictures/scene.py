@@ -24,9 +24,10 @@ from furlong.plan.values import (
 )
 from furlong.report.pictures.colours import ChunkLook, Kind, colour_chunks, cut_sequences
 from furlong.report.pictures.memory import Steps, memory_steps
-from furlong.report.words import batch_words, count_words, lower_words, share_words, title_words
+from furlong.report.words import batch_words, lower_words, share_words, title_words
 from furlong.simulate.figures import measure
 from furlong.timeline import Record, Timeline
+from furlong.units import count_words
 
 Track = Literal["compute", "link", "copy"]
 

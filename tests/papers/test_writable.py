@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from papers.writable import writers as writers_of
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
@@ -18,7 +19,6 @@ from furlong.planners.orders.seq1f1b import plan_seq1f1b
 from furlong.planners.search.catalogue import PUBLISHED
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search
-from furlong.planners.search.writable import writers as writers_of
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=1))
 LENS = (20_000, 9_000, 3_000, 3_000, 1_000, 1_000, 500, 500)

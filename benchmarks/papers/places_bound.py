@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.planners.places.force import forced_s
 from furlong.planners.places.least import Least
-from furlong.planners.places.rates import Batch
+from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import settings
+from papers.places_forced import forced_s
 
 _NARROW = 1e-3
 """Share of a step at which the search for a bound between two others ends."""
@@ -23,7 +23,7 @@ def lower_bound_s(
     seq_lens: Sequence[int], model: CostModel, *, pool_size: int, budget_bytes: int | None = None
 ) -> float:
     """Seconds that no step of whole sequences on the pool undercuts; infinite where none fits."""
-    batch = Batch.of(seq_lens, model, pool_size)
+    batch = PoolBatch.of(seq_lens, model, pool_size)
     found = settings(batch, budget_bytes, range(model.shape.num_layers + 1))
     queue = [
         (Least.of(setting, setting.fewest).step_s, number, setting.fewest)
