@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.model import CostModel
@@ -70,9 +71,14 @@ def random_row(seed: int) -> ChunkPlan:
 
 
 def row_of(
-    lens: list[int], groups: Groups, stages: tuple[int, ...], cuts: list[int], random: Random
+    lens: list[int],
+    groups: Groups,
+    stages: tuple[int, ...],
+    cuts: list[int],
+    random: Random,
+    **layout: Any,
 ) -> ChunkPlan:
-    """Pipelines over the groups between `cuts`, one after the other."""
+    """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, tiers."""
     model = small_cost_model()
     edges = [0, *cuts, len(groups)]
     ranges = [(a, b) for a, b in pairwise(edges) if a < b]
@@ -82,7 +88,7 @@ def row_of(
         layers = tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))
         chosen.append(Checkpointing(layers, 0))
     setting = PipelineSetting(
-        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages
+        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages, **layout
     )
     return in_a_row(setting, groups, ranges, chosen)
 
