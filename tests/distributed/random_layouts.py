@@ -225,13 +225,11 @@ class Drawn:
 def drawn_layouts(seed: int = 0) -> list[Drawn]:
     """Thirty steps."""
     draw = Random(seed)
-    decks: dict[str, Deck[Any]] = {
-        name: Deck(draw, values)
-        for name, values in (
-            ("planner", [*PLANNERS]), ("batch", [*BATCHES]), ("model", [*MODELS]),
-            ("tier", ("device", "device", "host", "disk")),
-        )  # fmt: skip
-    }
+    values = {
+        "planner": [*PLANNERS], "batch": [*BATCHES], "model": [*MODELS],
+        "tier": ["device", "device", "host", "disk"],
+    }  # fmt: skip
+    decks: dict[str, Deck[Any]] = {name: Deck(draw, own) for name, own in values.items()}
     return [_drawn(number, sizes, decks, draw) for number, sizes in enumerate(LAYOUTS)]
 
 
@@ -333,7 +331,9 @@ def tokens_of(
     plan: ChunkPlan, replica: int, process: int, heads: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
     """(sequence, start, stop) of the tokens that a process of a replica has."""
-    num_lists = sum(any(isinstance(a, Forward) and not a.stage for a in own) for own in plan.actions)
+    num_lists = sum(
+        any(isinstance(a, Forward) and not a.stage for a in own) for own in plan.actions
+    )
     step = len(plan.actions) // num_lists
     chunks = {a.chunk for a in plan.actions[replica * step] if isinstance(a, Forward)}
     return [

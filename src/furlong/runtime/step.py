@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Unpack
 
+from furlong.errors import PlanError
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.batch import Batch, batch_of, divisor_of, require_plan
@@ -14,6 +15,7 @@ from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
 from furlong.runtime.parallel.agreement import Facts, agreed
 from furlong.runtime.parallel.comms import require_layout
+from furlong.runtime.parallel.likeness import checksums, trained_names
 from furlong.runtime.precision import made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
@@ -46,6 +48,8 @@ def take_step(
         raise untrainable(model)
     if len(plan.stages) > 1:
         followed.require_checked(plan.stages)
+    if trains and followed.ranks is not None and followed.ranks.pp > 1:
+        followed.kept.stages = plan.stages
     comms, pools = followed.comms(plan), followed.kept.opened
     pools.reset_peaks()
     made = made_gradients(model.model, keeps_zeros=plan.sampled) if trains else nullcontext()
@@ -89,7 +93,10 @@ def _prepared(
         _require_stage(followed, plan)
         num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
     trains = any(parameter.requires_grad for parameter in model.model.parameters())
-    return batch, Facts(plan, divisor, num_frozen, trains)
+    if followed.ranks is None:
+        return batch, Facts(plan, divisor, num_frozen, trains)
+    own = trained_names(model), checksums(batch.sequences)
+    return batch, Facts(plan, divisor, num_frozen, trains, *own)
 
 
 def _require_stage(followed: FollowedModel, plan: ChunkPlan) -> None:
@@ -98,4 +105,11 @@ def _require_stage(followed: FollowedModel, plan: ChunkPlan) -> None:
     stage = followed.ranks.stage
     first = sum(plan.stages[:stage])
     followed.model.stages(plan.stages)  # of other heights than the model has
-    followed.model.require_held(range(first, first + plan.stages[stage]))
+    own = range(first, first + plan.stages[stage])
+    followed.model.require_held(own)
+    stages = followed.kept.stages
+    if len(followed.model.held) > len(own) and stages not in (None, plan.stages):
+        raise PlanError(
+            f"the plan has stages of {plan.stages} layers, where an earlier one has trained those "
+            f"of {stages}: this process has the whole model, but of other stages old weights"
+        )
