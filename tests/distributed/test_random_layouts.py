@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from distributed.layout_cases import worst_error
-from distributed.random_layouts import LAYOUTS, MODELS, PLANNERS, Drawn, drawn_layouts
+from distributed.random_layouts import LAYOUTS, MODELS, Drawn, drawn_layouts
+from distributed.random_planners import PLANNERS
 from distributed.random_steps import features, run_drawn
 from helpers.positions import run_watched
 
