@@ -26,6 +26,9 @@ Sizes = tuple[int, int, int]
 """dp, sp, pp."""
 
 
+_NEVER_IDLE = {"ZeRO-3", "layer-first in a stage"}
+"""Planners of replicas that all have work."""
+
 BATCHES: Mapping[str, Callable[[int, int], bool]] = {
     # name: whether it fits into dp, sp
     "packed": lambda dp, sp: True,
@@ -94,7 +97,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     dp, sp, pp = sizes
     planner = decks["planner"].take(lambda name: PLANNERS[name][1](*sizes))
     batch = decks["batch"].take(
-        lambda name: BATCHES[name](dp, sp) and (name, planner) != ("no work", "ZeRO-3")
+        lambda name: BATCHES[name](dp, sp) and (name != "no work" or planner not in _NEVER_IDLE)
     )
     model = decks["model"].take()
     heights = (3,) if pp == 1 else tuple(draw.randint(1, 2) for _ in range(pp))

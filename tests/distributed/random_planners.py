@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from helpers.pipeline_plans import row_of
+from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
 
 from furlong.cost.devices.hardware import hardware
@@ -133,6 +133,13 @@ def layer_first(lens: Sequence[int], s: Setting) -> ChunkPlan:
     return on_one_rank(lens, s, order="layer-first", stage_layers=s.stage_layers)
 
 
+def layer_first_stages(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    """A pipeline whose ranks run layer-first, each a layer at a time."""
+    dials = s.walk() | {"num_retained": s.draw.choice((0, 1, 2))}
+    heights = [(1,) * height for height in s.heights]
+    return layer_first_pipeline(lens, s.sharded(s.cut(lens)), heights, sp_size=s.sp, **dials)
+
+
 def padded(lens: Sequence[int], s: Setting) -> ChunkPlan:
     """A padding token is a token without a label."""
     longer, groups = padded_groups(lens)
@@ -148,6 +155,7 @@ PLANNERS: Mapping[str, tuple[Planner, Callable[[int, int, int], bool]]] = {
     "Seq1F1B": (token_level, lambda dp, sp, pp: pp > 1),
     "InfiniPipe": (infinipipe, lambda dp, sp, pp: pp > 1),
     "InfiniPipe, in a row": (in_a_row, lambda dp, sp, pp: pp > 1),
+    "layer-first in a stage": (layer_first_stages, lambda dp, sp, pp: pp > 1),
     "padded 1F1B": (padded, lambda dp, sp, pp: pp > 1),
     "Skrull": (skrull, lambda dp, sp, pp: sp > 1),
     "DACP in chunks": (dacp, lambda dp, sp, pp: sp > 1),

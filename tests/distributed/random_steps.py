@@ -17,6 +17,7 @@ from helpers.tiny_families import config_of
 import furlong
 from furlong.plan.values import Backward, Forward
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.runtime.step import layers_of
 
 
 def run_drawn(rank: int, folder: str, drawn: Sequence[Drawn], limit_s: float) -> list[Found]:
@@ -37,9 +38,8 @@ def run_drawn(rank: int, folder: str, drawn: Sequence[Drawn], limit_s: float) ->
 
 def _run(one: Drawn, ranks: Ranks, position: Position) -> Found:
     case = one.case
-    engine = furlong.Engine(
-        case.model(case.layers_of(ranks.stage) if ranks.pp > 1 else None), ranks=ranks
-    )
+    layers = layers_of(case.plan, ranks.plan_rank) if ranks.pp > 1 else None
+    engine = furlong.Engine(case.model(layers), ranks=ranks)
     sequences = case.sequences()
     own = read_by(case, engine, ranks, sequences) if one.gives_own_alone else sequences
     with ExitStack() as stack:
@@ -78,7 +78,7 @@ def features(one: Drawn) -> set[str]:
         "window": one.model in ("Mistral", "Gemma 3"),
         "weights gathered with every pass": plan.regathers,
         "stages without a backward": plan.frozen_stages > 0,
-        "several stages on a rank": pp == 1 and len(plan.stages) > 1,
+        "several stages on a rank": len(plan.stages) > pp,
         "whole model on each stage": case.holds_all,
         "gradients of two steps": case.num_steps > 1,
         "each is given what it reads": one.gives_own_alone,

@@ -120,7 +120,7 @@ SAID = {
     "pool": "accepted",
     "pipeline": "accepted",
     "first": "accepted",
-    "heights": r"stages of \(2, 1\) layers, where an earlier one has trained those of \(1, 2\)",
+    "heights": "of the layers here, where an earlier one has trained range",
     "again": "accepted",
     "frozen since": "other trained parameters on process 1 than on process 0",
     "other error": "an error on process 1",

@@ -14,7 +14,7 @@ from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
 from furlong.runtime.parallel.agreement import Facts, agreed
-from furlong.runtime.parallel.comms import require_layout
+from furlong.runtime.parallel.comms import require_layout, stages_of
 from furlong.runtime.parallel.likeness import checksums, trained_names
 from furlong.runtime.precision import made_gradients
 from furlong.runtime.recorder import Measuring
@@ -49,7 +49,7 @@ def take_step(
     if len(plan.stages) > 1:
         followed.require_checked(plan.stages)
     if trains and followed.ranks is not None and followed.ranks.pp > 1:
-        followed.kept.stages = plan.stages
+        followed.kept.trained_layers = layers_of(plan, followed.rank)
     comms, pools = followed.comms(plan), followed.kept.opened
     pools.reset_peaks()
     made = made_gradients(model.model, keeps_zeros=plan.sampled) if trains else nullcontext()
@@ -100,16 +100,19 @@ def _prepared(
 
 
 def _require_stage(followed: FollowedModel, plan: ChunkPlan) -> None:
-    """Raise PlanError for a stage of which this process lacks a layer."""
-    assert followed.ranks is not None
-    stage = followed.ranks.stage
-    first = sum(plan.stages[:stage])
-    followed.model.stages(plan.stages)  # of other heights than the model has
-    own = range(first, first + plan.stages[stage])
-    followed.model.require_held(own)
-    stages = followed.kept.stages
-    if len(followed.model.held) > len(own) and stages not in (None, plan.stages):
+    """Raise PlanError for layers that this process lacks, or of which it has old weights."""
+    model, before = followed.model, followed.kept.trained_layers
+    model.stages(plan.stages)  # of other heights than the model has
+    own = layers_of(plan, followed.rank)
+    model.require_held(own)
+    if len(model.held) > len(own) and before not in (None, own):
         raise PlanError(
-            f"the plan has stages of {plan.stages} layers, where an earlier one has trained those "
-            f"of {stages}: this process has the whole model, but of other stages old weights"
+            f"the plan runs {own} of the layers here, where an earlier one has trained {before}: "
+            "this process has the whole model, but old weights of its other layers"
         )
+
+
+def layers_of(plan: ChunkPlan, rank: int) -> range:
+    """The layers that a list of a plan runs."""
+    stages = stages_of(plan, rank)
+    return range(sum(plan.stages[: stages[0]]), sum(plan.stages[: stages[-1] + 1]))
