@@ -131,7 +131,7 @@ SAID = {
 def test_what_differs_is_named_on_all_processes():
     told: list[dict[str, str]] = [{}, {}]
     for function in (models, steps):
-        for rank, found in enumerate(run_ranks(function, num_ranks=2)):
+        for rank, found in enumerate(run_ranks(function, num_ranks=2, limit_s=150)):
             told[rank] |= found
     for found in told:
         assert {n: text for n, text in found.items() if not re.search(SAID[n], text)} == {}

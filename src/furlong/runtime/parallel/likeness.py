@@ -106,6 +106,8 @@ def checksums(sequences: Sequence[ShiftedSequence]) -> tuple[int, ...]:
 def require_same_sequences(own: Sequence[int], ranks: Ranks) -> None:
     """Raise DataError, on all processes, for a sequence that two of them have otherwise. Collective
     over them; `own`: `checksums`."""
+    if not own:  # the plan, which all have, has no sequence
+        return
     largest = [*own, *(-x if x != _ABSENT else x for x in own)]
     x = torch.tensor(largest, dtype=torch.int64, device=ranks.mesh.device_type)
     dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
