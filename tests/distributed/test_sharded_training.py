@@ -137,3 +137,21 @@ def test_gradients_round_no_more_than_on_one_process():
         for name, of in found.items():
             assert 1e-3 < of["shared"] <= 1.1 * of["alone"], (name, of)
             assert all(weight == gradient for weight, gradient in of["dtypes"]), name
+
+
+def one_chunk(rank: int) -> float:
+    """The error of replicas that compute in bfloat16, one of them in a single chunk."""
+    sequences, size = SHORT.sequences(), furlong.ChunkOptions(size=8)
+    single, model = float32_model(), float32_model()
+    furlong.forward_backward(single, sequences, size, compute_dtype=torch.bfloat16)
+    engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"), compute_dtype=torch.bfloat16)
+    engine.run(SHORT.plan(model), sequences)
+    return total_relative_error(whole_grads(model), take_grads(single))
+
+
+SHORT = Step(((21,), (7,)))
+
+
+def test_a_replica_with_one_chunk_adds_up_with_others():
+    """Its head has a sum of tiles in float32, all else gradients in bfloat16."""
+    assert max(run_ranks(one_chunk, num_ranks=2)) < 1e-2

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from random import Random
+from typing import Any
 
 from furlong.cost.devices.hardware import hardware
-from furlong.cost.model import CostModel
+from furlong.cost.model import Computing, CostModel
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import Chunk, ChunkPlan, Slice
+from furlong.plan.check import check
+from furlong.plan.values import (
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Recv,
+    Reduce,
+    Send,
+    Slice,
+)
 from furlong.planners.chunks.groups import Groups
 from furlong.planners.infinipipe.checkpointing import Checkpointing
 from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
 from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.layer_first import walk_layer_first
+from furlong.planners.orders.pipeline import number_chunks, plan_1f1b
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
 
 _SMALL = {
@@ -70,9 +84,14 @@ def random_row(seed: int) -> ChunkPlan:
 
 
 def row_of(
-    lens: list[int], groups: Groups, stages: tuple[int, ...], cuts: list[int], random: Random
+    lens: list[int],
+    groups: Groups,
+    stages: tuple[int, ...],
+    cuts: list[int],
+    random: Random,
+    **layout: Any,
 ) -> ChunkPlan:
-    """Pipelines over the groups between `cuts`, one after the other."""
+    """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, tiers."""
     model = small_cost_model()
     edges = [0, *cuts, len(groups)]
     ranges = [(a, b) for a, b in pairwise(edges) if a < b]
@@ -82,7 +101,7 @@ def row_of(
         layers = tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))
         chosen.append(Checkpointing(layers, 0))
     setting = PipelineSetting(
-        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages
+        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages, **layout
     )
     return in_a_row(setting, groups, ranges, chosen)
 
@@ -93,3 +112,49 @@ def random_infinipipe(seed: int) -> ChunkPlan:
     num_stages = random.choice((2, 3))
     found = plan_infinipipe(lens, small_cost_model(), num_stages=num_stages, max_slices=6)
     return found.plan
+
+
+def layer_first_pipeline(
+    lens: Sequence[int],
+    groups: Groups,
+    heights: Sequence[Sequence[int]],
+    *,
+    sp_size: int = 1,
+    **dials: Any,
+) -> ChunkPlan:
+    """Layer-first within each rank, which holds stages of `heights[rank]` layers: a rank runs all
+    chunks of a group through one of its stages before the next; `dials` of `walk_layer_first`."""
+    stages = [height for own in heights for height in own]
+    stops = list(accumulate(map(len, heights)))
+    lists = []
+    for rank, stop in enumerate(stops):
+        own = range(stop - len(heights[rank]), stop)
+        actions: list[Action] = []
+        for numbers in number_chunks(groups):
+            for action in walk_layer_first(numbers, stages, only=own, **dials):
+                actions += _with_messages(action, rank, own, len(stages))
+        actions += [Reduce(stage) for stage in reversed(own)]
+        lists.append(tuple(actions))
+    chunks = tuple(chunk for group in groups for chunk in group)
+    plan = ChunkPlan(tuple(lens), chunks, tuple(stages), tuple(lists), sp_size=sp_size)
+    check(plan)
+    return plan
+
+
+def _with_messages(action: Action, rank: int, own: range, num_stages: int) -> list[Action]:
+    assert isinstance(action, Computing)
+    chunk, stage = action.chunk, action.stage
+    found: list[Action] = [action]
+    is_first, is_last = stage == own.start and rank > 0, stage == own.stop - 1 < num_stages - 1
+    if isinstance(action, Forward):
+        before, behind = is_first, is_last
+        ends = ("activation", stage - 1, rank - 1), ("activation", stage, rank + 1)
+    else:
+        is_backward = isinstance(action, Backward)
+        before, behind = is_last and is_backward, is_first and is_backward
+        ends = ("gradient", stage + 1, rank + 1), ("gradient", stage, rank - 1)
+    if before:
+        found.insert(0, Recv(ends[0][0], chunk, *ends[0][1:]))
+    if behind:
+        found.append(Send(ends[1][0], chunk, *ends[1][1:]))
+    return found

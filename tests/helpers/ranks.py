@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -105,5 +106,6 @@ def _of_rank(
     sender.send_bytes(pickle.dumps(answer))
     sender.close()
     if not answer[0]:
-        dist.barrier()  # nobody closes its sockets while another still reads from them
-        dist.destroy_process_group()
+        with suppress(RuntimeError):  # the test has all answers, and has ended the others
+            dist.barrier()  # nobody closes its sockets while another still reads from them
+            dist.destroy_process_group()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
@@ -23,6 +25,7 @@ from furlong.runtime.exchange import AllToAll
 from furlong.runtime.kept import Kept
 from furlong.runtime.layout import rows_on
 from furlong.runtime.parallel.comms import ShardedRanks
+from furlong.runtime.parallel.likeness import require_alike
 from furlong.runtime.parallel.links import Parcel
 from furlong.runtime.parallel.pipeline import open_pipeline
 from furlong.runtime.parallel.ranks import Ranks, ranks_given, require_stages
@@ -35,6 +38,10 @@ from furlong.runtime.surroundings import device_type, left_out, refuse_mode
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
 _KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+_HELD_ELSEWHERE = (
+    "the weights are divided among the processes now, but something still holds them whole: an "
+    "optimizer that was made before the engine trains nothing. Make the engine first"
+)
 
 
 class FollowedModel:
@@ -68,6 +75,14 @@ class FollowedModel:
         A caller's autocast is off within: the dtypes are the engine's own.
         """
         refuse_mode(self.given, self.compute_dtype)
+        if self.kept.ranks is not None and self.kept.process != os.getpid():
+            raise ConfigError(
+                given="a model of several processes, in a fork of one of them",
+                required="the process that has made the engine: both would read from the same "
+                "connections",
+                source="a process that was forked after furlong.Engine was made",
+                change="call the engine in the process that made it, or fork before",
+            )
         if not self.kept.busy.acquire(blocking=False):
             raise ConfigError(
                 given="a second forward_backward on a model while the first one runs",
@@ -188,11 +203,15 @@ class FollowedModel:
     def _shard(self, ranks: Ranks) -> None:
         """Divide the weights; what was checked whole is checked."""
         model, dtype = self.model, self.compute_dtype
+        require_alike(model, ranks, dtype)
         if ranks.shard_mesh.size() > 1:
             _require_layers(model)
             unchanged = [] if dtype is None else model.stays_float32(dtype)
             layers = [layer for layer in model.layers if not isinstance(layer, Skip)]
+            whole = [weakref.ref(p) for p in model.base.parameters() if p.requires_grad]
             shard(model.base, layers, ranks.shard_mesh, dtype, unchanged=unchanged)
+            if whole and all(parameter() is not None for parameter in whole):
+                self.note(_HELD_ELSEWHERE)
             self._fingerprint = fingerprint(model.base)
             self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
         if ranks.pp > 1:

@@ -30,6 +30,8 @@ class Kept:
     """The processes among which the weights are divided, for good."""
     pipeline: Pipeline | None = None
     """The links to other stages, where the ranks have several."""
+    trained_layers: range | None = None
+    """The layers that this process of a pipeline has trained."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Unpack
 
+from furlong.errors import PlanError
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.batch import Batch, batch_of, divisor_of, require_plan
@@ -13,7 +14,8 @@ from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
 from furlong.runtime.parallel.agreement import Facts, agreed
-from furlong.runtime.parallel.comms import require_layout
+from furlong.runtime.parallel.comms import require_layout, stages_of
+from furlong.runtime.parallel.likeness import checksums, trained_names
 from furlong.runtime.precision import made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
@@ -46,6 +48,8 @@ def take_step(
         raise untrainable(model)
     if len(plan.stages) > 1:
         followed.require_checked(plan.stages)
+    if trains and followed.ranks is not None and followed.ranks.pp > 1:
+        followed.kept.trained_layers = layers_of(plan, followed.rank)
     comms, pools = followed.comms(plan), followed.kept.opened
     pools.reset_peaks()
     made = made_gradients(model.model, keeps_zeros=plan.sampled) if trains else nullcontext()
@@ -89,13 +93,26 @@ def _prepared(
         _require_stage(followed, plan)
         num_frozen = model.num_frozen_layers if plan.frozen_stages else num_frozen
     trains = any(parameter.requires_grad for parameter in model.model.parameters())
-    return batch, Facts(plan, divisor, num_frozen, trains)
+    if followed.ranks is None:
+        return batch, Facts(plan, divisor, num_frozen, trains)
+    own = trained_names(model), checksums(batch.sequences)
+    return batch, Facts(plan, divisor, num_frozen, trains, *own)
 
 
 def _require_stage(followed: FollowedModel, plan: ChunkPlan) -> None:
-    """Raise PlanError for a stage of which this process lacks a layer."""
-    assert followed.ranks is not None
-    stage = followed.ranks.stage
-    first = sum(plan.stages[:stage])
-    followed.model.stages(plan.stages)  # of other heights than the model has
-    followed.model.require_held(range(first, first + plan.stages[stage]))
+    """Raise PlanError for layers that this process lacks, or of which it has old weights."""
+    model, before = followed.model, followed.kept.trained_layers
+    model.stages(plan.stages)  # of other heights than the model has
+    own = layers_of(plan, followed.rank)
+    model.require_held(own)
+    if len(model.held) > len(own) and before not in (None, own):
+        raise PlanError(
+            f"the plan runs {own} of the layers here, where an earlier one has trained {before}: "
+            "this process has the whole model, but old weights of its other layers"
+        )
+
+
+def layers_of(plan: ChunkPlan, rank: int) -> range:
+    """The layers that a list of a plan runs."""
+    stages = stages_of(plan, rank)
+    return range(sum(plan.stages[: stages[0]]), sum(plan.stages[: stages[-1] + 1]))

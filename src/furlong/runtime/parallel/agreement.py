@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from furlong.errors import ConfigError, FurlongError, PlanError
+from furlong.errors import ConfigError, PlanError
 from furlong.plan.values import ChunkPlan
+from furlong.runtime.parallel.likeness import require_same_sequences
 from furlong.runtime.parallel.ranks import Ranks
 
 _T = TypeVar("_T")
@@ -27,6 +28,10 @@ class Facts:
     """First layers in which, and below which, it trains nothing."""
     trains: bool
     """Whether it has a parameter that is trained."""
+    trained_names: int = 0
+    """A checksum of the names of those that are (`likeness`)."""
+    checksums: tuple[int, ...] = ()
+    """Those of its sequences (`likeness`)."""
 
 
 def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tuple[_T, Facts]:
@@ -40,12 +45,16 @@ def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tupl
         return prepare()
     try:
         made, own = prepare()
-    except FurlongError:
-        _gathered(ranks, [1, 0, 0, 0, 0])
+    except Exception:
+        _gathered(ranks, [1, 0, 0, 0, 0, 0])
         raise
     checksum = zlib.crc32(repr(own.plan).encode())
-    rows = _gathered(ranks, [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains)])
-    _refuse_different(rows)
+    rows = _gathered(
+        ranks,
+        [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains), own.trained_names],
+    )
+    _refuse_different(rows, ranks.dp * ranks.sp)
+    require_same_sequences(own.checksums, ranks)
     least = min(row[3] for row in rows)
     if sum(own.plan.stages[: own.plan.frozen_stages]) > least:
         process = next(index for index, row in enumerate(rows) if row[3] == least)
@@ -56,9 +65,10 @@ def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tupl
     return made, replace(own, num_frozen_layers=least, trains=any(row[4] for row in rows))
 
 
-def _refuse_different(rows: Sequence[Sequence[int]]) -> None:
+def _refuse_different(rows: Sequence[Sequence[int]], stage_size: int) -> None:
+    """`stage_size`: processes of a stage, which are neighbours."""
     _, first_plan, first_divisor, *_ = rows[0]
-    for process, (is_refusing, plan, divisor, *_) in enumerate(rows):
+    for process, (is_refusing, plan, divisor, _, _, names) in enumerate(rows):
         if is_refusing:
             raise ConfigError(
                 given=f"an error on process {process}, before a step that all take together",
@@ -71,6 +81,14 @@ def _refuse_different(rows: Sequence[Sequence[int]]) -> None:
         if divisor != first_divisor:
             shown = f"{divisor}, not {first_divisor}"
             raise PlanError(f"process {process} has another divisor than process 0: {shown}")
+        first = process - process % stage_size
+        if names != rows[first][5]:
+            raise ConfigError(
+                given=f"other trained parameters on process {process} than on process {first}",
+                required="the same requires_grad on all processes that share a stage's weights",
+                source="the model that was passed to furlong.Engine on each process",
+                change="freeze the same parameters on all",
+            )
 
 
 def _gathered(ranks: Ranks, own: Sequence[int]) -> list[list[int]]:

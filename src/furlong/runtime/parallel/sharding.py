@@ -99,11 +99,27 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]
     """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
     the root is among them, and no backward follows."""
     for module in modules:
+        _make_alike(module)
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_is_last_backward(is_last)
     yield
     for module in modules:  # any further backward would add them up again
         module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _make_alike(module: FSDPModule) -> None:
+    """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
+    mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        own = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        if all(p.unsharded_accumulated_grad is None for p in own):
+            continue
+        for parameter in own:
+            weight = parameter._unsharded_param
+            if weight.requires_grad and parameter.unsharded_accumulated_grad is None:
+                zeros = torch.zeros_like(weight, dtype=parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = zeros
 
 
 def _forget(base: Any) -> None:

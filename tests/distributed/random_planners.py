@@ -1,0 +1,170 @@
+"""Planners of random steps: the plan of one replica from its lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from helpers.pipeline_plans import layer_first_pipeline, row_of
+from helpers.random_chunks import random_chunks
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.values import ChunkPlan
+from furlong.planners.chunks.groups import Groups, group_chunks, padded_groups, sliced_groups
+from furlong.planners.chunks.placement import shard, shard_long
+from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.methods.flexsp import plan_flexsp
+from furlong.planners.methods.skrull import micro_batch_groups
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_groups
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.places.plan import plan_places
+
+SIZE = 8
+"""Tokens of a chunk on one process."""
+KEEPS = ("input", "kv", "attention", "all")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a planner makes the plan of one replica for; `draw` is for the dials it has beside."""
+
+    sp: int
+    heights: tuple[int, ...]
+    shape: ModelShape
+    frozen_stages: int
+    stage_layers: int
+    """Most layers of a stage, layer-first."""
+    draw: Random
+
+    @property
+    def cost(self) -> CostModel:
+        return CostModel(self.shape, hardware("A100-80"))
+
+    @property
+    def pipeline(self) -> dict[str, Any]:
+        """Keywords of the planners of pipelines."""
+        return {"stages": self.heights, "sp_size": self.sp, "frozen_stages": self.frozen_stages}
+
+    def sharded(self, groups: Groups) -> Groups:
+        return shard(groups, self.sp) if self.sp > 1 else groups
+
+    def cut(self, lens: Sequence[int]) -> Groups:
+        return group_chunks(lens, ChunkOptions(size=SIZE, hybrid=self.draw.random() < 0.8))
+
+    def walk(self) -> dict[str, Any]:
+        """Dials of a walk that drops graphs."""
+        return {
+            "keep": self.draw.choice(KEEPS), "recompute_layers": self.draw.choice((0, 0, 1)),
+        }  # fmt: skip
+
+
+def state_aware(lens: Sequence[int], s: Setting, num_retained: int) -> ChunkPlan:
+    start = s.draw.choice(("eager", "lazy"))
+    dials = s.walk() | {"num_retained": num_retained, "recompute": start}
+    return plan_1f1b(lens, s.sharded(s.cut(lens)), **s.pipeline, **dials)
+
+
+def token_level(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    groups = s.sharded(sliced_groups(lens, num_slices=s.draw.randint(2, 4)))
+    count = sum(map(len, groups))
+    layers = [[s.draw.randint(0, height) for _ in range(count)] for height in s.heights]
+    return plan_seq1f1b(lens, groups, recompute_layers=layers, **s.pipeline)
+
+
+def infinipipe(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    return plan_infinipipe(
+        lens, s.cost, num_stages=len(s.heights), stages=s.heights, sp_size=s.sp, max_slices=4
+    ).plan
+
+
+def in_a_row(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    groups = s.sharded(sliced_groups(lens, num_slices=3))
+    return row_of(list(lens), groups, s.heights, [len(groups) // 2], s.draw, sp_size=s.sp)
+
+
+def skrull(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    bucket = -(-max(lens) // s.sp) + 1
+    groups = micro_batch_groups(lens, s.cost, sp_size=s.sp, bucket_tokens=bucket)
+    return plan_1f1b(lens, groups, **s.pipeline)
+
+
+def dacp(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    """Pieces of long sequences sharded, short ones beside them local."""
+    groups = group_chunks(lens, ChunkOptions(size=2 * SIZE))
+    return plan_1f1b(lens, shard_long(groups, lens, s.shape, s.sp), **s.pipeline, **s.walk())
+
+
+def on_any_places(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    """As many sequences of other lengths, whole and cut, each on a place of its own."""
+    drawn: Sequence[int] = [1]
+    while max(drawn) == 1:  # no label at all
+        drawn, chunks = random_chunks(
+            s.draw, s.sp, num_chunks=3, num_sequences=3 + len(lens), max_tokens=12
+        )
+    retained = s.draw.choice((0, 1, 2))
+    return plan_1f1b(drawn, [chunks], num_retained=retained, **s.pipeline, **s.walk())
+
+
+def places(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    return plan_places(lens, s.cost, pool_size=s.sp, num_tries=0)
+
+
+def flexsp(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    return plan_flexsp(lens, s.cost, pool_size=s.sp)
+
+
+def on_one_rank(lens: Sequence[int], s: Setting, **order: Any) -> ChunkPlan:
+    dials = s.walk() | {"num_retained": s.draw.choice((0, 1, 2))} | order
+    options = ChunkOptions(size=SIZE, **dials)
+    return plan_groups(
+        lens, s.sharded(group_chunks(lens, options)), options,
+        num_layers=sum(s.heights), sp_size=s.sp,
+    )  # fmt: skip
+
+
+def layer_first(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    return on_one_rank(lens, s, order="layer-first", stage_layers=s.stage_layers)
+
+
+def layer_first_stages(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    """A pipeline whose ranks run layer-first, each a layer at a time."""
+    dials = s.walk() | {"num_retained": s.draw.choice((0, 1, 2))}
+    heights = [(1,) * height for height in s.heights]
+    return layer_first_pipeline(lens, s.sharded(s.cut(lens)), heights, sp_size=s.sp, **dials)
+
+
+def padded(lens: Sequence[int], s: Setting) -> ChunkPlan:
+    """A padding token is a token without a label."""
+    longer, groups = padded_groups(lens)
+    return plan_1f1b(longer, s.sharded(groups), **s.pipeline)
+
+
+Planner = Callable[[Sequence[int], Setting], ChunkPlan]
+PLANNERS: Mapping[str, tuple[Planner, Callable[[int, int, int], bool]]] = {
+    # name: (planner of a replica, whether it fits into dp, sp, pp)
+    "1F1B, K 0": (partial(state_aware, num_retained=0), lambda dp, sp, pp: pp > 1),
+    "1F1B, K 1": (partial(state_aware, num_retained=1), lambda dp, sp, pp: pp > 1),
+    "1F1B, K 2": (partial(state_aware, num_retained=2), lambda dp, sp, pp: pp > 1),
+    "Seq1F1B": (token_level, lambda dp, sp, pp: pp > 1),
+    "InfiniPipe": (infinipipe, lambda dp, sp, pp: pp > 1),
+    "InfiniPipe, in a row": (in_a_row, lambda dp, sp, pp: pp > 1),
+    "layer-first in a stage": (layer_first_stages, lambda dp, sp, pp: pp > 1),
+    "padded 1F1B": (padded, lambda dp, sp, pp: pp > 1),
+    "Skrull": (skrull, lambda dp, sp, pp: sp > 1),
+    "DACP in chunks": (dacp, lambda dp, sp, pp: sp > 1),
+    "any places": (on_any_places, lambda dp, sp, pp: sp > 1),
+    "places": (places, lambda dp, sp, pp: sp > 1 and pp == 1),
+    "FlexSP": (flexsp, lambda dp, sp, pp: sp > 1 and pp == 1),
+    "ChunkFlow": (on_one_rank, lambda dp, sp, pp: pp == 1),
+    "layer-first": (layer_first, lambda dp, sp, pp: pp == 1),
+    "ZeRO-3": (on_one_rank, lambda dp, sp, pp: dp > 1 and pp == 1),
+}
+MAY_FREEZE = {"1F1B, K 0", "1F1B, K 1", "1F1B, K 2", "Seq1F1B", "DACP in chunks"}
+"""Planners of pipelines that leave backwards out of frozen stages."""
