@@ -28,6 +28,8 @@ from torch.distributed.fsdp import (
 from furlong.errors import UnsupportedModelError
 from furlong.models.entrance import add_entrance, mark_sharded
 
+_ADDS_UNUSED = "set_reduce_scatter_unused_params"
+
 
 def shard(
     base: nn.Module,
@@ -55,8 +57,8 @@ def shard(
     for part in sharded_modules(base):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        if hasattr(part, "set_reduce_scatter_unused_params"):
-            # a head without a label on one process must not be missing in a sum with others
+        if hasattr(part, _ADDS_UNUSED):
+            # what is unused on one process must not be missing in a sum with others
             part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
@@ -99,6 +101,8 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]
     """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
     the root is among them, and no backward follows."""
     for module in modules:
+        if not hasattr(module, _ADDS_UNUSED):  # before torch 2.13
+            _give_zeros(module)
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_is_last_backward(is_last)
     yield
@@ -110,13 +114,30 @@ def _forget(base: Any) -> None:
     """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
     if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
         base.reset_iter_state()
-    for module in sharded_modules(base):
-        state: Any = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for parameter in (p for module in sharded_modules(base) for p in _divided(module)):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _give_zeros(module: FSDPModule) -> None:
+    """Give gradients of zeros to gathered parameters that no backward has reached so far: FSDP2
+    leaves others out of its sum, where they are unused on this process only."""
+    for parameter in _divided(module):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad:
+            continue
+        if parameter.unsharded_accumulated_grad is None and gathered.grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+
+
+def _divided(module: FSDPModule) -> list[Any]:
+    """FSDP2's own records of a module's parameters."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 at most one
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _refuse_indivisible(base: nn.Module, unchanged: Sequence[nn.Parameter]) -> torch.dtype:
