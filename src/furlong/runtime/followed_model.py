@@ -22,9 +22,10 @@ from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.exchange import AllToAll
 from furlong.runtime.kept import Kept
 from furlong.runtime.layout import rows_on
+from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.comms import ShardedRanks
 from furlong.runtime.parallel.links import Parcel
-from furlong.runtime.parallel.pipeline import open_pipeline
+from furlong.runtime.parallel.pipeline import open_pipeline, stage_heights
 from furlong.runtime.parallel.ranks import Ranks, ranks_given, require_stages
 from furlong.runtime.parallel.sharding import one_step, shard
 from furlong.runtime.pools import Storage
@@ -134,6 +135,21 @@ class FollowedModel:
             return None
         return AllToAll(self.ranks.place_groups)
 
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Layers of each stage of the pipeline."""
+        return self.kept.heights
+
+    @property
+    def num_frozen_layers(self) -> int:
+        """First layers in which, and below which, no process trains anything. A collective."""
+        own = self.model.num_frozen_layers
+        return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
+
+    def by_first(self, number: int) -> int:
+        """The number of the first process, on all. A collective."""
+        return number if self.ranks is None else gathered(self.ranks, [number])[0][0]
+
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
         """The rows of each chunk of a plan that this process has."""
         return rows_on(self.model, plan, self.process, self.exchange)
@@ -210,6 +226,7 @@ class FollowedModel:
             self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
         if ranks.pp > 1:
             self.kept.pipeline = open_pipeline(ranks, model)
+            self.kept.heights = stage_heights(ranks, model)
         self.kept.ranks, self.kept.compute_dtype = ranks, dtype
 
     def _require_own_shards(self, base: nn.Module) -> None:
