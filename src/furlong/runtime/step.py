@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Unpack
 
+import torch.distributed as dist
+
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.batch import Batch, batch_of, divisor_of, require_plan
@@ -18,6 +20,7 @@ from furlong.runtime.parallel.recovery import made_together
 from furlong.runtime.precision import forgotten_gradients, made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
+from furlong.runtime.rng import independent_draws
 from furlong.runtime.surroundings import drawn, untrainable
 
 
@@ -87,6 +90,8 @@ def _surroundings(
         yield made_gradients(model.model, keeps_zeros=plan.sampled)
     yield followed.computing(regathers=plan.regathers)
     yield model.installed()
+    if followed.ranks is not None:  # masks of dropout must not be the same on all
+        yield independent_draws(dist.get_rank(followed.ranks.group), model.device)
 
 
 def _prepared(
