@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -15,11 +15,10 @@ from furlong.models.causal_lm import CausalLM
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.sampling.plans import sampled
 from furlong.runtime.batch import Batch, among
-from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (
     ShiftedSequence,
@@ -31,7 +30,7 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.parallel.planning import planned_together, require_replicas
+from furlong.runtime.parallel.planning import Planned, planned, planned_together
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.pools import Storage
 from furlong.runtime.recorder import Measuring
@@ -90,7 +89,7 @@ class Engine:
     ) -> ChunkPlan:
         """The plan of a batch with sequences of `seq_lens` tokens; without backward it evaluates.
         Where `options` sample, a draw in which no chunk is known to have labels. Replicas get about
-        equal tokens each.
+        equal tokens each, a pool divides every chunk, a pipeline goes in state-aware 1F1B.
 
         Raises ConfigError for lengths that are no whole numbers and for what is no `ChunkOptions`.
         """
@@ -98,14 +97,12 @@ class Engine:
         with self._followed.alone():
             self._followed.follow()
             ranks = self._followed.ranks
+            make = self._planner(options, backward=backward)
             if ranks is None:
-                return self._plan(lens, options, backward=backward)
-            require_replicas(ranks)
+                return self._sampled(make(lens), options)
             dealt = by_cost(lens, ranks.dp)
-            plans = [
-                self._plan([lens[i] for i in own], options, backward=backward) for own in dealt
-            ]
-            return join_replicas(plans, dealt, lens)
+            plans = [make([lens[i] for i in own]) for own in dealt]
+            return self._sampled(join_replicas(plans, dealt, lens), options)
 
     def run(
         self,
@@ -142,54 +139,68 @@ class Engine:
     ) -> StepResult:
         """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
 
-        On several replicas each passes its own sequences; the outcome is that of all, numbered
-        replica by replica.
+        On several replicas each passes its own sequences, the same on all its processes; the
+        outcome is that of all, numbered replica by replica.
         """
         shifted: list[ShiftedSequence] = []
 
-        def make() -> ChunkPlan:
-            shifted[:] = shift_labels(sequences)
-            if not shifted:
-                raise no_data("no sequences", "at least one sequence")
-            lens = [len(s.input_ids) for s in shifted]
-            return self._plan(lens, options, backward=backward, shifted=shifted)
-
         with self._followed.alone():
             self._followed.follow()
-            ranks, plan = self._followed.ranks, None
+            planner = self._planner(options, backward=backward)
+
+            def make() -> Planned:
+                shifted[:] = shift_labels(sequences)
+                if not shifted:
+                    raise no_data("no sequences", "at least one sequence")
+                return planned(planner([len(s.input_ids) for s in shifted]), shifted)
+
+            ranks, num_copies = self._followed.ranks, 1
             if ranks is None:
-                plan, own = make(), range(len(shifted))
+                found, own = make(), range(len(shifted))
             else:
-                plan, own = planned_together(ranks, make)
+                found, own = planned_together(ranks, make)
+                num_copies = ranks.sp * ranks.pp
+            plan = self._sampled(found.plan, options, found.labelled)
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
-            num_labels = int(self._followed.comms().add_up(labels))
+            num_labels = int(self._followed.comms().add_up(labels)) // num_copies
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
             batch = Batch(plan, every, num_labels)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
-    def _plan(
-        self,
-        seq_lens: Sequence[int],
-        options: ChunkOptions,
-        *,
-        backward: bool,
-        shifted: Sequence[ShiftedSequence] = (),
+    def _planner(
+        self, options: ChunkOptions, *, backward: bool
+    ) -> Callable[[Sequence[int]], ChunkPlan]:
+        """Plans the sequences of one replica, by their lengths. Among several stages a collective;
+        what it returns is none."""
+        followed, ranks = self._followed, self._followed.ranks
+        is_staged = ranks is not None and ranks.pp > 1
+        frozen = followed.num_frozen_layers if backward and is_staged else 0
+
+        def plan(seq_lens: Sequence[int]) -> ChunkPlan:
+            require_options(options)
+            is_cut = backward and options.order == "layer-first"
+            return plan_replica(
+                seq_lens, options,
+                num_layers=self.model.num_layers, backward=backward,
+                stages=followed.heights if is_staged else (),
+                sp_size=1 if ranks is None else ranks.sp,
+                frozen_layers=self.model.num_frozen_layers if is_cut and not is_staged else frozen,
+            )  # fmt: skip
+
+        return plan
+
+    def _sampled(
+        self, plan: ChunkPlan, options: ChunkOptions, labelled: Collection[int] = ()
     ) -> ChunkPlan:
-        """`shifted`: the sequences, whose labels decide with which probability a chunk is drawn."""
-        require_options(options)
-        is_cut = options.order == "layer-first"
-        plan = plan_on_device(
-            seq_lens, options,
-            num_layers=self.model.num_layers, backward=backward,
-            frozen_layers=self.model.num_frozen_layers if is_cut and backward else 0,
-        )  # fmt: skip
+        """The plan of the whole batch with its draw, the same on all processes, if `options` ask
+        for one. `labelled`: chunks whose labels decide with which probability they are drawn."""
         sampling = options.sampling
-        if sampling is None or not backward:
+        if sampling is None or not plan.trained:
             return plan
         if sampling.seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
-            sampling = replace(sampling, seed=seed)
-        return sampled(plan, sampling, labelled_chunks(plan, shifted) if shifted else ())
+            sampling = replace(sampling, seed=self._followed.by_first(seed))
+        return sampled(plan, sampling, labelled)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""

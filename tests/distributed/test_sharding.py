@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from distributed.sharded_cases import (
 )
 from helpers.ranks import run_ranks
 from helpers.tiny_families import bound, build
+from torch.distributed.fsdp import FSDPModule
 
 BOUND = 1e-10
 UNEQUAL = ((21, 4, 40, 7), (5, 9))
@@ -82,6 +84,21 @@ def test_a_tied_head():
 def test_frozen_weights(make):
     names = "chunk-first", "evaluation", "no label", "layer-first"
     assert_exact(tried({name: KEPT[name] for name in names}, make))
+
+
+def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:
+    """The steps where FSDP2 leaves unused parameters out of its sums, and cannot be reset."""
+    for name in ("set_reduce_scatter_unused_params", "reset_iter_state"):
+        delattr(FSDPModule, name)
+    return run_steps(rank, steps, llama)
+
+
+def test_a_head_without_a_label_on_one_process_before_torch_2_13():
+    names = "no label", "masked", "no label", "layer-first"
+    steps = [KEPT[name] for name in names]
+    for found in run_ranks(on_an_older_torch, steps, num_ranks=2, limit_s=180):
+        assert_exact(dict(zip(range(4), found, strict=True)))
+        assert {of.num_sums for of in found} == {NUM_LAYERS + 1}
 
 
 @pytest.mark.slow

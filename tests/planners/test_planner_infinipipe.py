@@ -89,7 +89,8 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     assume(len(counts) > 1)
     first = data.draw(st.integers(0, len(counts) - 1))
     stop = data.draw(st.integers(first + 1, len(counts)))
-    groups = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))[first:stop]
+    every = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))
+    groups = every[first:stop]
     own = sorted({piece.seq_id for group in groups for chunk in group for piece in chunk.slices})
     part = [
         [Chunk(tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices)) for c in group]
@@ -97,7 +98,10 @@ def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
     ]
     plan = plan_seq1f1b([lens[i] for i in own], part, stages=stages)
     problem = loads.pipeline(first, stop, 0.0)
-    walked = [max(MODEL.memory().peak_bytes_of_actions(plan, rank)) for rank in range(2)]
+    # a receive and two sends that are under way are as large as the largest of the whole batch
+    in_batch, in_part = (max(c.num_tokens for g in x for c in g) for x in (every, groups))
+    more = 3 * (in_batch - in_part) * MODEL.training.compute_bytes * MODEL.shape.hidden_size
+    walked = [max(MODEL.memory().peak_bytes_of_actions(plan, rank)) + more for rank in range(2)]
     assert peak_bytes(problem, (0,) * problem.num_diagonals) == pytest.approx(walked, abs=16)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.errors import ConfigError, LinkError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
@@ -24,10 +24,11 @@ from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.exchange import AllToAll
 from furlong.runtime.kept import Kept
 from furlong.runtime.layout import rows_on
+from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.comms import ShardedRanks
 from furlong.runtime.parallel.likeness import require_alike
 from furlong.runtime.parallel.links import Parcel
-from furlong.runtime.parallel.pipeline import open_pipeline
+from furlong.runtime.parallel.pipeline import open_pipeline, stage_heights
 from furlong.runtime.parallel.ranks import Ranks, ranks_given, require_stages
 from furlong.runtime.parallel.sharding import one_step, shard
 from furlong.runtime.pools import Storage
@@ -149,6 +150,21 @@ class FollowedModel:
             return None
         return AllToAll(self.ranks.place_groups)
 
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Layers of each stage of the pipeline."""
+        return self.kept.heights
+
+    @property
+    def num_frozen_layers(self) -> int:
+        """First layers in which, and below which, no process trains anything. A collective."""
+        own = self.model.num_frozen_layers
+        return own if self.ranks is None else min(n for (n,) in gathered(self.ranks, [own]))
+
+    def by_first(self, number: int) -> int:
+        """The number of the first process, on all. A collective."""
+        return number if self.ranks is None else gathered(self.ranks, [number])[0][0]
+
     def rows_of(self, plan: ChunkPlan) -> Callable[[Chunk], ChunkRows]:
         """The rows of each chunk of a plan that this process has."""
         return rows_on(self.model, plan, self.process, self.exchange)
@@ -162,9 +178,22 @@ class FollowedModel:
         messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
         return ShardedRanks(self.model.base, layers, self.ranks, messages)
 
-    def passing(self) -> AbstractContextManager[None]:
-        """Within it the messages of a step pass between the stages."""
-        return self.kept.pipeline.passing() if self.kept.pipeline else nullcontext()
+    def require_settled(self) -> None:
+        """Raise LinkError if an earlier step ended in the middle of what processes do together."""
+        if not self.kept.is_settled:
+            raise LinkError(
+                "an earlier step of this model ended with an error while other processes waited "
+                "for this one: end all processes and start them again"
+            )
+
+    @contextmanager
+    def settling(self, comms: Comms) -> Iterator[None]:
+        """Within it runs a step with these comms."""
+        self.kept.is_settled = False
+        try:
+            yield
+        finally:
+            self.kept.is_settled = comms.is_settled
 
     def adding_up_tied(self) -> AbstractContextManager[None]:
         """Within it runs a step; afterwards a weight of two stages has the gradient of both."""
@@ -216,6 +245,7 @@ class FollowedModel:
             self.kept.checked.add(self._key(self._fingerprint, (model.num_layers,)))
         if ranks.pp > 1:
             self.kept.pipeline = open_pipeline(ranks, model)
+            self.kept.heights = stage_heights(ranks, model)
         self.kept.ranks, self.kept.compute_dtype = ranks, dtype
 
     def _require_own_shards(self, base: nn.Module) -> None:

@@ -32,6 +32,10 @@ class Kept:
     """The links to other stages, where the ranks have several."""
     trained_layers: range | None = None
     """The layers that this process of a pipeline has trained."""
+    heights: tuple[int, ...] = ()
+    """Layers of each stage, where the ranks have several."""
+    is_settled: bool = True
+    """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
 

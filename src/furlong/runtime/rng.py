@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,19 @@ def replayed(state: RNGState | None, device: torch.device) -> Iterator[None]:
         return
     resume = RNGState.read(device)
     state.write(device)
+    try:
+        yield
+    finally:
+        resume.write(device)
+
+
+@contextmanager
+def independent_draws(process: int, device: torch.device) -> Iterator[None]:
+    """Within it the generators draw as on no other process, also where all were seeded alike, and
+    again the same after the same seed. Afterwards they go on where one draw has left them."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    resume = RNGState.read(device)
+    torch.manual_seed(random.Random(f"{seed} {process}").getrandbits(63))
     try:
         yield
     finally:

@@ -103,10 +103,26 @@ class _Walk:
         unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, trained, group)
         self.levels.add("gradients", state.gradients + unreduced)
         self.levels.add("optimizer", state.optimizer)
-        self.levels.add("buffers", overhead_bytes)
+        self.levels.add("buffers", overhead_bytes + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             gathered = training.gathered_bytes(self._rules.shape, plan.stages, self._held, group)
             self.levels.add("buffers", gathered)
+
+    def _under_way(self) -> float:
+        """Bytes of messages beside those that an action reads or makes: from each neighbour one
+        receive is posted ahead, and sends wait until the neighbour takes them, of activations as
+        many as a stage may be ahead."""
+        most: dict[tuple[type[Action], int], float] = {}
+        for action in self._actions:
+            if isinstance(action, (Send, Recv)):
+                ahead = 1
+                if isinstance(action, Send):
+                    is_ahead = action.payload == "activation"
+                    ahead = len(self._plan.stages) - action.stage if is_ahead else 2
+                message = self._tokens[action.chunk] * self._cells[action.stage].message
+                key = type(action), action.peer
+                most[key] = max(most.get(key, 0.0), ahead * message)
+        return sum(most.values())
 
     def begin(self, action: Action, what: Pass) -> None:
         """Allocate what the action makes and keeps, and what only lives while it runs."""

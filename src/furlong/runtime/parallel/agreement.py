@@ -46,10 +46,10 @@ def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tupl
     try:
         made, own = prepare()
     except Exception:
-        _gathered(ranks, [1, 0, 0, 0, 0, 0])
+        gathered(ranks, [1, 0, 0, 0, 0, 0])
         raise
     checksum = zlib.crc32(repr(own.plan).encode())
-    rows = _gathered(
+    rows = gathered(
         ranks,
         [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains), own.trained_names],
     )
@@ -91,10 +91,13 @@ def _refuse_different(rows: Sequence[Sequence[int]], stage_size: int) -> None:
             )
 
 
-def _gathered(ranks: Ranks, own: Sequence[int]) -> list[list[int]]:
-    """The numbers of each process."""
+def gathered(
+    ranks: Ranks, own: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """The numbers of each process of a group, by default of all. A collective."""
+    group = group or ranks.group
     x = torch.tensor(own, device=ranks.mesh.device_type)
-    found = [torch.empty_like(x) for _ in range(ranks.num_processes)]
-    dist.all_gather(found, x, group=ranks.group)
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group=group)
     rows: list[list[int]] = torch.stack(found).tolist()
     return rows

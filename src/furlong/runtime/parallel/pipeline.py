@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
-from furlong.errors import LinkError
 from furlong.models.causal_lm import CausalLM
+from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.links import Links, open_links
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.parallel.tied import TiedWeight, open_tied
@@ -19,23 +18,6 @@ class Pipeline:
 
     links: Links
     tied: TiedWeight
-    _is_broken: bool = field(default=False, init=False)
-
-    def require_whole(self) -> None:
-        """Raise LinkError after a step that ended with an error."""
-        if self._is_broken:
-            raise LinkError(
-                "an earlier step of this model ended with an error, and some of its messages are "
-                "still under way: end all processes and start them again"
-            )
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Within it the messages of a step pass; on exit all have gone."""
-        self._is_broken = True  # until the end: nobody can tell which of them have gone
-        yield
-        self.links.finish()
-        self._is_broken = False
 
 
 def open_pipeline(ranks: Ranks, model: CausalLM) -> Pipeline:
@@ -43,3 +25,14 @@ def open_pipeline(ranks: Ranks, model: CausalLM) -> Pipeline:
     by_stage = ranks.mesh.mesh.reshape(ranks.pp, -1).T.tolist()
     links = open_links(by_stage, model.device)
     return Pipeline(links, open_tied(by_stage, tied=bool(model.config.tie_word_embeddings)))
+
+
+def stage_heights(ranks: Ranks, model: CausalLM) -> tuple[int, ...]:
+    """Layers of each stage: those that its processes hold, or about equally many where all hold all
+    of them. Collective over the world."""
+    held = gathered(ranks, [model.held.start, len(model.held)])
+    firsts, counts = zip(*held[:: ranks.dp * ranks.sp], strict=True)
+    if firsts == tuple(accumulate((0, *counts[:-1]))) and sum(counts) == model.num_layers:
+        return counts
+    least, more = divmod(model.num_layers, ranks.pp)
+    return tuple(least + (stage < more) for stage in range(ranks.pp))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch.distributed as dist
@@ -10,46 +12,87 @@ import torch.distributed as dist
 from furlong.errors import ConfigError, UserError
 from furlong.plan.values import ChunkPlan
 from furlong.planners.orders.replicas import join_replicas
+from furlong.runtime.chunk_inputs import labelled_chunks
+from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.parallel.ranks import Ranks
 
 
-def planned_together(ranks: Ranks, make: Callable[[], ChunkPlan]) -> tuple[ChunkPlan, range]:
-    """The joined plan, the same on all replicas, and the numbers of this one's sequences in it.
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and the facts about its sequences that others need."""
 
-    `make`: the plan of this replica's own sequences. Raises ConfigError for other layouts, and on
-    all replicas where it raises on one.
+    plan: ChunkPlan
+    labelled: frozenset[int]
+    """Chunks that have a label."""
+    checksum: int = 0
+    """That of all tokens and labels."""
+
+
+def planned(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> Planned:
+    """A plan of these sequences."""
+    checksum = 0
+    for sequence in sequences:
+        for x in (sequence.input_ids, sequence.labels):
+            checksum = zlib.crc32(x.cpu().numpy().tobytes(), checksum)
+    return Planned(plan, frozenset(labelled_chunks(plan, sequences)), checksum)
+
+
+def planned_together(ranks: Ranks, make: Callable[[], Planned]) -> tuple[Planned, range]:
+    """The joined plan, the same on all processes, and the numbers of this one's sequences in it.
+
+    `make`: the plan of this replica's own sequences, which all its processes have. Raises
+    ConfigError where they have others, and on all processes where `make` raises on one.
     """
-    require_replicas(ranks)
-    own: ChunkPlan | UserError
+    own: Planned | UserError
     try:
         own = make()
     except UserError as error:
         own = error
-    found: list[ChunkPlan | UserError | None] = [None] * ranks.dp
+    found: list[Planned | UserError | None] = [None] * ranks.num_processes
     dist.all_gather_object(found, own, group=ranks.group)
-    plans = [plan for plan in found if isinstance(plan, ChunkPlan)]
     if isinstance(own, UserError):
         raise own
-    if len(plans) < ranks.dp:
-        replica = next(index for index, plan in enumerate(found) if isinstance(plan, UserError))
-        raise ConfigError(
-            given=f"an error on replica {replica}, while this one waits for its plan",
-            required="sequences and options that every replica can plan",
-            source=f"replica {replica}: {str(found[replica]).splitlines()[0]}",
-            change="see the message of that process",
-        )
-    stops = list(accumulate(len(plan.seq_lens) for plan in plans))
-    ids = [range(stop - len(p.seq_lens), stop) for p, stop in zip(plans, stops, strict=True)]
-    seq_lens = [seq_len for plan in plans for seq_len in plan.seq_lens]
-    return join_replicas(plans, ids, seq_lens), ids[ranks.replica]
+    each = []
+    for process, answer in enumerate(found):
+        if not isinstance(answer, Planned):
+            raise _refused(ranks, process, answer)
+        each.append(answer)
+    plans = [each[replica * ranks.sp] for replica in range(ranks.dp)]
+    for process, answer in enumerate(each):
+        if answer != plans[_replica(ranks, process)]:
+            raise _others(ranks, process)
+    stops = list(accumulate(len(p.plan.seq_lens) for p in plans))
+    ids = [range(stop - len(p.plan.seq_lens), stop) for p, stop in zip(plans, stops, strict=True)]
+    seq_lens = [seq_len for p in plans for seq_len in p.plan.seq_lens]
+    joined = join_replicas([p.plan for p in plans], ids, seq_lens)
+    firsts = [0, *accumulate(len(p.plan.chunks) for p in plans)]
+    labelled = {
+        first + chunk for p, first in zip(plans, firsts, strict=False) for chunk in p.labelled
+    }
+    return Planned(joined, frozenset(labelled)), ids[ranks.replica]
 
 
-def require_replicas(ranks: Ranks) -> None:
-    """Raise ConfigError for ranks that are more than replicas."""
-    if ranks.sp > 1 or ranks.pp > 1:
-        raise ConfigError(
-            given=f"a plan by furlong.Engine for sp {ranks.sp}, pp {ranks.pp}",
-            required="replicas alone: pools and pipelines need a planner that knows them",
-            source="the ranks that were passed to furlong.Engine",
-            change="make a plan of the whole batch with furlong.planners, pass it to Engine.run",
-        )
+def _replica(ranks: Ranks, process: int) -> int:
+    """The replica of a process; see `Ranks` for the order of processes."""
+    return process // ranks.sp % ranks.dp
+
+
+def _refused(ranks: Ranks, process: int, error: object) -> ConfigError:
+    replica = _replica(ranks, process)
+    return ConfigError(
+        given=f"an error on replica {replica}, while this process waits for its plan",
+        required="sequences and options that every replica can plan",
+        source=f"process {process}: {str(error).splitlines()[0]}",
+        change="see the message of that process",
+    )
+
+
+def _others(ranks: Ranks, process: int) -> ConfigError:
+    replica = _replica(ranks, process)
+    return ConfigError(
+        given=f"other sequences or options on process {process} than on process "
+        f"{replica * ranks.sp}, both of replica {replica}",
+        required="the same sequences on all processes of a replica: its stages and its pools",
+        source="the arguments of forward_backward",
+        change=f"deal sequences to the {ranks.dp} replicas (Ranks.replica), not to processes",
+    )

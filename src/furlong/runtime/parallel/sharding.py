@@ -28,6 +28,8 @@ from torch.distributed.fsdp import (
 from furlong.errors import UnsupportedModelError
 from furlong.models.entrance import add_entrance, mark_sharded
 
+_ADDS_UNUSED = "set_reduce_scatter_unused_params"
+
 
 def shard(
     base: nn.Module,
@@ -55,8 +57,8 @@ def shard(
     for part in sharded_modules(base):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        if hasattr(part, "set_reduce_scatter_unused_params"):
-            # a head without a label on one process must not be missing in a sum with others
+        if hasattr(part, _ADDS_UNUSED):
+            # what is unused on one process must not be missing in a sum with others
             part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
@@ -100,6 +102,8 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]
     the root is among them, and no backward follows."""
     for module in modules:
         _make_alike(module)
+        if not hasattr(module, _ADDS_UNUSED):  # before torch 2.13
+            _give_zeros(module)
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_is_last_backward(is_last)
     yield
@@ -110,29 +114,44 @@ def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]
 def _make_alike(module: FSDPModule) -> None:
     """Give all trained parameters of a module a sum over chunks where one has it: FSDP2 adds up no
     mixture of dtypes. With one chunk the head alone has a sum, of its tiles."""
-    state: Any = module._get_fsdp_state()
-    for group in state._fsdp_param_groups:
-        own = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        if all(p.unsharded_accumulated_grad is None for p in own):
-            continue
-        for parameter in own:
-            weight = parameter._unsharded_param
-            if weight.requires_grad and parameter.unsharded_accumulated_grad is None:
-                zeros = torch.zeros_like(weight, dtype=parameter.reduce_dtype)
-                parameter.unsharded_accumulated_grad = zeros
+    own = [p for p in _divided(module) if hasattr(p, "_unsharded_param")]
+    if all(p.unsharded_accumulated_grad is None for p in own):
+        return
+    for parameter in own:
+        weight = parameter._unsharded_param
+        if weight.requires_grad and parameter.unsharded_accumulated_grad is None:
+            zeros = torch.zeros_like(weight, dtype=parameter.reduce_dtype)
+            parameter.unsharded_accumulated_grad = zeros
 
 
 def _forget(base: Any) -> None:
     """Bring FSDP2 back from the middle of a pass, without the gradients of the step."""
     if base._get_fsdp_state()._is_root and hasattr(base, "reset_iter_state"):  # it has been entered
         base.reset_iter_state()
-    for module in sharded_modules(base):
-        state: Any = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for parameter in (p for module in sharded_modules(base) for p in _divided(module)):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _give_zeros(module: FSDPModule) -> None:
+    """Give gradients of zeros to gathered parameters that no backward has reached so far: FSDP2
+    leaves others out of its sum, where they are unused on this process only."""
+    for parameter in _divided(module):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad:
+            continue
+        if parameter.unsharded_accumulated_grad is None and gathered.grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+
+
+def _divided(module: FSDPModule) -> list[Any]:
+    """FSDP2's own records of a module's parameters."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 at most one
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _refuse_indivisible(base: nn.Module, unchanged: Sequence[nn.Parameter]) -> torch.dtype:

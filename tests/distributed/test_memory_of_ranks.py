@@ -1,0 +1,63 @@
+"""A process of a pipeline or a pool takes no more memory than the walk over its plan predicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.gradients import batch
+from helpers.live_bytes import LiveBytes
+from helpers.ranks import run_ranks
+from helpers.tiny_families import build, config_of
+
+import furlong
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.models.held import hold, stand_ins
+from furlong.runtime.parallel.ranks import make_ranks
+
+LENS = (768, 256, 300)
+SETTINGS = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def measured(
+    rank: int, sizes: tuple[int, int, int], options: list[dict[str, Any]]
+) -> list[tuple[int, int]]:
+    """For each: most bytes that the step's tensors take, and what is predicted for them."""
+    ranks = make_ranks(*sizes, "cpu")
+    model = build("llama", **SETTINGS).float()
+    if ranks.pp > 1:
+        hold(model, stand_ins(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
+    engine = furlong.Engine(model, ranks=ranks)
+    shape = ModelShape.from_config(config_of("llama", **SETTINGS).to_dict())
+    memory = CostModel(shape, hardware("A100-80"), Training.in_dtype("float32")).memory()
+    found = []
+    for given in options:
+        plan = engine.plan(LENS, furlong.ChunkOptions(size=128 * ranks.sp, **given))
+        sequences = batch(LENS)
+        engine.run(plan, sequences)  # checked, and the arena is grown
+        model.zero_grad()
+        with LiveBytes() as live:
+            engine.run(plan, sequences)
+        model.zero_grad()
+        curve = memory.curve(plan, ranks.plan_rank)
+        state = memory.training.state_bytes(shape, plan.stages, frozenset({ranks.stage}), 1)
+        # weights that a pool shares are gathered within the step
+        before_bytes = state.optimizer + (state.weights if ranks.sp == 1 else 0)
+        found.append((live.peak, max(curve.device_bytes) - before_bytes))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 1)])
+def test_no_process_takes_more_than_is_predicted(sizes):
+    options: list[dict[str, Any]] = [{}, {"keep": "all"}, {"keep": "kv"}]
+    for own in run_ranks(measured, sizes, options, num_ranks=2, limit_s=240):
+        print(own)
+        for took, predicted in own:
+            assert 0.6 * predicted < took <= predicted

@@ -1,0 +1,44 @@
+"""Bytes of tensors that a piece of work makes and holds at a time, counted storage by storage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators within it make, until nobody holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        before = {id(s) for s in self._storages((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for storage in self._storages(made):
+            key = storage._cdata
+            if key in self._seen or id(storage) in before:
+                continue
+            self._seen.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= num_bytes
+
+    @staticmethod
+    def _storages(tree: Any) -> list[torch.UntypedStorage]:
+        return [x.untyped_storage() for x in tree_leaves(tree) if type(x) is torch.Tensor]
