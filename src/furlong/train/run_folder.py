@@ -54,7 +54,7 @@ class RunFolder:
 
     path: Path
     decided: Decision | None = None
-    """What was decided before and is still valid."""
+    """Taken before, and still valid."""
     checkpoint: Path | None = None
     state: dict[str, Any] | None = None
     """Values that the checkpoint holds beside its tensors."""
