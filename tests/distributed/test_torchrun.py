@@ -97,11 +97,14 @@ class Kill:
     """Seconds until the run took a step again."""
 
 
-def killed(tiny: TinyRun, folder: Path, num_kills: int, draw: random.Random) -> list[Kill]:
+def killed(
+    tiny: TinyRun, folder: Path, num_kills: int, draw: random.Random, flags: tuple[str, ...]
+) -> list[Kill]:
     """A run that torchrun has to start anew so many times, and where it was killed."""
     folder.mkdir()
     run = folder / "run"
-    started = Torchrun(tiny.arguments(run, *STEPS), folder / "said.txt", max_restarts=num_kills)
+    arguments = tiny.arguments(run, *STEPS, *flags)
+    started = Torchrun(arguments, folder / "said.txt", max_restarts=num_kills)
     kills = []
     for index in range(num_kills):
         number, target = index % 2, draw.randrange(1, NUM_STEPS - 1)
@@ -128,14 +131,17 @@ def killed(tiny: TinyRun, folder: Path, num_kills: int, draw: random.Random) -> 
     return kills
 
 
-def survive(tiny: TinyRun, folder: Path, kills_per_run: tuple[int, ...], seed: int) -> None:
+def survive(
+    tiny: TinyRun, folder: Path, kills_per_run: tuple[int, ...], seed: int, *flags: str
+) -> None:
     draw = random.Random(seed)
     undisturbed = folder / "undisturbed"
-    assert Torchrun(tiny.arguments(undisturbed, *STEPS), folder / "said.txt").wait() == 0
+    arguments = tiny.arguments(undisturbed, *STEPS, *flags)
+    assert Torchrun(arguments, folder / "said.txt").wait() == 0
     truth = weights_of(undisturbed), losses_of(undisturbed)
     print("\nprocess killed  after step  the other gone after  a step again after")
     for index, num_kills in enumerate(kills_per_run):
-        for kill in killed(tiny, folder / str(index), num_kills, draw):
+        for kill in killed(tiny, folder / str(index), num_kills, draw, flags):
             print(
                 f"{kill.number:>14}  {kill.after_step:>10}  {kill.others_s:>18.2f} s"
                 f"  {kill.back_s:>16.1f} s"
@@ -148,6 +154,11 @@ def survive(tiny: TinyRun, folder: Path, kills_per_run: tuple[int, ...], seed: i
 
 def test_kills(tiny_run: TinyRun, tmp_path: Path) -> None:
     survive(tiny_run, tmp_path, (2, 1), seed=0)
+
+
+@pytest.mark.parametrize("flag", ["--parallel.pp=2", "--parallel.sp=2"])
+def test_kills_in_a_pipeline_and_in_a_pool(tiny_run: TinyRun, tmp_path: Path, flag: str) -> None:
+    survive(tiny_run, tmp_path, (1,), 1, flag)
 
 
 def test_a_signal_to_torchrun_leaves_a_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:

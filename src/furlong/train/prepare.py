@@ -6,8 +6,9 @@ Below `train.run` functions take plain arguments; those here read them from the 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,18 @@ from furlong.models.check import check_model
 from furlong.models.folder import check_folder
 from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.options import ChunkOptions
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.planners.layout import Layout
+from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.decide import decide_options
+from furlong.train.decided import decision_of, values_of
 from furlong.train.disk import check_room
-from furlong.train.processes.launch import Launch
+from furlong.train.processes.launch import Launch, layout_of
 from furlong.train.processes.together import Processes
 from furlong.train.resumable import RunData
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
+from furlong.train.stages import stages_of_run
 from furlong.train.start import source_of
 from furlong.train.state import check_data
 from furlong.train.storage import check_free, storage_of
@@ -92,13 +95,15 @@ def decided(
     """The dials of the run; the first process decides for all."""
 
     def decide() -> Decision:
-        if run.options is not None:
-            return Decision(run.options, "")
-        launch = processes.launch
+        if run.decided is not None:
+            return run.decided
+        launch, rope = processes.launch, rope_of(config)
+        layout = layout_of(config.parallel, launch.num_processes)
+        stages = stages_of_run(config, train, layout, rope=rope)
         decision = decide_options(
-            config, train, device, storage, rope=rope_of(config),
-            num_replicas=launch.num_processes, num_local=launch.num_local,
-        )  # fmt: skip
+            config, train, device, storage, rope=rope, layout=layout, num_local=launch.num_local
+        )
+        decision = replace(decision, layout=layout, stages=stages)
         check_free(storage, decision)
         return decision
 
@@ -107,25 +112,44 @@ def decided(
 
     def decide_for_all() -> dict[str, Any]:
         decision = decide()
-        told = {"words": decision.words, "figures": decision.figures}
-        return {"options": asdict(decision.options)} | told
+        words = {"words": decision.words, "figures": decision.figures}
+        return {"decided": values_of(decision)} | words
 
     values = processes.by_first(decide_for_all)
-    return Decision(ChunkOptions(**values.pop("options")), **values)
+    return decision_of(values.pop("decided"), **values)
 
 
-def engine_of(config: RunConfig, model: Any, storage: Storage, num_replicas: int) -> Engine:
+def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
+    """The place of this process in the layout; None where it is alone. A collective."""
+    if layout.num_devices == 1:
+        return None
+    return make_ranks(layout.dp, layout.sp, layout.pp, device.type)
+
+
+def layers_of(stages: Sequence[int], ranks: Ranks | None) -> range | None:
+    """The layers that this process holds; None without a pipeline: all."""
+    if ranks is None or not stages:
+        return None
+    first = sum(stages[: ranks.stage])
+    return range(first, first + stages[ranks.stage])
+
+
+def engine_of(
+    config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
+) -> Engine:
     """The engine of this process; the weights of several are divided among them from now on."""
-    ranks = None
-    if num_replicas > 1:
-        ranks = make_ranks(num_replicas, 1, 1, next(model.parameters()).device.type)
-    return Engine(
+    make = partial(
+        Engine,
         model,
         max_seq_len=config.data.max_seq_len,
         storage=storage,
         compute_dtype=getattr(torch, config.model.dtype),
-        ranks=ranks,
     )
+    with warnings.catch_warnings():
+        # Several check the model alone first: links between stages are opened by all, or by none.
+        warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
+        engine = processes.together(make)
+    return engine if ranks is None else processes.together(partial(make, ranks=ranks))
 
 
 def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
@@ -135,16 +159,17 @@ def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float
     return partial(sequence_work, shape=model.shape)
 
 
-def check_run_room(config: RunConfig, model: Any, folder: Path, num_steps: int) -> None:
-    """Raises CheckpointError if the disk has no room for what the run is going to write."""
-    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_steps: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run is going to write, of a model
+    with so many bytes of trained weights."""
     every = config.train.save_every_steps
     num_saves = math.ceil(num_steps / every) if every else 0
     check_room(folder, folder / CHECKPOINTS, weight_bytes=trained_bytes, num_saves=num_saves)
 
 
-def build_run_model(config: RunConfig) -> Any:
-    """The model that a run begins with, on the CPU."""
+def build_run_model(config: RunConfig, layers: range | None = None) -> Any:
+    """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
+    before the first or behind the last of them."""
     settings = config.model
     return build_model(
         settings.name,
@@ -154,6 +179,7 @@ def build_run_model(config: RunConfig) -> Any:
         rope=rope_of(config),
         max_seq_len=config.data.max_seq_len,
         seed=config.train.seed,
+        layers=layers,
     )
 
 

@@ -1,6 +1,7 @@
 """A global batch, computed by all processes of a run: one plan, and to each its own sequences.
 
-Each process runs out of memory on its own, and the engine tells all: they take smaller chunks.
+Each process runs out of memory on its own, and the engine tells all: they take smaller chunks. In a
+pool, whose processes meet in every chunk, such a process ends the run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 
 from furlong.data.loader import Batch
 from furlong.plan.text import format_action
-from furlong.plan.values import ChunkPlan
+from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
-from furlong.train.plans import SharedPlans, Wanted, own_sequences, plan_batch
+from furlong.train.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -35,16 +36,19 @@ class Replicas:
         engine: Engine,
         processes: Processes = ALONE,
         work: Callable[[Sequence[int]], Sequence[float]] = _tokens,
+        stages: Sequence[int] = (),
     ) -> None:
-        """`work`: what is dealt out evenly over the replicas, for each sequence."""
+        """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
+        of each stage of a pipeline."""
         self.engine, self.processes = engine, processes
         self._plans: SharedPlans | None = None
-        if processes.num_processes > 1:
-            model = engine.model
+        if engine.ranks is not None:
+            model, ranks = engine.model, engine.ranks
+            frozen = processes.gathered(torch.tensor(model.num_frozen_layers))
             make = partial(
                 plan_batch,
-                num_replicas=processes.num_processes, work=work,
-                num_layers=model.num_layers, frozen_layers=model.num_frozen_layers,
+                layout=Layout(ranks.dp, ranks.sp, ranks.pp), stages=stages, work=work,
+                num_layers=model.num_layers, frozen_layers=int(frozen.min()),
             )  # fmt: skip
             self._plans = SharedPlans(processes, make)
 
@@ -78,20 +82,18 @@ class Replicas:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        processes, number = self.processes, self.processes.launch.number
+        processes = self.processes
         processes.at(f"{name} plan")
         plan = self._plans.get(Wanted(batch.seq_lens, options, backward))
-        own = batch.part(own_sequences(plan, number), device)
+        own = batch.part(self.engine.reads(plan), device)
         return self.engine.run(
             plan, own, batch.num_valid_tokens, watch=watch,
             begun=lambda action: processes.at(f"{name} {format_action(action)}"),
         )  # fmt: skip
 
-    def own(self, plan: ChunkPlan | None, num_sequences: int) -> Sequence[int]:
-        """The sequences of a batch that this process has computed."""
-        if self._plans is None or plan is None:
-            return range(num_sequences)
-        return own_sequences(plan, self.processes.launch.number)
+    def share(self, num_sequences: int) -> range:
+        """The sequences of a batch whose token losses, which all have, this process counts."""
+        return range(self.processes.launch.number, num_sequences, self.processes.num_processes)
 
     def close(self) -> None:
         """No batch will come any more."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from furlong.config.schema import RunConfig
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
 from furlong.plan.values import ChunkPlan
+from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.timeline import Timeline
 from furlong.train.checkpoint_folder import list_checkpoints, write_json
+from furlong.train.decided import values_of
 from furlong.train.draws import step_options
 from furlong.train.evaluator import evaluator
 from furlong.train.fitting import Fitting
@@ -40,6 +42,7 @@ from furlong.train.state import RunState
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
 from furlong.train.used_memory import UsedMemory
+from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ def run_resumable(
     run: RunFolder,
     replicas: Replicas,
     model: nn.Module,
-    options: ChunkOptions,
+    decision: Decision,
     data: RunData,
     stop: StopRequest,
     *,
@@ -79,9 +82,10 @@ def run_resumable(
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
-    settings, processes = config.train, replicas.processes
-    state = _build_state(config, model, options, data.fingerprint, num_steps, architecture)
-    state = replace(state, base_fingerprint=base, processes=processes)
+    settings, processes, options = config.train, replicas.processes, decision.options
+    state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
+    names = all_names(list(trained(model)), processes)
+    state = replace(state, base_fingerprint=base, processes=processes, names=names)
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
         restore = partial(state.restore, run.checkpoint, run.state)
@@ -89,11 +93,12 @@ def run_resumable(
         print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
     # The config comes last: a folder that has one holds a run.
     if processes.is_first:
-        _write_options(run.path, options)
+        _write_options(run.path, decision, options)
         write_json(run.path / CONFIG, state.config)
     with ExitStack() as stack:
         log = _open_log(stack, config, run, progress.step, num_steps, processes)
-        changed = partial(_write_options, run.path) if processes.is_first else lambda _: None
+        write = partial(_write_options, run.path, decision)
+        changed = write if processes.is_first else lambda _: None
         fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
         cadence = _cadence(config, run.path, state, replicas, fitting, data, stop, log)
         cadence = replace(cadence, predict=predict if processes.is_first else None)
@@ -140,7 +145,7 @@ def _cadence(
         eval_every_steps=settings.eval_every_steps,
         save=save if settings.save_every_steps else None,
         save_every_steps=settings.save_every_steps,
-        measured=partial(_write_measured, folder, processes),
+        measured=partial(_write_measured, folder, replicas),
         check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
         should_stop=is_stopped,
     )
@@ -149,7 +154,7 @@ def _cadence(
 def _build_state(
     config: RunConfig,
     model: nn.Module,
-    options: ChunkOptions,
+    decision: Decision,
     data_fingerprint: dict[str, str],
     num_steps: int,
     architecture: dict[str, Any],
@@ -167,7 +172,7 @@ def _build_state(
     )
     return RunState(
         config=config.model_dump(mode="json"),
-        options=options,
+        decision=decision,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -209,8 +214,9 @@ def _open_log(
     return stack.enter_context(log)
 
 
-def _write_options(folder: Path, options: ChunkOptions) -> None:
-    write_json(folder / OPTIONS, asdict(options))
+def _write_options(folder: Path, decision: Decision, options: ChunkOptions) -> None:
+    """`options`: those of now, which a step that did not fit has changed."""
+    write_json(folder / OPTIONS, values_of(replace(decision, options=options)))
 
 
 def _saver(
@@ -219,17 +225,20 @@ def _saver(
     def save(progress: Progress) -> None:
         state.processes.at("a checkpoint")
         started_s = time.perf_counter()
-        now = replace(state, options=fitting.options)
+        now = replace(state, decision=replace(state.decision, options=fitting.options))
         checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
         log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 
     return save
 
 
-def _write_measured(folder: Path, processes: Processes, step: int, result: StepResult) -> None:
-    """Writes a step with the records of all processes, each from the start of its own plan."""
+def _write_measured(folder: Path, replicas: Replicas, step: int, result: StepResult) -> None:
+    """Writes a step with the records of all lists of its plan, each from its own start; of the
+    processes of a pool, which obey one list together, the first tells."""
     assert result.plan is not None  # the engine plans every step
-    told = processes.to_first(json.dumps(result.timeline.to_json()))
+    ranks, processes = replicas.engine.ranks, replicas.processes
+    records = result.timeline.to_json() if ranks is None or ranks.process == 0 else []
+    told = processes.to_first(json.dumps(records))
     if processes.is_first:
         records = [record for text in told for record in json.loads(text)]
         measured = MeasuredStep(step, result.plan, Timeline.from_json(records))
