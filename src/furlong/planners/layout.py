@@ -33,6 +33,9 @@ class Layout:
         return f"dp {self.dp} x sp {self.sp} x pp {self.pp}"
 
 
+ONE_DEVICE = Layout()
+
+
 def layouts(
     num_devices: int,
     shape: ModelShape,
