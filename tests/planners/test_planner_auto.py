@@ -12,9 +12,9 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers
+from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide
-from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.search import MARGIN, SLACK
 from furlong.planners.auto.steps import busiest_groups, deal_steps, longest_step, one_list
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options

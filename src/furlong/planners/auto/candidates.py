@@ -38,11 +38,8 @@ class Space:
     layout: Layout = ONE_DEVICE
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty without one."""
-
-    @property
-    def per_replica(self) -> int:
-        """Sequences of a step that a replica gets, about."""
-        return -(-self.sequences_per_step // self.layout.dp)
+    mean_keys: float = 0.0
+    """Keys that a token of the data attends on average: pipelines are cut for them."""
 
 
 def sizes(space: Space) -> list[int]:

@@ -41,6 +41,11 @@ _MAX_SEQUENCES = 1024
 _MAX_TOKENS = 2**17
 """Most tokens of the predicted steps, but for a single longer sequence: more change the choice by
 less than its error."""
+_MIN_STEPS = 4
+"""Number of steps that are predicted for several devices, if they have no more tokens than may be.
+"""
+_MOST_TIMES = 8
+"""Devices whose number multiplies `_MAX_TOKENS`, at most."""
 _MAX_CHUNKS = 2048
 """Most chunks of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -96,7 +101,7 @@ def decide(
     if longest > _MAX_CHUNKS * given.get("size", inf):
         words = f"more than {_MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         return Decision(fixed_options(longest, given), words, model=model)
-    seq_lens = _sample(lengths, sequences_per_step, seed)
+    seq_lens = sample_steps(lengths, sequences_per_step, seed)
     budgets = Budgets(budget_bytes, host_bytes, disk_bytes, margin)
     space = Space(model, seq_lens, sequences_per_step, longest, given)
     searched = search_device(space, budgets)
@@ -111,18 +116,23 @@ def decide(
     return Decision(_smallest(longest, given), words, model=model)
 
 
-def _sample(lengths: Lengths, sequences_per_step: int, seed: int) -> Sequence[int]:
+def sample_steps(
+    lengths: Lengths, sequences_per_step: int, seed: int, num_devices: int = 1
+) -> Sequence[int]:
     """Sequences of a run's first steps: as many whole steps as have tokens enough; of a larger step
-    some of its sequences, evenly spread over their lengths."""
-    num_steps = -(-_MIN_SEQUENCES // sequences_per_step)
-    drawn = draw_lengths(lengths, min(num_steps * sequences_per_step, _MAX_SEQUENCES), seed)
-    num_fitting = bisect_right(list(accumulate(drawn)), _MAX_TOKENS)
+    some of its sequences, evenly spread over their lengths, one for each device at least. Several
+    devices have several steps, for one sequence may decide how long a step takes all of them."""
+    num_steps = max(-(-_MIN_SEQUENCES // sequences_per_step), _MIN_STEPS if num_devices > 1 else 1)
+    most = max(_MAX_SEQUENCES, num_devices)
+    drawn = draw_lengths(lengths, min(num_steps * sequences_per_step, most), seed)
+    most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
+    num_fitting = bisect_right(list(accumulate(drawn)), most_tokens)
     if num_fitting == len(drawn):
         return drawn
     if whole := num_fitting // sequences_per_step * sequences_per_step:
         return drawn[:whole]
     step = sorted(drawn[:sequences_per_step], reverse=True)
-    count = max(1, int(len(step) * _MAX_TOKENS / sum(step)))
+    count = max(min(num_devices, len(step)), int(len(step) * most_tokens / sum(step)))
     return [step[(2 * i + 1) * len(step) // (2 * count)] for i in range(count)]
 
 

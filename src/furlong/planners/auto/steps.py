@@ -83,8 +83,9 @@ def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
         keep=options.keep, recompute_layers=options.recompute_layers,
     )  # fmt: skip
     return ChunkPlan(
-        seq_lens=tuple(space.seq_lens), chunks=tuple(chunk for group in groups for chunk in group), stages=space.stages,
-        actions=tuple(map(tuple, lists)), tiers=options.tiers, sp_size=space.layout.sp,
+        seq_lens=tuple(space.seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        stages=space.stages, actions=tuple(map(tuple, lists)), tiers=options.tiers,
+        sp_size=space.layout.sp,
     )  # fmt: skip
 
 
