@@ -94,7 +94,7 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--train.steps=no"], "train.steps = 'no'", "valid integer", "flag --train.steps", "set"),
         (["--chunks.size=big"], "chunks.size = 'big'", "integer or 'auto'", "flag", "chunks.size"),
         (["--train.lr=-1"], "train.lr = '-1'", "greater than 0", "flag --train.lr", "set"),
-        (["--parallel.sp=2"], "parallel.sp = '2'", "not in this release", "flag", "remove"),
+        (["--parallel.sp=0"], "parallel.sp = '0'", "greater than 0", "flag --parallel.sp", "set"),
         (["--chunks.tier=hots"], "tier = 'hots'", "device, host, disk or a", "flag", "host?"),
         (["--chunks.tier=[kv]"], "['kv']", "or a mapping of kinds", "flag --chunks.tier", "set"),
         (["--chunks.tier={atention: host}"], "atention", "kinds among kv", "flag", "attention?"),

@@ -6,7 +6,8 @@ import pytest
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
-from furlong.train.processes.launch import Launch, read_launch, replicas
+from furlong.planners.layout import Layout
+from furlong.train.processes.launch import Launch, layout_of, read_launch
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -37,22 +38,34 @@ def test_variables_that_do_not_suffice(environment, parts):
         assert part in str(raised.value)
 
 
-def test_replicas_take_all_processes():
-    assert replicas(ParallelConfig(), 1) == 1
-    assert replicas(ParallelConfig(), 6) == 6
-    assert replicas(ParallelConfig(dp=4), 4) == 4
+@pytest.mark.parametrize(
+    ("sizes", "num_processes", "layout"),
+    [
+        ({}, 1, Layout()),
+        ({}, 6, Layout(dp=6)),
+        ({"dp": 4}, 4, Layout(dp=4)),
+        ({"sp": 2, "pp": 3}, 12, Layout(dp=2, sp=2, pp=3)),
+        ({"dp": 1, "pp": 2}, 2, Layout(pp=2)),
+        ({"sp": "auto", "pp": "auto"}, 3, Layout(dp=3)),
+    ],
+)
+def test_replicas_take_what_the_other_sizes_leave(sizes, num_processes, layout):
+    assert layout_of(ParallelConfig(**sizes), num_processes) == layout
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_processes", "given"),
+    ("sizes", "num_processes", "given", "change"),
     [
-        ({"dp": 3}, 2, "dp 3 x sp 1 x pp 1 = 3, and 2 processes"),
-        ({"dp": 2}, 1, "dp 2 x sp 1 x pp 1 = 2, and 1 process\n"),
-        ({"dp": 2, "sp": 2, "pp": 2}, 4, "dp 2 x sp 2 x pp 2 = 8, and 4 processes"),
+        ({"dp": 3}, 2, "dp 3 x sp 1 x pp 1 = 3, and 2 processes", "start 3"),
+        ({"dp": 2}, 1, "dp 2 x sp 1 x pp 1 = 2, and 1 process\n", "or set parallel.dp to auto"),
+        ({"dp": 2, "sp": 2, "pp": 2}, 4, "dp 2 x sp 2 x pp 2 = 8, and 4 processes", "start 8"),
+        ({"pp": 3}, 4, "dp auto x sp 1 x pp 3 = a multiple of 3, and 4 processes", "divide it"),
+        ({"sp": 2, "pp": 2}, 1, "a multiple of 4, and 1 process\n", "--nproc-per-node 4"),
     ],
 )
-def test_sizes_that_do_not_multiply_to_the_processes(sizes, num_processes, given):
+def test_sizes_that_do_not_multiply_to_the_processes(sizes, num_processes, given, change):
     with pytest.raises(ConfigError) as raised:
-        replicas(ParallelConfig(**sizes), num_processes)
+        layout_of(ParallelConfig(**sizes), num_processes)
     assert given in str(raised.value)
+    assert change in raised.value.change
     assert "torchrun --nproc-per-node" in raised.value.change

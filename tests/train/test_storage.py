@@ -14,6 +14,7 @@ import torch
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.planners.layout import Layout
 
 FIXED = (
     *("--chunks.size=32", "--chunks.num_retained=1", "--chunks.keep=attention"),
@@ -86,11 +87,12 @@ def test_decided_tiers_come_back_when_a_run_is_resumed(
 
 def test_options_of_an_earlier_release_are_read(tiny_run: TinyRun, tmp_path: Path) -> None:
     """They name neither order nor stages; these are what that release did."""
-    from furlong.train.run_folder import _decided_options
+    from furlong.train.run_folder import _decided
 
     old = {"size": 64, "num_retained": 2, "keep": "kv", "tier": "device", "hybrid": True}
-    options = _decided_options(tmp_path, {"options": old}, {})
-    assert options is not None
+    decided = _decided(tmp_path, {"options": old}, {})
+    assert decided is not None and decided.layout == Layout() and decided.stages == ()
+    options = decided.options
     assert (options.size, options.order, options.stage_layers) == (64, "chunk-first", None)
 
 

@@ -131,8 +131,6 @@ def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
         case "told":
             context = errors[0]["ctx"]
             return context.get("given", f"{key} = {shown}"), required, context["change"]
-        case "not_in_release":
-            return f"{key} = {shown}", required, f"remove {key}"
     return f"{key} = {shown}", required, f"set {key} to what is required"
 
 

@@ -23,7 +23,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
-from furlong.config.parallel import ParallelConfig, TrainedLayout
+from furlong.config.parallel import ParallelConfig
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
 
@@ -271,5 +271,3 @@ class PlannedRun(BaseSettings):
 
 class RunConfig(PlannedRun):
     """A training run."""
-
-    parallel: TrainedLayout = TrainedLayout()

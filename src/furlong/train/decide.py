@@ -33,6 +33,7 @@ from furlong.planners.auto.decide import (
     training_of,
 )
 from furlong.planners.auto.search import MARGIN
+from furlong.planners.layout import ONE_DEVICE, Layout
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.sampling.use import check_sampling
 from furlong.runtime.pools import Storage
@@ -48,22 +49,24 @@ def decide_options(
     storage: Storage,
     *,
     rope: dict[str, Any] | None = None,
-    num_replicas: int = 1,
+    layout: Layout = ONE_DEVICE,
     num_local: int = 1,
 ) -> Decision:
-    """The options of a run over `train`. Call it before the model takes memory. `num_local`:
-    processes that share this machine's RAM.
+    """The options of a run over `train`. Call it before the model takes memory. `layout`: that of
+    the run's processes, `num_local` of which share this machine's RAM.
 
     Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, and
     for a sample that would leave no chunk of the data out.
     """
     given, budget = _given(config, train), config.memory.device
+    if layout.pp > 1:
+        given.setdefault("order", "chunk-first")
     dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
     nothing_left = budget == "auto" and all(name in given for name in dials)
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        model = _model(config, device, rope=rope, num_replicas=num_replicas)
+        model = _model(config, device, rope=rope, layout=layout)
     except ConfigError as error:
         if nothing_left:
             return Decision(ChunkOptions(**given), "")
@@ -78,7 +81,7 @@ def decide_options(
     seed = config.train.seed
     decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
-        sequences_per_step=-(-config.train.sequences_per_step // num_replicas),
+        sequences_per_step=-(-config.train.sequences_per_step // layout.dp),
         seed=seed,
         longest=train.longest,
         model=figures.model,
@@ -114,28 +117,28 @@ def cost_model(
     device: torch.device,
     *,
     rope: dict[str, Any] | None = None,
-    num_replicas: int = 1,
+    layout: Layout = ONE_DEVICE,
 ) -> CostModel | None:
     """The cost model of a run's plans; None where the model's work cannot be counted."""
     try:
-        model = _model(config, device, rope=rope, num_replicas=num_replicas)
+        model = _model(config, device, rope=rope, layout=layout)
     except ConfigError:
         return None
     return calibrated(model, config.model.dtype).model
 
 
 def _model(
-    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, num_replicas: int
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, layout: Layout
 ) -> CostModel:
-    """The cost model without a calibration. Replicas share weights and the optimizer's state, and
-    each gathers whole weights for a step and sums whole gradients. Raises ConfigError where work
-    cannot be counted."""
+    """The cost model without a calibration. Replicas and pools share weights and the optimizer's
+    state, and each process gathers whole weights for a step and sums whole gradients. Raises
+    ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
     training = training_of(config.model)
-    if num_replicas > 1:
-        training = replace(training, zero_stage=1, replicas=num_replicas)
+    if layout.dp * layout.sp > 1:
+        training = replace(training, zero_stage=1, replicas=layout.dp)
     return CostModel(shape, _device(device)[0], training)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,17 @@ from furlong.models.check import check_model
 from furlong.models.folder import check_folder
 from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.options import ChunkOptions
 from furlong.runtime.parallel.ranks import make_ranks
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.decide import decide_options
+from furlong.train.decided import decision_of, values_of
 from furlong.train.disk import check_room
-from furlong.train.processes.launch import Launch
+from furlong.train.processes.launch import Launch, layout_of
 from furlong.train.processes.together import Processes
 from furlong.train.resumable import RunData
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
+from furlong.train.stages import stages_of_run
 from furlong.train.start import source_of
 from furlong.train.state import check_data
 from furlong.train.storage import check_free, storage_of
@@ -92,13 +93,15 @@ def decided(
     """The dials of the run; the first process decides for all."""
 
     def decide() -> Decision:
-        if run.options is not None:
-            return Decision(run.options, "")
-        launch = processes.launch
+        if run.decided is not None:
+            return run.decided
+        launch, rope = processes.launch, rope_of(config)
+        layout = layout_of(config.parallel, launch.num_processes)
+        stages = stages_of_run(config, train, layout, rope=rope)
         decision = decide_options(
-            config, train, device, storage, rope=rope_of(config),
-            num_replicas=launch.num_processes, num_local=launch.num_local,
-        )  # fmt: skip
+            config, train, device, storage, rope=rope, layout=layout, num_local=launch.num_local
+        )
+        decision = replace(decision, layout=layout, stages=stages)
         check_free(storage, decision)
         return decision
 
@@ -107,11 +110,11 @@ def decided(
 
     def decide_for_all() -> dict[str, Any]:
         decision = decide()
-        told = {"words": decision.words, "figures": decision.figures}
-        return {"options": asdict(decision.options)} | told
+        words = {"words": decision.words, "figures": decision.figures}
+        return {"decided": values_of(decision)} | words
 
     values = processes.by_first(decide_for_all)
-    return Decision(ChunkOptions(**values.pop("options")), **values)
+    return decision_of(values.pop("decided"), **values)
 
 
 def engine_of(config: RunConfig, model: Any, storage: Storage, num_replicas: int) -> Engine:

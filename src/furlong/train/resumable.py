@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from furlong.config.schema import RunConfig
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
 from furlong.plan.values import ChunkPlan
+from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.timeline import Timeline
 from furlong.train.checkpoint_folder import list_checkpoints, write_json
+from furlong.train.decided import values_of
 from furlong.train.draws import step_options
 from furlong.train.evaluator import evaluator
 from furlong.train.fitting import Fitting
@@ -64,7 +66,7 @@ def run_resumable(
     run: RunFolder,
     replicas: Replicas,
     model: nn.Module,
-    options: ChunkOptions,
+    decision: Decision,
     data: RunData,
     stop: StopRequest,
     *,
@@ -79,8 +81,8 @@ def run_resumable(
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
-    settings, processes = config.train, replicas.processes
-    state = _build_state(config, model, options, data.fingerprint, num_steps, architecture)
+    settings, processes, options = config.train, replicas.processes, decision.options
+    state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
     state = replace(state, base_fingerprint=base, processes=processes)
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
@@ -89,11 +91,12 @@ def run_resumable(
         print(f"resumed from {run.checkpoint.name}: step {progress.step} of {num_steps}")
     # The config comes last: a folder that has one holds a run.
     if processes.is_first:
-        _write_options(run.path, options)
+        _write_options(run.path, decision, options)
         write_json(run.path / CONFIG, state.config)
     with ExitStack() as stack:
         log = _open_log(stack, config, run, progress.step, num_steps, processes)
-        changed = partial(_write_options, run.path) if processes.is_first else lambda _: None
+        write = partial(_write_options, run.path, decision)
+        changed = write if processes.is_first else lambda _: None
         fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
         cadence = _cadence(config, run.path, state, replicas, fitting, data, stop, log)
         cadence = replace(cadence, predict=predict if processes.is_first else None)
@@ -149,7 +152,7 @@ def _cadence(
 def _build_state(
     config: RunConfig,
     model: nn.Module,
-    options: ChunkOptions,
+    decision: Decision,
     data_fingerprint: dict[str, str],
     num_steps: int,
     architecture: dict[str, Any],
@@ -167,7 +170,7 @@ def _build_state(
     )
     return RunState(
         config=config.model_dump(mode="json"),
-        options=options,
+        decision=decision,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -209,8 +212,9 @@ def _open_log(
     return stack.enter_context(log)
 
 
-def _write_options(folder: Path, options: ChunkOptions) -> None:
-    write_json(folder / OPTIONS, asdict(options))
+def _write_options(folder: Path, decision: Decision, options: ChunkOptions) -> None:
+    """`options`: those of now, which a step that did not fit has changed."""
+    write_json(folder / OPTIONS, values_of(replace(decision, options=options)))
 
 
 def _saver(
@@ -219,7 +223,7 @@ def _saver(
     def save(progress: Progress) -> None:
         state.processes.at("a checkpoint")
         started_s = time.perf_counter()
-        now = replace(state, options=fitting.options)
+        now = replace(state, decision=replace(state.decision, options=fitting.options))
         checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
         log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 

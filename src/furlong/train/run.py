@@ -76,7 +76,7 @@ def _train(
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))
     decision = decided(config, run, train, device, storage, processes)
-    model_cost = cost_model(config, device, rope=rope_of(config), num_replicas=count)
+    model_cost = cost_model(config, device, rope=rope_of(config), layout=decision.layout)
     torch.manual_seed(config.train.seed + processes.launch.number)
     model = processes.together(lambda: build_run_model(config).to(device))
     num_ids = model.get_input_embeddings().num_embeddings
@@ -99,7 +99,7 @@ def _train(
             run,
             replicas,
             model,
-            decision.options,
+            decision,
             run_data(config, data),
             stop,
             num_steps=num_steps,

@@ -15,7 +15,7 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError
-from furlong.planners.options import ChunkOptions
+from furlong.planners.auto.decide import Decision
 from furlong.report.measured import MEASURED
 from furlong.train.checkpoint_folder import (
     DAMAGED,
@@ -25,6 +25,7 @@ from furlong.train.checkpoint_folder import (
     read_state,
     set_aside,
 )
+from furlong.train.decided import decision_of
 from furlong.train.disk import check_creatable, folder_errors_reported
 from furlong.train.processes.flight import FLIGHT
 from furlong.train.report import TrainReport, missing_of_export, read_report
@@ -52,8 +53,8 @@ class RunFolder:
     """Where a run writes, and what it goes on from."""
 
     path: Path
-    options: ChunkOptions | None = None
-    """Decided before and still valid."""
+    decided: Decision | None = None
+    """What was decided before and is still valid."""
     checkpoint: Path | None = None
     state: dict[str, Any] | None = None
     """Values that the checkpoint holds beside its tensors."""
@@ -126,7 +127,7 @@ def _resumed(
     set_aside(path / CHECKPOINTS, checkpoint)
     return RunFolder(
         path,
-        options=_decided_options(path, state, differing, num_processes),
+        decided=_decided(path, state, differing, num_processes),
         checkpoint=checkpoint,
         state=state,
         is_new=False,
@@ -270,12 +271,12 @@ def _is_leftover(entry: Path) -> bool:
     return is_unfinished or entry.name in (_LOCK, OPTIONS, FLIGHT)
 
 
-def _decided_options(
+def _decided(
     path: Path,
     state: Mapping[str, Any] | None,
     differing: Mapping[str, Any],
     num_processes: int = 1,
-) -> ChunkOptions | None:
+) -> Decision | None:
     changed = [key for key in differing if key.startswith(_DECIDING_KEYS)]
     if state and state.get("written_by", {}).get("processes", 1) != num_processes:
         changed.append("the number of processes")
@@ -283,10 +284,12 @@ def _decided_options(
         print(f"options are decided again, for these keys have changed: {', '.join(changed)}")
         return None
     if state is not None:
-        return ChunkOptions(**state["options"])
+        found = decision_of(state["options"])
+        return found if found.layout.num_devices == num_processes else None
     # Without a checkpoint nothing has been computed by them: what cannot be read is decided again.
     with suppress(OSError, ValueError, TypeError):
-        return ChunkOptions(**json.loads((path / OPTIONS).read_text(encoding="utf-8")))
+        found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
+        return found if found.layout.num_devices == num_processes else None
     return None
 
 

@@ -16,11 +16,11 @@ from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folder import check_files
 from furlong.planners.auto.decide import given_dials
-from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoint_folder import read_state
+from furlong.train.decided import decision_of, values_of
 from furlong.train.processes.alike import check_alike, versions
 from furlong.train.processes.flight import read_flights, remove_flights
-from furlong.train.processes.launch import replicas
+from furlong.train.processes.launch import layout_of
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.report import TrainReport
 from furlong.train.run_folder import RunFolder, flat, open_run_folder
@@ -55,7 +55,7 @@ def open_run(
 
 
 def _check(config: RunConfig, num_processes: int) -> None:
-    replicas(config.parallel, num_processes)
+    layout_of(config.parallel, num_processes)
     if num_processes > 1 and config.chunks.sample is not None:
         raise ConfigError(
             given=f"chunks.sample with {num_processes} processes",
@@ -77,9 +77,9 @@ def _plain(run: RunFolder) -> dict[str, Any]:
     """A run folder as plain values for other processes, which read the checkpoint's state from the
     disk that all share."""
     checkpoint = None if run.checkpoint is None else str(run.checkpoint)
-    options, report = (value and asdict(value) for value in (run.options, run.report))
+    decided = None if run.decided is None else values_of(run.decided)
     values = {"path": str(run.path), "checkpoint": checkpoint, "is_new": run.is_new}
-    return values | {"options": options, "report": report}
+    return values | {"decided": decided, "report": run.report and asdict(run.report)}
 
 
 def _run_of(values: Mapping[str, Any]) -> RunFolder:
@@ -87,7 +87,7 @@ def _run_of(values: Mapping[str, Any]) -> RunFolder:
     checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
     return RunFolder(
         Path(values["path"]),
-        options=values["options"] and ChunkOptions(**values["options"]),
+        decided=values["decided"] and decision_of(values["decided"]),
         checkpoint=checkpoint,
         state=None if checkpoint is None else read_state(checkpoint),
         is_new=values["is_new"],

@@ -8,7 +8,7 @@ contents instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from furlong import __version__
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError
-from furlong.planners.options import ChunkOptions
+from furlong.planners.auto.decide import Decision
 from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
+from furlong.train.decided import values_of
 from furlong.train.loop import Progress
 from furlong.train.processes.together import ALONE, Processes
 
@@ -34,8 +35,8 @@ class RunState:
 
     config: dict[str, Any]
     """The resolved run config."""
-    options: ChunkOptions
-    """As decided: a resumed run does not decide again."""
+    decision: Decision
+    """A resumed run does not decide again."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -54,7 +55,7 @@ class RunState:
             "step": progress.step,
             "progress": progress.to_dict(),
             "config": self.config,
-            "options": asdict(self.options),
+            "options": values_of(self.decision),
             "groups": group_values(self.model, self.optimizer),
             "schedule": self.scheduler.state_dict(),
             "data_fingerprint": self.data_fingerprint,

@@ -24,6 +24,7 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.candidates import SMALLEST_CHUNK, Space
 from furlong.planners.auto.search import MARGIN, SLACK, Budgets, Searched, search_device
 from furlong.planners.budget import DoesNotFitError, advice
+from furlong.planners.layout import ONE_DEVICE, Layout
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
 from furlong.planners.predict import Needs, Prediction, predict
 from furlong.planners.sampling.rules import Sampling
@@ -65,6 +66,10 @@ class Decision:
     """The model that predicts the steps; None where the work cannot be counted."""
     figures: str = ""
     """Origin of the model's seconds and bytes."""
+    layout: Layout = ONE_DEVICE
+    """How the processes of the run are divided."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline; empty without one."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""

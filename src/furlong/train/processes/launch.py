@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
+from furlong.planners.layout import Layout
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "MASTER_PORT")
 _COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"
@@ -69,23 +70,27 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
-def replicas(parallel: ParallelConfig, num_processes: int) -> int:
-    """The number of data-parallel replicas, one per process of this release.
+def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
+    """The division of the processes by the sizes of `parallel`: `auto` is as many replicas as the
+    other sizes leave processes for, and one process to a sequence and to a pipeline.
 
-    Raises ConfigError unless the sizes of `parallel` multiply to the number of processes.
+    Raises ConfigError unless the sizes multiply to the number of processes.
     """
-    sizes = {name: getattr(parallel, name) for name in ("dp", "sp", "pp")}
-    fixed = {name: 1 if size == "auto" else size for name, size in sizes.items()}
-    if sizes["dp"] == "auto":
-        return num_processes
-    product = fixed["dp"] * fixed["sp"] * fixed["pp"]
-    if product == num_processes:
-        return int(fixed["dp"])
-    arithmetic = " x ".join(f"{name} {size}" for name, size in fixed.items())
+    sp, pp = (1 if size == "auto" else size for size in (parallel.sp, parallel.pp))
+    dp = num_processes // (sp * pp) if parallel.dp == "auto" else parallel.dp
+    layout = Layout(dp, sp, pp)
+    if layout.num_devices == num_processes:
+        return layout
+    started = f"{num_processes} process{'' if num_processes == 1 else 'es'}"
+    if parallel.dp == "auto":
+        product, shown = sp * pp, f"dp auto x sp {sp} x pp {pp} = a multiple of {sp * pp}"
+        or_else = "set parallel.sp and parallel.pp to sizes that divide it"
+    else:
+        product, shown = layout.num_devices, f"{layout} = {layout.num_devices}"
+        or_else = "set parallel.dp to auto"
     raise ConfigError(
-        given=f"{arithmetic} = {product}, and {num_processes}"
-        f" process{'' if num_processes == 1 else 'es'}",
+        given=f"{shown}, and {started}",
         required="sizes that multiply to the number of processes",
         source="parallel, and the number of processes that were started",
-        change=f"start {product}: {_COMMAND.format(product)}; or set parallel.dp to auto",
+        change=f"start {product}: {_COMMAND.format(product)}; or {or_else}",
     )

@@ -1,0 +1,28 @@
+"""What was decided for a run as plain values: in checkpoints, `options.json` and for other
+processes. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from furlong.planners.auto.decide import Decision
+from furlong.planners.layout import Layout
+from furlong.planners.options import ChunkOptions
+
+
+def values_of(decision: Decision) -> dict[str, Any]:
+    """The options of a run, its layout and its stages, as JSON holds them."""
+    division = {"layout": asdict(decision.layout), "stages": list(decision.stages)}
+    return asdict(decision.options) | division
+
+
+def decision_of(values: Mapping[str, Any], words: str = "", figures: str = "") -> Decision:
+    """The inverse of `values_of`; `words`, `figures`: those of the decision. An
+    earlier release, with one device, wrote the options alone. Raises TypeError or ConfigError for
+    other values."""
+    options = dict(values)
+    layout, stages = Layout(**options.pop("layout", {})), tuple(options.pop("stages", ()))
+    chosen = ChunkOptions(**options)
+    return Decision(chosen, words, figures=figures, layout=layout, stages=stages)
