@@ -16,7 +16,13 @@ from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide
 from furlong.planners.auto.search import MARGIN, SLACK
-from furlong.planners.auto.steps import busiest_groups, deal_steps, longest_step, one_list
+from furlong.planners.auto.steps import (
+    busiest_groups,
+    deal_steps,
+    longest_step,
+    one_list,
+    plan_of,
+)
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
@@ -330,7 +336,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
             return super().costs(plan, **free)
 
     def see(*arguments, **named):
-        plan = plan_on_device(*arguments, **named)
+        plan = plan_of(*arguments, **named)
         walked.append(len(plan.actions[0]))
         return plan
 
@@ -338,7 +344,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
         estimated.append(options)
         return original(self, options)
 
-    monkeypatch.setattr("furlong.planners.auto.search.plan_on_device", see)
+    monkeypatch.setattr("furlong.planners.auto.search.plan_of", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), hardware("H100"))
     lengths = count_lengths([longest])

@@ -79,9 +79,22 @@ class SearchedLayouts:
     too_large: tuple[TooLarge, ...]
     slower: tuple[Slower, ...]
 
+    budgets: Budgets
+
     @property
     def best(self) -> Fitting:
         return self.fitting[0]
+
+    @property
+    def nearest(self) -> TooLarge:
+        """The layout, where none fits, that lacks least."""
+        return min(self.too_large, key=self.lacking_bytes)
+
+    def lacking_bytes(self, layout: TooLarge) -> int:
+        """Bytes that its nearest plan lacks, or its state alone."""
+        if layout.nearest is not None:
+            return self.budgets.lacks(layout.nearest.needs)
+        return layout.state_bytes - self.budgets.limit_bytes
 
 
 def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> SearchedLayouts:
@@ -108,7 +121,7 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
                 fitting.append(Fitting(own, searched, step_s))
             else:
                 too_large.append(TooLarge(own, state_bytes, searched))
-    return SearchedLayouts(_ranked(fitting), tuple(too_large), tuple(slower))
+    return SearchedLayouts(_ranked(fitting), tuple(too_large), tuple(slower), budgets)
 
 
 def space_of(space: Space, layout: Layout) -> Space:
