@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -160,6 +160,14 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
             "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
         },
     )
+
+
+def one_of(spec: HardwareSpec, num_local: int) -> HardwareSpec:
+    """The device of one of `num_local` processes of a machine: these are a node, and have equal
+    parts of a CPU's cores."""
+    links = replace(spec.links, devices_per_node=num_local)
+    share = num_local if spec.name == THIS_CPU else 1
+    return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / share)
 
 
 def free_ram_budget_bytes() -> int:
