@@ -18,7 +18,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.sampling.plans import sampled
-from furlong.runtime.batch import Batch, among
+from furlong.runtime.batch import Batch, among, read_sequences
 from furlong.runtime.chunk_inputs import labelled_chunks
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (
@@ -31,6 +31,7 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
+from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.parallel.planning import planned_together, require_replicas
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.pools import Storage
@@ -84,6 +85,30 @@ class Engine:
     def model(self) -> CausalLM:
         """The model's adapter."""
         return self._followed.model
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that call this engine together; None where one is alone."""
+        return self._followed.ranks
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This process's parameters that another one has, too, and counts."""
+        return self._followed.counted_elsewhere
+
+    def reads(self, plan: ChunkPlan) -> list[int]:
+        """The sequences of a plan of which this process reads tokens or labels."""
+        with self._followed.alone():
+            self._followed.follow()
+            return read_sequences(plan, self._followed.rank, self._followed.rows_of(plan))
+
+    def clip_gradients(self, max_norm: float | None) -> float:
+        """The L2 norm of the gradients of all processes, which call it together; above `max_norm`
+        (None: no bound) they are scaled down to it."""
+        return clip_gradients(
+            self.model.model.parameters(), max_norm, self.ranks,
+            counted_elsewhere=self.counted_elsewhere,
+        )  # fmt: skip
 
     def plan(
         self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True

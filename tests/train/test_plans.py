@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.plan.check import check
-from furlong.plan.values import Backward, Unshard
+from furlong.plan.values import Backward, Forward, Unshard
+from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
-from furlong.train.plans import SharedPlans, Wanted, own_sequences, packed, plan_batch, unpacked
+from furlong.train.plans import SharedPlans, Wanted, packed, plan_batch, unpacked
 from furlong.train.processes.together import ALONE
 
 
@@ -17,9 +18,16 @@ def squares(seq_lens):
     return [float(seq_len**2) for seq_len in seq_lens]
 
 
-def made(wanted, num_replicas, frozen_layers=0):
+def own_sequences(plan, rank):
+    """The sequences of which a rank computes a token."""
+    chunks = {action.chunk for action in plan.actions[rank] if isinstance(action, Forward)}
+    return sorted({piece.seq_id for chunk in chunks for piece in plan.chunks[chunk].slices})
+
+
+def made(wanted, num_replicas, frozen_layers=0, **division):
+    layout = Layout(num_replicas, division.pop("sp", 1), len(division.get("stages", ())) or 1)
     return plan_batch(
-        wanted, num_replicas=num_replicas, work=squares, num_layers=3, frozen_layers=frozen_layers
+        wanted, layout=layout, work=squares, num_layers=3, frozen_layers=frozen_layers, **division
     )
 
 
@@ -49,6 +57,35 @@ def test_each_sequence_has_one_replica(seq_lens, num_replicas, backward, dials, 
         first = actions[: len(plan.stages)]
         assert first == tuple(Unshard(stage) for stage in range(len(plan.stages)))
         assert any(isinstance(action, Backward) for action in actions) == backward
+    assert unpacked(packed(plan)) == plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 2), (2, 1), (1, 1, 1)]),
+    st.booleans(),
+    st.sampled_from([{"keep": "kv"}, {"keep": "input", "num_retained": 0}, {"tier": "host"}]),
+    st.integers(0, 2),
+)
+def test_pipelines_of_pools(seq_lens, dp, sp, stages, backward, dials, frozen_layers):
+    options = ChunkOptions(size=8, **dials)
+    wanted = Wanted(tuple(seq_lens), options, backward)
+    plan = made(wanted, dp, frozen_layers, sp=sp, stages=stages)
+    assert (plan.stages, plan.sp_size) == (stages, sp)
+    assert len(plan.actions) == dp * len(stages)
+    owned = [own_sequences(plan, rank) for rank in range(len(plan.actions))]
+    for replica in range(dp):  # all stages of a replica compute what it was dealt
+        own = owned[replica * len(stages) : (replica + 1) * len(stages)]
+        assert len(set(map(tuple, own))) == 1
+    assert sorted(i for own in owned[:: len(stages)] for i in own) == list(range(len(seq_lens)))
+    cut = [sum(stages[:n]) for n in range(1, len(stages))]
+    assert plan.frozen_stages == (sum(end <= frozen_layers for end in cut) if backward else 0)
+    assert {p.place.size for chunk in plan.chunks for p in chunk.slices} == {sp}
+    for rank, actions in enumerate(plan.actions):
+        assert actions[0] == Unshard(rank % len(stages))
     assert unpacked(packed(plan)) == plan
 
 

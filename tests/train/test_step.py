@@ -22,6 +22,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.sampling.plans import sample_backwards
 from furlong.planners.sampling.rules import EXACT
+from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.fitting import Fitting
@@ -38,11 +39,15 @@ class FixedEngine:
     """Stands in for the engine: the gradient that it is told to leave, and a fixed timeline."""
 
     plan: ChunkPlan | None = None
+    ranks = None
 
     def __init__(self, model: torch.nn.Linear, losses: list[float], grads: list[float]) -> None:
         self.model, self.results = model, iter(zip(losses, grads, strict=True))
         self.divisors: list[int | None] = []
         self.weights: list[torch.Tensor] = []
+
+    def clip_gradients(self, max_norm: float | None) -> float:
+        return clip_gradients(self.model.parameters(), max_norm)
 
     def forward_backward(
         self,

@@ -20,8 +20,8 @@ FORGETS_THE_MOMENTS = """
 import sys
 from furlong.train import state
 restore = state.restore_tensors
-def forget(checkpoint, model, optimizer, processes):
-    restore(checkpoint, model, optimizer, processes)
+def forget(checkpoint, model, optimizer, *others):
+    restore(checkpoint, model, optimizer, *others)
     for values in optimizer.state.values():
         values["exp_avg"].zero_()
 state.restore_tensors = forget

@@ -62,7 +62,7 @@ def batch_of(
     own: dict[Any, ShiftedSequence] = dict(
         zip(sequences, shift_labels(sequences.values()), strict=True)
     )
-    needed = _read(plan, rank, find_rows())
+    needed = read_sequences(plan, rank, find_rows())
     missing = [seq_id for seq_id in needed if seq_id not in own]
     others = [seq_id for seq_id in own if seq_id not in range(len(plan.seq_lens))]
     if missing or others:
@@ -102,7 +102,7 @@ def divisor_of(num_valid_tokens: int | None, own_valid_tokens: int | None) -> in
     return own_valid_tokens
 
 
-def _read(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
+def read_sequences(plan: ChunkPlan, rank: int, rows_of: Callable[[Chunk], ChunkRows]) -> list[int]:
     """Sequences of which a process reads tokens or labels: at the first stage and at the last."""
     ends = {0, len(plan.stages) - 1}
     own = {a.chunk for a in plan.actions[rank] if isinstance(a, Forward) and a.stage in ends}

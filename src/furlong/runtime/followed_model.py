@@ -156,6 +156,12 @@ class FollowedModel:
         pipeline = self.kept.pipeline
         return pipeline.tied.adding_up(self.model) if pipeline else nullcontext()
 
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This process's parameters that another stage has, too, and counts."""
+        pipeline = self.kept.pipeline
+        return pipeline.tied.counted_elsewhere(self.model) if pipeline else []
+
     def note(self, message: str) -> None:
         """Warn once per engine."""
         if message not in self._notes:

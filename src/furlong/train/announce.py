@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -13,22 +12,23 @@ from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.sampling.use import sampling_in_words
 from furlong.runtime.pools import Storage
 from furlong.train.decide import DIALS
+from furlong.train.whole import ModelSize
 from furlong.units import format_bytes, format_count
 
 
 def announce(
     config: RunConfig,
-    model: Any,
+    size: ModelSize,
     decision: Decision,
     device: torch.device,
     storage: Storage,
     num_steps: int,
-    num_replicas: int,
 ) -> None:
     """Print what is going to be trained, and how."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
-    where = str(device) if num_replicas == 1 else f"{num_replicas} processes, each a {device.type}"
+    trained, total = size.num_trained, size.num_parameters
+    where = str(device)
+    if (count := decision.layout.num_devices) > 1:
+        where = f"{count} processes, each a {device.type}"
     print(
         f"model: {config.model.name}, {format_count(total)} parameters,"
         f" {format_count(trained)} trained, {config.model.dtype} on {where}; {num_steps} steps"
@@ -42,6 +42,8 @@ def announce(
         if name in values
     ]
     print(f"chunks: {', '.join(dials)}")
+    if count > 1:
+        print(f"parallel: {division_in_words(decision)}")
     if "disk" in asdict(options.tiers).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:
@@ -50,3 +52,10 @@ def announce(
         print(f"auto: {decision.words}")
     if decision.figures:
         print(f"figures: {decision.figures}")
+
+
+def division_in_words(decision: Decision) -> str:
+    """The layout of a run, with the layers of its stages."""
+    stages = decision.stages
+    layers = f", stages of {', '.join(map(str, stages))} layers" if stages else ""
+    return f"{decision.layout}{layers}"

@@ -19,6 +19,7 @@ its files do not fit, and is never loaded.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -71,13 +72,15 @@ def save_checkpoint(
     """Writes `folder/step-XXXXXXXX` and removes all but the last `num_kept`; returns it.
 
     `state` is what JSON can hold; the first process's is written. Every process calls it, with the
-    parts of sharded tensors that it holds, and with whole ones that are equal. Raises
+    parts of sharded tensors that it holds, and with whole ones that are equal wherever they are;
+    those of its stage alone. Raises
     CheckpointError when the disk is full or cannot be written; the checkpoints before are then as
     they were.
     """
     checkpoint = folder / f"step-{step:08d}"
     aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    sizes = _sizes_of_all(tensors, processes)
+    num_bytes = sum(size["bytes"] for size in sizes.values())
 
     def make_room() -> None:
         shutil.rmtree(aside, ignore_errors=True)
@@ -85,10 +88,10 @@ def save_checkpoint(
         aside.mkdir()
 
     def write() -> None:
-        _write_tensors(aside, tensors, is_alone=processes.num_processes == 1)
+        _write_tensors(aside, tensors, sizes, is_alone=processes.num_processes == 1)
 
     def complete() -> None:
-        _check_whole(aside, tensors)
+        _check_whole(aside, sizes)
         write_json(aside / STATE, state)
         write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": measure_files(aside)})
         os.rename(aside, checkpoint)
@@ -169,14 +172,24 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def _check_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _sizes_of_all(tensors: Mapping[str, Tensor], processes: Processes) -> dict[str, dict[str, int]]:
+    """Elements and bytes of the whole tensors of all processes, by name, on the first process; on
+    the others of their own."""
+    own = {name: {"numel": x.numel(), "bytes": x.nbytes} for name, x in tensors.items()}
+    found = dict(own)
+    for text in processes.to_first(json.dumps(own)):
+        found |= json.loads(text)
+    return found
+
+
+def _check_whole(folder: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
     """Raises CheckpointError unless the parts of each tensor are in the folder: on machines without
     a common disk each would write into a folder of its own."""
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
+    for name, size in sizes.items():
         entry = stored.get(name)
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != tensor.numel():
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != size["numel"]:
             raise CheckpointError(
                 given=f"a part of {name} that is not where the first process writes",
                 required="one run folder for the processes of all machines",
@@ -185,14 +198,21 @@ def _check_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool) -> None:
+def _write_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    sizes: Mapping[str, Mapping[str, int]],
+    *,
+    is_alone: bool,
+) -> None:
+    """`sizes`: those of all processes' tensors on the first one, which numbers the files."""
     file_of: dict[str, int] = {}
     number, num_bytes = 1, 0
-    for name, tensor in tensors.items():
-        if num_bytes and num_bytes + tensor.nbytes > _MAX_FILE_BYTES:
+    for name, size in sizes.items():
+        if num_bytes and num_bytes + size["bytes"] > _MAX_FILE_BYTES:
             number, num_bytes = number + 1, 0
         file_of[name] = number
-        num_bytes += tensor.nbytes
+        num_bytes += size["bytes"]
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=file_of, save_distributed=True
     )

@@ -86,7 +86,7 @@ def evaluate(
             )  # fmt: skip
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
-            for number in replicas.own(result.plan, len(batch.sequences)):
+            for number in replicas.share(len(batch.sequences)):
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
     finally:

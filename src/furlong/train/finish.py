@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.models.build import export_model
 from furlong.train.checkpoint_folder import write_json
@@ -18,12 +17,13 @@ from furlong.train.prepare import build_run_model
 from furlong.train.processes.together import Processes
 from furlong.train.report import TrainReport, list_export
 from furlong.train.run_folder import EXPORT, REPORT, clear_export
+from furlong.train.whole import put_weights, whole_weights
 
 
 def finish(
     config: RunConfig,
     folder: Path,
-    model: Any,
+    engine: Engine,
     tokenizer: Any,
     figures: LoopFigures,
     processes: Processes,
@@ -31,10 +31,10 @@ def finish(
     """Exports the model and writes the report, which marks the run as finished."""
     processes.at("the export")
     if processes.num_processes > 1:
-        weights = whole_weights(model, keep=processes.is_first)
+        weights = whole_weights(engine, processes)
 
     def write() -> dict[str, Any]:
-        whole = model
+        whole: Any = engine.model.model
         if processes.num_processes > 1:
             whole = build_run_model(config)
             put_weights(whole, weights)
@@ -66,23 +66,3 @@ def _report(
     write_json(folder / REPORT, asdict(report))
     print(f"exported to {exported}")
     return report
-
-
-def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The trained weights of all processes, on the CPU; empty without `keep`. A collective."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            weight = parameter.data
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            if keep:
-                found[name] = whole.cpu()
-    return found
-
-
-def put_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into the parameters of their names."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)

@@ -19,7 +19,7 @@ from furlong.train.metrics import MetricsLog
 from furlong.train.mfu import MfuMeter
 from furlong.train.optimizer import make_state
 from furlong.train.replicas import Replicas
-from furlong.train.step import TrainedStep, train_step, trained_parameters
+from furlong.train.step import TrainedStep, train_step
 from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
@@ -121,7 +121,6 @@ def run_steps(
     chunks. `batches` begins with the batch at `progress.data`; batches without any label are
     skipped and counted.
     """
-    parameters = trained_parameters(model)
     make_state(optimizer)
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
     losses: list[float | None] = []
@@ -139,7 +138,6 @@ def run_steps(
             batch,
             fitting,
             step=progress.step + 1,
-            parameters=parameters,
             optimizer=optimizer,
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,

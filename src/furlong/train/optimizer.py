@@ -20,13 +20,14 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """AdamW over what requires a gradient. Norms and biases (one axis) do not decay."""
+    """AdamW over what requires a gradient. Norms and biases (one axis) do not decay. A process of a
+    pipeline may hold none of one kind, or nothing that is trained."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Plans of global batches over replicas: made by the first process, ahead of time, for all.
+"""Plans of global batches over the processes of a run: made by the first one, ahead of time.
 
 The others fetch the text from the store, under a name that says for what it was made. Nobody waits
 in a collective for a plan, and a process that sees another batch finds no plan of it.
@@ -17,10 +17,11 @@ from hashlib import sha256
 
 from furlong.plan.check import check
 from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import ChunkPlan, Forward, Unshard
+from furlong.plan.values import Action, ChunkPlan, Forward, Unshard
 from furlong.planners.chunks.balance import by_cost
+from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import idle_plan, join_replicas
 from furlong.train.processes.together import Processes
 
@@ -46,42 +47,43 @@ class Wanted:
 def plan_batch(
     wanted: Wanted,
     *,
-    num_replicas: int,
+    layout: Layout,
+    stages: Sequence[int] = (),
     work: Callable[[Sequence[int]], Sequence[float]],
     num_layers: int,
     frozen_layers: int = 0,
 ) -> ChunkPlan:
-    """A checked plan in which each replica walks its own sequences as one device would.
+    """A checked plan in which each replica walks its own sequences: as one device would, as one
+    pool over which each chunk is divided, or as a pipeline in state-aware 1F1B.
 
-    `work`: the FLOPs of each sequence, or whatever else is to be dealt out evenly. Where there are
-    fewer sequences than replicas some have a dummy. Weights are gathered before the first chunk: no
-    collective is then left before the gradients are added up, and a replica that fails in between
-    can tell the others.
+    `stages`: layers of each stage of a pipeline. `work`: the FLOPs of each sequence, or whatever
+    else is to be dealt out evenly. Where there are fewer sequences than replicas some have a dummy.
+    Weights are gathered before the first chunk: on replicas of one process no collective is then
+    left before the gradients are added up, and one that fails in between can tell the others.
     """
-    num_busy = min(num_replicas, len(wanted.seq_lens))
+    num_busy = min(layout.dp, len(wanted.seq_lens))
     dealt = by_cost(work(wanted.seq_lens), num_busy)
-    is_cut = wanted.options.order == "layer-first" and wanted.backward
+    is_cut = layout.pp > 1 or wanted.options.order == "layer-first"
     plans = [
-        plan_on_device(
+        plan_replica(
             [wanted.seq_lens[seq_id] for seq_id in own], wanted.options,
-            num_layers=num_layers, backward=wanted.backward,
-            frozen_layers=frozen_layers if is_cut else 0,
+            num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
+            frozen_layers=frozen_layers if is_cut and wanted.backward else 0,
         )
         for own in dealt
     ]  # fmt: skip
-    num_idle = num_replicas - num_busy
+    num_idle = layout.dp - num_busy
     plans += [idle_plan(plans[0])] * num_idle
     joined = join_replicas(plans, [*dealt, *([[]] * num_idle)], wanted.seq_lens)
-    gathers = tuple(Unshard(stage) for stage in range(len(joined.stages)))
-    plan = replace(joined, actions=tuple((*gathers, *actions) for actions in joined.actions))
+    plan = replace(joined, actions=tuple(map(_gathering, joined.actions)))
     check(plan)
     return plan
 
 
-def own_sequences(plan: ChunkPlan, rank: int) -> list[int]:
-    """The sequences of which a rank computes a token."""
-    chunks = {action.chunk for action in plan.actions[rank] if isinstance(action, Forward)}
-    return sorted({piece.seq_id for chunk in chunks for piece in plan.chunks[chunk].slices})
+def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The list of a rank, which first gathers the weights of its stages."""
+    stages = {action.stage for action in actions if isinstance(action, Forward)}
+    return (*map(Unshard, sorted(stages)), *actions)
 
 
 class SharedPlans:

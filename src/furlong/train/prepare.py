@@ -27,7 +27,8 @@ from furlong.models.check import check_model
 from furlong.models.folder import check_folder
 from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks.balance import sequence_work
-from furlong.runtime.parallel.ranks import make_ranks
+from furlong.planners.layout import Layout
+from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.decide import decide_options
@@ -116,18 +117,34 @@ def decided(
     return decision_of(values.pop("decided"), **values)
 
 
-def engine_of(config: RunConfig, model: Any, storage: Storage, num_replicas: int) -> Engine:
+def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
+    """The place of this process in the layout; None where it is alone. A collective."""
+    if layout.num_devices == 1:
+        return None
+    return make_ranks(layout.dp, layout.sp, layout.pp, device.type)
+
+
+def layers_of(stages: Sequence[int], ranks: Ranks | None) -> range | None:
+    """The layers that this process holds; None without a pipeline: all."""
+    if ranks is None or not stages:
+        return None
+    first = sum(stages[: ranks.stage])
+    return range(first, first + stages[ranks.stage])
+
+
+def engine_of(
+    config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
+) -> Engine:
     """The engine of this process; the weights of several are divided among them from now on."""
-    ranks = None
-    if num_replicas > 1:
-        ranks = make_ranks(num_replicas, 1, 1, next(model.parameters()).device.type)
-    return Engine(
+    make = partial(
+        Engine,
         model,
         max_seq_len=config.data.max_seq_len,
         storage=storage,
         compute_dtype=getattr(torch, config.model.dtype),
-        ranks=ranks,
     )
+    engine = processes.together(make)  # checks the model; links are opened by all, or by none
+    return engine if ranks is None else processes.together(partial(make, ranks=ranks))
 
 
 def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
@@ -137,16 +154,17 @@ def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float
     return partial(sequence_work, shape=model.shape)
 
 
-def check_run_room(config: RunConfig, model: Any, folder: Path, num_steps: int) -> None:
-    """Raises CheckpointError if the disk has no room for what the run is going to write."""
-    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_steps: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run is going to write, of a model
+    with so many bytes of trained weights."""
     every = config.train.save_every_steps
     num_saves = math.ceil(num_steps / every) if every else 0
     check_room(folder, folder / CHECKPOINTS, weight_bytes=trained_bytes, num_saves=num_saves)
 
 
-def build_run_model(config: RunConfig) -> Any:
-    """The model that a run begins with, on the CPU."""
+def build_run_model(config: RunConfig, layers: range | None = None) -> Any:
+    """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
+    before the first or behind the last of them."""
     settings = config.model
     return build_model(
         settings.name,
@@ -156,6 +174,7 @@ def build_run_model(config: RunConfig) -> Any:
         rope=rope_of(config),
         max_seq_len=config.data.max_seq_len,
         seed=config.train.seed,
+        layers=layers,
     )
 
 

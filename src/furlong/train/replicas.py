@@ -1,7 +1,8 @@
 """A global batch, computed by all processes of a run: one plan, and to each its own sequences.
 
-Each process runs out of memory on its own, and all take smaller chunks then: before the gradients
-are added up they agree whether everybody has come that far.
+Each process runs out of memory on its own. Replicas of one process all take smaller chunks then:
+before the gradients are added up they agree whether everybody has come that far. The processes of a
+pool or a pipeline meet in every chunk, where a process that is lost ends the run.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from furlong.data.loader import Batch
 from furlong.errors import ConfigError
 from furlong.plan.text import format_action
-from furlong.plan.values import Action, Backward, ChunkPlan, Unshard
+from furlong.plan.values import Action, Backward, Unshard
+from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.train.fitting import is_out_of_memory, reason_of
-from furlong.train.plans import SharedPlans, Wanted, own_sequences, plan_batch
+from furlong.train.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -42,16 +44,19 @@ class Replicas:
         engine: Engine,
         processes: Processes = ALONE,
         work: Callable[[Sequence[int]], Sequence[float]] = _tokens,
+        stages: Sequence[int] = (),
     ) -> None:
-        """`work`: what is dealt out evenly over the replicas, for each sequence."""
+        """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
+        of each stage of a pipeline."""
         self.engine, self.processes = engine, processes
         self._plans: SharedPlans | None = None
-        if processes.num_processes > 1:
-            model = engine.model
+        if engine.ranks is not None:
+            model, ranks = engine.model, engine.ranks
+            frozen = processes.gathered(torch.tensor(model.num_frozen_layers))
             make = partial(
                 plan_batch,
-                num_replicas=processes.num_processes, work=work,
-                num_layers=model.num_layers, frozen_layers=model.num_frozen_layers,
+                layout=Layout(ranks.dp, ranks.sp, ranks.pp), stages=stages, work=work,
+                num_layers=model.num_layers, frozen_layers=int(frozen.min()),
             )  # fmt: skip
             self._plans = SharedPlans(processes, make)
 
@@ -85,11 +90,13 @@ class Replicas:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        processes, number = self.processes, self.processes.launch.number
+        processes, ranks = self.processes, self.engine.ranks
+        assert ranks is not None
         processes.at(f"{name} plan")
         plan = self._plans.get(Wanted(batch.seq_lens, options, backward))
-        tried = Try(self.processes, plan.actions[number], watch)
-        own = batch.part(own_sequences(plan, number), device)
+        meets_none = ranks.sp * ranks.pp == 1
+        tried = Try(processes, plan.actions[ranks.plan_rank], watch, meets_none=meets_none)
+        own = batch.part(self.engine.reads(plan), device)
         try:
             return self.engine.run(
                 plan, own, batch.num_valid_tokens, watch=tried.watch,
@@ -100,11 +107,9 @@ class Replicas:
                 tried.fail(error)
             raise
 
-    def own(self, plan: ChunkPlan | None, num_sequences: int) -> Sequence[int]:
-        """The sequences of a batch that this process has computed."""
-        if self._plans is None or plan is None:
-            return range(num_sequences)
-        return own_sequences(plan, self.processes.launch.number)
+    def share(self, num_sequences: int) -> range:
+        """The sequences of a batch whose token losses, which all have, this process counts."""
+        return range(self.processes.launch.number, num_sequences, self.processes.num_processes)
 
     def close(self) -> None:
         """No batch will come any more."""
@@ -116,10 +121,18 @@ class Try:
     """One try of a plan on this process, until all agree that nobody has failed."""
 
     def __init__(
-        self, processes: Processes, actions: Sequence[Action], watch: Callable[[], None]
+        self,
+        processes: Processes,
+        actions: Sequence[Action],
+        watch: Callable[[], None],
+        *,
+        meets_none: bool = True,
     ) -> None:
+        """`meets_none`: no other process waits for this one before gradients are added up. In a
+        pool or a pipeline some do, and nobody can tell them."""
         self._processes, self._watch = processes, watch
         self._num_done, self._agreed = 0, False
+        self._meets_none = meets_none
         self._num_gathers = sum(isinstance(action, Unshard) for action in actions)
         self._agrees_after = _first_sum(actions)
 
@@ -130,15 +143,18 @@ class Try:
             return
         self._watch()
         self._num_done += 1
-        if self._num_done == self._agrees_after:
+        if self._meets_none and self._num_done == self._agrees_after:
             self._agree(failed=False)
 
     def fail(self, error: Exception) -> None:
         """This process has no memory. Raises ConfigError where the others cannot be told."""
         if isinstance(error, ElsewhereError):
             return
-        if self._agreed or self._num_done < self._num_gathers:
-            raise _cannot_be_repeated(error, self._processes.launch.number) from error
+        if not self._meets_none or self._agreed or self._num_done < self._num_gathers:
+            moment = "while weights were gathered or gradients added up"
+            if not self._meets_none:
+                moment = "in a step, while the others of its pool or its pipeline wait for it"
+            raise _cannot_be_repeated(error, self._processes.launch.number, moment) from error
         self._agree(failed=True)
 
     def _agree(self, *, failed: bool) -> None:
@@ -157,11 +173,10 @@ def _first_sum(actions: Sequence[Action]) -> int:
     return min(last.values(), default=len(actions))
 
 
-def _cannot_be_repeated(error: Exception, number: int) -> ConfigError:
+def _cannot_be_repeated(error: Exception, number: int, moment: str) -> ConfigError:
     return ConfigError(
-        given=f"out of memory on process {number} while weights were gathered or gradients added"
-        f" up: {reason_of(error)}",
-        required="memory for that beside the chunks",
+        given=f"out of memory on process {number} {moment}: {reason_of(error)}",
+        required="memory for what a step takes there",
         source="the memory of the device",
         change="set chunks.size to less; where there is a checkpoint, --resume goes on from it",
     )

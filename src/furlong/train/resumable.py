@@ -42,6 +42,7 @@ from furlong.train.state import RunState
 from furlong.train.stop import StopRequest
 from furlong.train.trackers import open_trackers
 from furlong.train.used_memory import UsedMemory
+from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def run_resumable(
     """
     settings, processes, options = config.train, replicas.processes, decision.options
     state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
-    state = replace(state, base_fingerprint=base, processes=processes)
+    names = all_names(list(trained(model)), processes)
+    state = replace(state, base_fingerprint=base, processes=processes, names=names)
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
         restore = partial(state.restore, run.checkpoint, run.state)
@@ -143,7 +145,7 @@ def _cadence(
         eval_every_steps=settings.eval_every_steps,
         save=save if settings.save_every_steps else None,
         save_every_steps=settings.save_every_steps,
-        measured=partial(_write_measured, folder, processes),
+        measured=partial(_write_measured, folder, replicas),
         check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
         should_stop=is_stopped,
     )
@@ -230,10 +232,13 @@ def _saver(
     return save
 
 
-def _write_measured(folder: Path, processes: Processes, step: int, result: StepResult) -> None:
-    """Writes a step with the records of all processes, each from the start of its own plan."""
+def _write_measured(folder: Path, replicas: Replicas, step: int, result: StepResult) -> None:
+    """Writes a step with the records of all lists of its plan, each from its own start; of the
+    processes of a pool, which obey one list together, the first tells."""
     assert result.plan is not None  # the engine plans every step
-    told = processes.to_first(json.dumps(result.timeline.to_json()))
+    ranks, processes = replicas.engine.ranks, replicas.processes
+    records = result.timeline.to_json() if ranks is None or ranks.process == 0 else []
+    told = processes.to_first(json.dumps(records))
     if processes.is_first:
         records = [record for text in told for record in json.loads(text)]
         measured = MeasuredStep(step, result.plan, Timeline.from_json(records))

@@ -22,7 +22,9 @@ from furlong.train.prepare import (
     decided,
     device_of,
     engine_of,
+    layers_of,
     load_splits,
+    ranks_of,
     rope_of,
     run_data,
     steps_of,
@@ -37,6 +39,7 @@ from furlong.train.run_folder import RunFolder, create_run_folder
 from furlong.train.start import open_run
 from furlong.train.state import base_fingerprint
 from furlong.train.stop import StopRequest
+from furlong.train.whole import model_size
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainReport | None:
@@ -64,7 +67,7 @@ def train_opened(
 def _train(
     config: RunConfig, run: RunFolder, stack: ExitStack, processes: Processes
 ) -> TrainReport | None:
-    folder, count = run.path, processes.num_processes
+    folder = run.path
     device = device_of(processes.launch)
     # What fails without weights and data fails first.
     storage, architecture, tokenizer = processes.together(
@@ -80,17 +83,19 @@ def _train(
         num_local=processes.launch.num_local,
     )  # fmt: skip
     torch.manual_seed(config.train.seed + processes.launch.number)
-    model = processes.together(lambda: build_run_model(config).to(device))
-    num_ids = model.get_input_embeddings().num_embeddings
+    ranks = ranks_of(decision.layout, device)
+    layers = layers_of(decision.stages, ranks)
+    model = processes.together(lambda: build_run_model(config, layers).to(device))
+    base = base_fingerprint(model, processes)
+    engine = engine_of(config, model, storage, ranks, processes)
     for split in data.values():
-        processes.together(partial(split.check_vocabulary, num_ids))
-    base = base_fingerprint(model)
-    engine = processes.together(lambda: engine_of(config, model, storage, count))
-    replicas = Replicas(engine, processes, work_of(model_cost))
+        processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
+    replicas = Replicas(engine, processes, work_of(model_cost), decision.stages)
     stack.callback(replicas.close)
     num_steps = steps_of(config.train, train)
-    announce(config, model, decision, device, storage, num_steps, count)
-    processes.together(lambda: check_run_room(config, model, folder, num_steps))
+    size = model_size(engine, processes)
+    announce(config, size, decision, device, storage, num_steps)
+    processes.together(lambda: check_run_room(config, size.trained_bytes, folder, num_steps))
     with folder_errors_reported(folder), StopRequest() as stop:
         if run.is_new:
             make_folder = partial(create_run_folder, stack, folder)
@@ -111,6 +116,6 @@ def _train(
         )
         report = None
         if not figures.stopped:
-            report = finish(config, folder, model, tokenizer, figures, processes)
+            report = finish(config, folder, engine, tokenizer, figures, processes)
         processes.end_flight(folder)
         return report

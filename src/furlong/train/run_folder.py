@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,14 +283,12 @@ def _decided(
     if changed:
         print(f"options are decided again, for these keys have changed: {', '.join(changed)}")
         return None
-    if state is not None:
-        found = decision_of(state["options"])
-        return found if found.layout.num_devices == num_processes else None
+    found = None
     # Without a checkpoint nothing has been computed by them: what cannot be read is decided again.
-    with suppress(OSError, ValueError, TypeError):
-        found = decision_of(json.loads((path / OPTIONS).read_text(encoding="utf-8")))
-        return found if found.layout.num_devices == num_processes else None
-    return None
+    with nullcontext() if state else suppress(OSError, ValueError, TypeError):
+        values = state["options"] if state else json.loads((path / OPTIONS).read_text("utf-8"))
+        found = decision_of(values)
+    return found if found and found.layout.num_devices == num_processes else None
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

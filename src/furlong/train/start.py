@@ -55,7 +55,7 @@ def open_run(
 
 
 def _check(config: RunConfig, num_processes: int) -> None:
-    layout_of(config.parallel, num_processes)
+    layout = layout_of(config.parallel, num_processes)
     if num_processes > 1 and config.chunks.sample is not None:
         raise ConfigError(
             given=f"chunks.sample with {num_processes} processes",
@@ -63,7 +63,15 @@ def _check(config: RunConfig, num_processes: int) -> None:
             source="chunks.sample, and the number of processes that were started",
             change="remove chunks.sample, or start one process",
         )
-    given_dials(config.chunks)  # what contradicts itself there
+    dials = given_dials(config.chunks)  # refuses what contradicts itself there
+    if layout.pp > 1 and dials.get("order") == "layer-first":
+        raise ConfigError(
+            given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"
+            f" for layer-first, with parallel.pp = {layout.pp}",
+            required="chunk-first: the stages of a pipeline are those of its processes",
+            source="chunks, and parallel.pp",
+            change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
+        )
     check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
     check_files(config.model.name)
     for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):

@@ -7,7 +7,8 @@ contents instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tenso
 from furlong.train.decided import values_of
 from furlong.train.loop import Progress
 from furlong.train.processes.together import ALONE, Processes
+from furlong.train.whole import trained
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -47,6 +49,8 @@ class RunState:
     architecture: dict[str, Any]
     """The model's config, see `architecture_of`."""
     processes: Processes = ALONE
+    names: Sequence[str] = ()
+    """Trained parameters of all processes, see `all_names`; empty: those of the model."""
 
     def save(self, folder: Path, progress: Progress, *, metrics_bytes: int) -> Path:
         """Writes a checkpoint into `folder`; raises CheckpointError. `metrics_bytes`: length of
@@ -56,7 +60,7 @@ class RunState:
             "progress": progress.to_dict(),
             "config": self.config,
             "options": values_of(self.decision),
-            "groups": group_values(self.model, self.optimizer),
+            "groups": self._groups(),
             "schedule": self.scheduler.state_dict(),
             "data_fingerprint": self.data_fingerprint,
             "base_fingerprint": self.base_fingerprint,
@@ -73,9 +77,9 @@ class RunState:
         Raises CheckpointError when base model or parameters are others. See `check_data`.
         """
         check_base(checkpoint, state, self.base_fingerprint)
-        restore_tensors(checkpoint, self.model, self.optimizer, self.processes)
-        restore_groups(state["groups"], self.model, self.optimizer)
-        self.scheduler.load_state_dict(dict(state["schedule"]))
+        restore_tensors(checkpoint, self.model, self.optimizer, self.processes, self.names)
+        restore_groups(state["groups"], self.model, self.optimizer, self.names)
+        restore_schedule(state["schedule"], self.scheduler)
         before = state["written_by"]
         changed = [
             f"{name} = {value}, before {before.get(name, 1)}"
@@ -85,6 +89,15 @@ class RunState:
         if changed:
             print(f"{'; '.join(changed)}: the last bits may differ from those of a run without it")
         return Progress.from_dict(state["progress"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups of all processes, which call it together."""
+        own = group_values(self.model, self.optimizer)
+        told = [json.loads(text) for text in self.processes.to_first(json.dumps(own))] or [own]
+        return [
+            {**group, "params": _each_once(of[index]["params"] for of in told)}
+            for index, group in enumerate(own)
+        ]
 
     def _written_by(self) -> dict[str, Any]:
         return written_by(self.model) | {"processes": self.processes.num_processes}
@@ -131,7 +144,7 @@ def check_base(checkpoint: Path, state: Mapping[str, Any], fingerprint: str | No
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's part of a checkpoint: `model.<name>`, the parameters themselves."""
-    return {_MODEL + name: parameter.data for name, parameter in _trained(model).items()}
+    return {_MODEL + name: parameter.data for name, parameter in trained(model).items()}
 
 
 def all_tensors(
@@ -140,7 +153,7 @@ def all_tensors(
     """Tensors of a checkpoint: trained weights, `optimizer.<key>.<name>`, and the states of the
     generators, of several processes one below the other. A collective."""
     tensors = trained_tensors(model)
-    for name, parameter in _trained(model).items():
+    for name, parameter in trained(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
     tensors[_CPU_RNG] = processes.gathered(torch.get_rng_state())
@@ -155,26 +168,30 @@ def restore_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     processes: Processes = ALONE,
+    names: Collection[str] = (),
 ) -> None:
-    """The inverse of `all_tensors`, in place, also for another number of processes. Raises
-    CheckpointError if the names do not fit."""
+    """The inverse of `all_tensors`, in place, also in another layout. `names`: those of the trained
+    parameters of all processes (empty: of this one). Raises CheckpointError if they do not fit."""
     tensors = trained_tensors(model)
-    parameters = _trained(model)
+    parameters = trained(model)
+    known = set(names or parameters)
     optimizer.state.clear()
     rng = {}
     for stored, (shape, dtype) in stored_tensors(checkpoint).items():
         if stored.startswith(_OPTIMIZER):
             key, _, name = stored.removeprefix(_OPTIMIZER).partition(".")
-            parameter = parameters.get(name)
-            if parameter is None:
+            if name not in known:
                 raise _misfit(checkpoint, f"the optimizer's {key} of {name}")
+            parameter = parameters.get(name)
+            if parameter is None:  # another stage's
+                continue
             # AdamW counts its steps on the CPU.
             like = parameter if shape == parameter.shape else torch.empty(shape)
             tensors[stored] = torch.empty_like(like, dtype=dtype)
             optimizer.state[parameter][key] = tensors[stored]
         elif stored in (_CPU_RNG, _CUDA_RNG):
             tensors[stored] = rng[stored] = torch.empty(shape, dtype=dtype)
-        elif stored not in tensors:
+        elif stored.removeprefix(_MODEL) not in known:
             raise _misfit(checkpoint, stored.removeprefix(_MODEL))
     load_tensors(checkpoint, tensors)
     _restore_generators(rng, processes.launch.number, next(model.parameters()).device)
@@ -195,7 +212,7 @@ def _restore_generators(rng: Mapping[str, Tensor], number: int, device: torch.de
 
 def group_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups: names instead of parameters, and the numbers of each."""
-    names = {parameter: name for name, parameter in _trained(model).items()}
+    names = {parameter: name for name, parameter in trained(model).items()}
     return [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -203,39 +220,60 @@ def group_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dic
 
 
 def restore_groups(
-    values: list[dict[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
+    values: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: Collection[str] = (),
 ) -> None:
-    """The inverse of `group_values`, in place. Raises CheckpointError if the names do not fit."""
-    own = [group["params"] for group in group_values(model, optimizer)]
-    if own != [group["params"] for group in values]:
+    """The inverse of `group_values`, in place, where this process has a part of each group. `names`
+    as for `restore_tensors`. Raises CheckpointError if they do not fit."""
+    known = {name for saved in values for name in saved["params"]}
+    own = [set(group["params"]) for group in group_values(model, optimizer)]
+    fitting = [next((s for s in values if group <= set(s["params"])), None) for group in own]
+    if known != set(names or set().union(*own)) or None in fitting:
         raise CheckpointError(
             given="parameter groups of other names",
             required="the names of this model's trained parameters",
             source="the optimizer's groups in the checkpoint",
             change="resume with the model that the checkpoint was written with",
         )
-    for group, saved in zip(optimizer.param_groups, values, strict=True):
-        for key, value in saved.items():
+    for group, saved in zip(optimizer.param_groups, fitting, strict=True):
+        for key, value in (saved or {}).items():
             if key != "params":
                 # JSON knows no tuples, AdamW's betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def base_fingerprint(model: nn.Module) -> str | None:
-    """A checksum of the frozen parameters, by name and content; None if all are trained."""
-    frozen = {n: p.data for n, p in model.named_parameters() if not p.requires_grad}
-    if not frozen:
+def restore_schedule(
+    values: Mapping[str, Any], scheduler: torch.optim.lr_scheduler.LRScheduler
+) -> None:
+    """Put a schedule where it was, with one learning rate for however many groups there are."""
+    count = len(scheduler.optimizer.param_groups)
+    per_group = {key: values[key][:1] * count for key in ("base_lrs", "_last_lr")}
+    scheduler.load_state_dict({**values, **per_group})
+
+
+def base_fingerprint(model: nn.Module, processes: Processes = ALONE) -> str | None:
+    """A checksum of the frozen parameters of all processes, by name and content; None if all are
+    trained. A collective."""
+    own = {n: _checksum(p.data) for n, p in model.named_parameters() if not p.requires_grad}
+    found: dict[str, str] = {}
+    for text in processes.of_each(json.dumps(own)):
+        found |= json.loads(text)
+    if not found:
         return None
-    checksum = xxhash.xxh3_128()
-    for name, weight in frozen.items():
-        checksum.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        checksum.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
+    return xxhash.xxh3_128_hexdigest(lines.encode())
+
+
+def _checksum(weight: Tensor) -> str:
+    checksum = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
+    checksum.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return checksum.hexdigest()
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Tied parameters appear once, under their first name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _each_once(names: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for own in names for name in own))
 
 
 def _misfit(checkpoint: Path, what: str) -> CheckpointError:

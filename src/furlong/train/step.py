@@ -14,7 +14,6 @@ from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory import memory_bytes, peak_memory_bytes
-from furlong.runtime.parallel.norm import clip_gradients
 from furlong.train.draws import drawn_share, step_options
 from furlong.train.fitting import Fitting
 from furlong.train.mfu import MfuMeter
@@ -80,7 +79,6 @@ def train_step(
     fitting: Fitting,
     *,
     step: int,
-    parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
@@ -98,7 +96,7 @@ def train_step(
     optimizer.zero_grad()
     before_bytes = memory_bytes(used.device)
     result = _gradients(replicas, batch, fitting, step, optimizer, used)
-    norm = clip_gradients(parameters, max_grad_norm)
+    norm = replicas.engine.clip_gradients(max_grad_norm)
     loss = _finite_loss(step, batch, result, norm, optimizer, replicas)
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()

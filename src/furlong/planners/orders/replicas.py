@@ -24,6 +24,7 @@ from furlong.plan.values import (
 )
 from furlong.planners.chunks.balance import refuse_idle
 from furlong.planners.orders.in_step import fill_up
+from furlong.planners.orders.pipeline import with_messages
 
 
 def join_replicas(
@@ -72,16 +73,24 @@ def join_replicas(
 def idle_plan(like: ChunkPlan) -> ChunkPlan:
     """The plan of a replica without sequences, beside one with the plan `like`: it takes one token
     of no sequence through all stages, so that its processes meet the others' collectives."""
-    (walk,) = like.actions  # a pipeline has no idle replica yet
-    trained = any(isinstance(action, Backward) for action in walk)
+    trained = any(isinstance(action, Backward) for listed in like.actions for action in listed)
     stages = range(len(like.stages))
     backwards = stages[like.frozen_stages :] if trained else ()
-    actions: list[Action] = [
-        Forward(0, stage, "all" if stage in backwards else "input") for stage in stages
+    cells: list[list[Action]] = [
+        [Forward(0, stage, "all" if stage in backwards else "input")] for stage in stages
     ]
-    for stage in reversed(backwards):
-        actions += [Backward(0, stage), Reduce(stage)]
-    return replace(like, seq_lens=(), chunks=(Chunk(()),), actions=(tuple(actions),))
+    ends: list[list[Action]] = [
+        [Backward(0, stage), Reduce(stage)] if stage in backwards else [] for stage in stages
+    ]
+    if len(like.actions) == 1:
+        lists = [[action for own in (*cells, *reversed(ends)) for action in own]]
+    else:
+        lists = [
+            with_messages([*own, *end], stage, len(stages), frozen_stages=like.frozen_stages)
+            for stage, own, end in zip(stages, cells, ends, strict=True)
+        ]
+    actions = tuple(map(tuple, lists))
+    return replace(like, seq_lens=(), chunks=(Chunk(()),), actions=actions)
 
 
 def _refuse_different(

@@ -145,6 +145,11 @@ class Processes:
         self.together(lambda: None)  # or the next call would find these texts
         return found
 
+    def of_each(self, text: str) -> list[str]:
+        """The text of each process, on all of them."""
+        told = self.to_first(text)
+        return list(self.by_first(lambda: told))
+
     def publish(self, key: str, text: str) -> None:
         """Write a text that others fetch."""
         if self._store is not None:
