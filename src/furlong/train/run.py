@@ -78,11 +78,12 @@ def _train(
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))
     decision = decided(config, run, train, device, storage, processes)
+    launch = processes.launch
     model_cost = cost_model(
-        config, device, rope=rope_of(config), num_processes=count,
-        num_local=processes.launch.num_local,
+        config, device, rope=rope_of(config), num_processes=launch.num_processes,
+        num_local=launch.num_local,
     )  # fmt: skip
-    torch.manual_seed(config.train.seed + processes.launch.number)
+    torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
     layers = layers_of(decision.stages, ranks)
     model = processes.together(lambda: build_run_model(config, layers).to(device))

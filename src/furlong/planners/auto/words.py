@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 
+from furlong.cost.devices.hardware import are_links_measured
 from furlong.errors import ConfigError
 from furlong.planners.auto.candidates import SMALLEST_CHUNK
 from furlong.planners.auto.layouts import SearchedLayouts, TooLarge
 from furlong.planners.auto.search import SLACK, Budgets, Searched
 from furlong.planners.budget import DoesNotFitError, advice
+from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 from furlong.planners.predict import Needs
 from furlong.units import format_bytes, format_seconds
@@ -102,14 +104,23 @@ def layouts_in_words(found: SearchedLayouts) -> str:
     """The chosen layout with the seconds of its step, the next best, and why others are none."""
     best = found.best
     num_others = len(found.fitting) + len(found.slower) + len(found.too_large) - 1
-    head = f"{best.layout}{' (auto)' if num_others else ''}: {format_seconds(best.step_s)}"
+    head = division_in_words(best.layout, best.space.stages) + " (auto)" * bool(num_others)
     others = [f"{f.layout} is {compared(f.step_s / best.step_s)}" for f in found.fitting[1:]]
     bounds = sorted(found.slower, key=lambda s: s.least_s)
     others += [f"{s.layout} is at least {compared(s.least_s / best.step_s)}" for s in bounds]
     larger = sorted(found.too_large, key=found.lacking_bytes)
-    words = [f"{head} per step predicted", *_some(others, "more are slower")]
+    words = [f"{head}: {format_seconds(best.step_s)} per step predicted"]
+    words += _some(others, "more are slower")
     words += _some([_too_large(found, one) for one in larger], "more do not fit")
+    if not are_links_measured(best.space.model.hardware):
+        words.append("links between devices are assumed")
     return "; ".join(words)
+
+
+def division_in_words(layout: Layout, stages: Sequence[int]) -> str:
+    """The layout of a run, with the layers of its stages."""
+    layers = f" of {', '.join(map(str, stages))} layers" if stages else ""
+    return f"{layout}{layers}"
 
 
 def _some(words: list[str], more: str) -> list[str]:
