@@ -44,9 +44,8 @@ def announce(
     ]
     print(f"chunks: {', '.join(dials)}")
     if count > 1:
-        print(
-            f"parallel: {decision.layout_words or division_in_words(decision.layout, decision.stages)}"
-        )
+        divided = division_in_words(decision.layout, decision.stages)
+        print(f"parallel: {decision.layout_words or divided}")
     if "disk" in asdict(options.tiers).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:

@@ -72,6 +72,8 @@ class Decision:
     """How the processes of the run are divided."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty without one."""
+    searched_layouts: SearchedLayouts | None = None
+    """Outcome of the search over layouts, where there was one and a plan fits."""
     layout_words: str = ""
     """The layout with the seconds of a step, and what the others would have cost; empty on one
     device, and where no layout was searched."""
@@ -159,7 +161,7 @@ def _best(found: SearchedLayouts, words: str) -> Decision:
     best = found.best
     return Decision(
         best.options, words, best.searched, whole_model(best.space.model),
-        layout=best.layout, stages=best.space.stages,
+        layout=best.layout, stages=best.space.stages, searched_layouts=found,
         layout_words=layouts_in_words(found),
     )  # fmt: skip
 

@@ -109,7 +109,7 @@ def layouts_in_words(found: SearchedLayouts) -> str:
     bounds = sorted(found.slower, key=lambda s: s.least_s)
     others += [f"{s.layout} is at least {compared(s.least_s / best.step_s)}" for s in bounds]
     larger = sorted(found.too_large, key=found.lacking_bytes)
-    words = [f"{head}: {format_seconds(best.step_s)} per step predicted"]
+    words = [f"{head}: {format_seconds(best.step_s)} predicted per step"]
     words += _some(others, "more are slower")
     words += _some([_too_large(found, one) for one in larger], "more do not fit")
     if not are_links_measured(best.space.model.hardware):
