@@ -8,7 +8,9 @@ FurlongError
 │   ├── CheckpointError       a run folder or a checkpoint that cannot be read or written
 │   └── DivergenceError       a step whose loss or gradient is not finite
 ├── PlanError                 a plan breaks an invariant; its text shows the plan with an arrow
-└── LinkError                 a process that a message goes to, or comes from, is gone
+├── LinkError                 a process that a message goes to, or comes from, is gone
+└── ElsewhereError            another process has failed in a step that all take together
+    └── NoMemoryElsewhereError   it ran out of memory: the step can be tried in smaller chunks
 """
 
 from __future__ import annotations
@@ -63,3 +65,11 @@ class PlanError(FurlongError):
 
 class LinkError(FurlongError):
     """A process that a message goes to, or comes from, is gone; the text names link and action."""
+
+
+class ElsewhereError(FurlongError):
+    """Another process has failed in a step that all take together; the text names it."""
+
+
+class NoMemoryElsewhereError(ElsewhereError, MemoryError):
+    """Another process ran out of memory: the same step can be tried in smaller chunks."""

@@ -223,6 +223,7 @@ def test_one_receive_is_posted_ahead_of_the_next_message():
     plan, wire = plan_of(5), Slow()
     end = Incoming(wire, "the link")
     end.begin(messages(plan, 0, 1), PARCEL)
+    end.post()
     received = [a for a in plan.actions[1] if isinstance(a, Recv)]
     for number, action in enumerate(received, 1):
         assert len(wire.posted) == number

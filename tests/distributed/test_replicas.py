@@ -6,8 +6,9 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from helpers.launched import Ended, Launched
 from helpers.tiny_runs import TinyRun, build_tiny_run
 from safetensors.torch import load_file
 
+from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.train import replicas as replicas_module
 from furlong.train.metrics import MetricsLog
 from furlong.train.step import TrainedStep
 
@@ -151,17 +152,20 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
 
 def has_no_memory(arguments: list[str], at: int, num_times: int) -> None:
     """Process 1 lacks memory in its first tries of a step, after so many actions."""
-    watch = replicas_module.Try.watch
-    tries: list[object] = []
+    run, tries = Engine.run, count()
 
-    def short(self: Any) -> None:
-        watch(self)
-        if self._num_done == at and self not in tries and len(tries) < num_times:
-            tries.append(self)
-            raise MemoryError("no room")
+    def short(self: Any, *args: Any, watch: Callable[[], None], **kwargs: Any) -> Any:
+        actions, is_short = count(1), next(tries) < num_times
+
+        def watch_and_fail() -> None:
+            watch()
+            if is_short and next(actions) == at:
+                raise MemoryError("no room")
+
+        return run(self, *args, watch=watch_and_fail, **kwargs)
 
     if os.environ["RANK"] == "1":
-        replicas_module.Try.watch = short  # type: ignore[method-assign]
+        Engine.run = short  # type: ignore[method-assign]
     command(arguments)
 
 
@@ -180,7 +184,10 @@ def test_lack_of_memory_on_one_is_answered_by_all(
     assert [process.code for process in ended] == [0, 0], ended
     for size, before in zip(sizes[1:], sizes, strict=False):
         told = f"chunks of {size} tokens from now on, {before} before"
-        assert f"step 1 did not fit (out of memory on process 1): {told}" in ended[0].said
+        assert (
+            f"step 1 did not fit (out of memory on process 1 (MemoryError: no room)): {told}"
+            in ended[0].said
+        )
     assert read_json(run / "options.json")["size"] == sizes[-1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
     assert worst(weights(run), weights(whole)) < 1e-3

@@ -19,7 +19,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.held import hold, stand_ins
 from furlong.models.random_weights import draw_adapters
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.values import ChunkPlan, Recv, Send
+from furlong.plan.values import Action, ChunkPlan, Recv, Send
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
 from furlong.runtime.parallel.links import Links, Parcel, open_links
@@ -87,6 +87,13 @@ class GlooComms:
     def reshard(self, stage: int) -> None: ...
     def last_backward(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+    def settle(self) -> None: ...
+    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None: ...
 
     def add_up(self, values: Tensor) -> Tensor:
         return values  # what this process has computed is asked for

@@ -6,6 +6,7 @@ half a gradient that looks like a whole one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -14,11 +15,16 @@ from torch import Tensor
 from furlong.errors import PlanError
 from furlong.plan.runnable import missing_to_run
 from furlong.plan.text import format_action
-from furlong.plan.values import ChunkPlan, Recv, Send
+from furlong.plan.values import Action, ChunkPlan, Recv, Send
 
 
 class Comms(Protocol):
     """Messages and collectives of one rank."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing of the list is left under way between the ranks."""
+        ...
 
     def accept(self, plan: ChunkPlan) -> None:
         """Raise PlanError for a plan with ranks that nothing here stands for."""
@@ -48,6 +54,15 @@ class Comms(Protocol):
         """Add up a stage's gradients over its ranks."""
         ...
 
+    def settle(self) -> None:
+        """The list has been obeyed. Raises ElsewhereError where another process could not."""
+        ...
+
+    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
+        """An error has ended this process's step at the first action of `rest`: pass on what others
+        wait for. Raises ElsewhereError where the error is only that others have failed."""
+        ...
+
     def add_up(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes; it may be changed."""
         ...
@@ -55,6 +70,8 @@ class Comms(Protocol):
 
 class Alone:
     """The comms of a single rank, which holds every sum whole."""
+
+    is_settled = True
 
     def accept(self, plan: ChunkPlan) -> None:
         if missing_to_run(plan):
@@ -80,6 +97,12 @@ class Alone:
 
     def reduce(self, stage: int) -> None:
         """The only rank's sum is the whole one."""
+
+    def settle(self) -> None:
+        """There is no other process."""
+
+    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
+        """Nobody waits."""
 
     def add_up(self, values: Tensor) -> Tensor:
         return values

@@ -67,8 +67,8 @@ class Executor:
         exchange: Exchange | None = None,
         **measuring: Unpack[Measuring],
     ) -> None:
-        """`num_labels`: those of the whole batch, None if all sequences are there. `process`: the
-        number of this one among those that obey the rank's actions together, which `exchange`."""
+        """`num_labels`: those of the whole batch, None if all sequences are there. `process`: its
+        number among those that obey the rank's actions together, which `exchange`."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
@@ -110,6 +110,7 @@ class Executor:
         `watch` is called after each action; what it raises ends the run."""
         kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
         try:
+            index = 0
             for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
                 self._recorder.begin(action)
                 self._hidden.expect_for(self._actions[index + 1 : index + 2])
@@ -124,9 +125,12 @@ class Executor:
             self._ledger.assert_empty()
             assert not self._outbox, "a message was never sent"
             assert not self._store.num_buffers, "the store holds K,V at the end of the step"
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            for alive in (self._live, self._outbox, self._store, self._pools):
+                alive.clear()
+            self._comms.give_up(error, self._actions[index:])
             raise
+        self._comms.settle()
         loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
         return loss_sum, self._recorder.timeline()
 
@@ -136,11 +140,6 @@ class Executor:
         if index in self._ends:
             del self._live[self._ends[index]]
         self._freed.end(index)
-
-    def _abandon(self) -> None:
-        """Forget everything that is alive, after an error."""
-        for alive in (self._live, self._outbox, self._store, self._pools):
-            alive.clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
         match action:

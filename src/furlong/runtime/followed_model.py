@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.errors import ConfigError, LinkError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
@@ -147,9 +147,22 @@ class FollowedModel:
         messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
         return ShardedRanks(self.model.base, layers, self.ranks, messages)
 
-    def passing(self) -> AbstractContextManager[None]:
-        """Within it the messages of a step pass between the stages."""
-        return self.kept.pipeline.passing() if self.kept.pipeline else nullcontext()
+    def require_settled(self) -> None:
+        """Raise LinkError if an earlier step ended in the middle of what processes do together."""
+        if not self.kept.is_settled:
+            raise LinkError(
+                "an earlier step of this model ended with an error while other processes waited "
+                "for this one: end all processes and start them again"
+            )
+
+    @contextmanager
+    def settling(self, comms: Comms) -> Iterator[None]:
+        """Within it runs a step with these comms."""
+        self.kept.is_settled = False
+        try:
+            yield
+        finally:
+            self.kept.is_settled = comms.is_settled
 
     def adding_up_tied(self) -> AbstractContextManager[None]:
         """Within it runs a step; afterwards a weight of two stages has the gradient of both."""

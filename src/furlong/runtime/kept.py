@@ -30,6 +30,8 @@ class Kept:
     """The processes among which the weights are divided, for good."""
     pipeline: Pipeline | None = None
     """The links to other stages, where the ranks have several."""
+    is_settled: bool = True
+    """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
 

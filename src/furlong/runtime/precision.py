@@ -75,6 +75,18 @@ def compute_parameters(
 
 
 @contextmanager
+def forgotten_gradients(model: nn.Module) -> Iterator[None]:
+    """After an error within it, parameters that had no gradient before have none again."""
+    without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    try:
+        yield
+    except BaseException:
+        for parameter in without:
+            parameter.grad = None
+        raise
+
+
+@contextmanager
 def made_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[None]:
     """Within it trained parameters have a `.grad`; those that nothing has reached lose it again,
     unless `keeps_zeros`: what was not drawn has a gradient of zeros, which an optimizer must see.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Unpack
 
 from furlong.models.wrappers import refuse_hooks
@@ -14,7 +14,8 @@ from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
 from furlong.runtime.parallel.agreement import Facts, agreed
 from furlong.runtime.parallel.comms import require_layout
-from furlong.runtime.precision import made_gradients
+from furlong.runtime.parallel.recovery import made_together
+from furlong.runtime.precision import forgotten_gradients, made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
 from furlong.runtime.surroundings import drawn, untrainable
@@ -38,27 +39,30 @@ def take_step(
     """Take the step of a batch, which `find` returns; where that raises an error, no process takes
     it. The other arguments are those of `Engine.run`."""
     model = followed.model
-    if followed.kept.pipeline is not None:
-        followed.kept.pipeline.require_whole()
+    followed.require_settled()
     batch, facts = agreed(followed.ranks, lambda: _prepared(followed, find(), num_valid_tokens))
     plan, num_labels, trains = batch.plan, batch.num_labels, bool(batch.plan.trained)
     if trains and not facts.trains:
         raise untrainable(model)
-    if len(plan.stages) > 1:
-        followed.require_checked(plan.stages)
     comms, pools = followed.comms(plan), followed.kept.opened
-    pools.reset_peaks()
-    made = made_gradients(model.model, keeps_zeros=plan.sampled) if trains else nullcontext()
-    tied, computing = followed.adding_up_tied(), followed.computing(regathers=plan.regathers)
-    with tied if trains else nullcontext(), made, computing, model.installed():
-        executor = Executor(
-            model, plan, batch.sequences,
-            num_valid_tokens=facts.divisor,
-            num_labels=facts.divisor if num_labels is None else num_labels,
-            backend=followed.kept.backend, pools=pools, comms=comms, rank=followed.rank,
-            process=followed.process, exchange=followed.exchange, **measuring,
-        )  # fmt: skip
-        with followed.passing():
+    with ExitStack() as stack:
+
+        def make() -> Executor:
+            if len(plan.stages) > 1:
+                followed.require_checked(plan.stages)
+            pools.reset_peaks()
+            for context in _surroundings(followed, plan):
+                stack.enter_context(context)
+            return Executor(
+                model, plan, batch.sequences,
+                num_valid_tokens=facts.divisor,
+                num_labels=facts.divisor if num_labels is None else num_labels,
+                backend=followed.kept.backend, pools=pools, comms=comms, rank=followed.rank,
+                process=followed.process, exchange=followed.exchange, **measuring,
+            )  # fmt: skip
+
+        executor = made_together(followed.ranks, make)
+        with followed.settling(comms):
             loss_sum, timeline = executor.run(watch)
     if num_labels is None:
         num_labels = executor.num_labels
@@ -70,6 +74,19 @@ def take_step(
         loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,
         host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
     )  # fmt: skip
+
+
+def _surroundings(
+    followed: FollowedModel, plan: ChunkPlan
+) -> Iterator[AbstractContextManager[None]]:
+    """The contexts in which a plan is obeyed, each to be entered before the next is made."""
+    model = followed.model
+    if plan.trained:
+        yield forgotten_gradients(model.model)
+        yield followed.adding_up_tied()
+        yield made_gradients(model.model, keeps_zeros=plan.sampled)
+    yield followed.computing(regathers=plan.regathers)
+    yield model.installed()
 
 
 def _prepared(

@@ -17,7 +17,7 @@ import torch
 
 from furlong.errors import ConfigError, UserError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import give_back_memory
+from furlong.runtime.memory import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SMALLEST_TOKENS = 64
 """Smaller chunks save hardly any memory: what a step needs then does not depend on them."""
-_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a RuntimeError
 
 
 class Fitting:
@@ -116,13 +115,6 @@ def lack_of_memory_told() -> Iterator[None]:
             change="use a device with more memory, LoRA (model.lora) or a smaller model; smaller"
             " chunks would not help. Where there is a checkpoint, --resume goes on from it",
         ) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory did not suffice."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        _NO_MEMORY_ON_CPU in str(error)
-    )
 
 
 def reason_of(error: Exception) -> str:

@@ -6,6 +6,7 @@ Below `train.run` functions take plain arguments; those here read them from the 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -143,7 +144,10 @@ def engine_of(
         storage=storage,
         compute_dtype=getattr(torch, config.model.dtype),
     )
-    engine = processes.together(make)  # checks the model; links are opened by all, or by none
+    with warnings.catch_warnings():
+        # Several check the model alone first: links between stages are opened by all, or by none.
+        warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
+        engine = processes.together(make)
     return engine if ranks is None else processes.together(partial(make, ranks=ranks))
 
 

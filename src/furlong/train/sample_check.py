@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from furlong.data.loader import Batch
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.use import num_drawn
-from furlong.runtime.memory import give_back_memory
+from furlong.runtime.memory import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
-from furlong.train.fitting import is_out_of_memory
 from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from furlong.errors import ConfigError, FurlongError, PlanError
+from furlong.errors import ConfigError, PlanError
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.parallel.ranks import Ranks
 
@@ -40,11 +40,11 @@ def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tupl
         return prepare()
     try:
         made, own = prepare()
-    except FurlongError:
-        _gathered(ranks, [1, 0, 0, 0, 0])
+    except Exception:
+        gathered(ranks, [1, 0, 0, 0, 0])
         raise
     checksum = zlib.crc32(repr(own.plan).encode())
-    rows = _gathered(ranks, [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains)])
+    rows = gathered(ranks, [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains)])
     _refuse_different(rows)
     least = min(row[3] for row in rows)
     if sum(own.plan.stages[: own.plan.frozen_stages]) > least:
@@ -73,10 +73,13 @@ def _refuse_different(rows: Sequence[Sequence[int]]) -> None:
             raise PlanError(f"process {process} has another divisor than process 0: {shown}")
 
 
-def _gathered(ranks: Ranks, own: Sequence[int]) -> list[list[int]]:
-    """The numbers of each process."""
+def gathered(
+    ranks: Ranks, own: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """The numbers of each process of a group, by default of all. A collective."""
+    group = group or ranks.group
     x = torch.tensor(own, device=ranks.mesh.device_type)
-    found = [torch.empty_like(x) for _ in range(ranks.num_processes)]
-    dist.all_gather(found, x, group=ranks.group)
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group=group)
     rows: list[list[int]] = torch.stack(found).tolist()
     return rows

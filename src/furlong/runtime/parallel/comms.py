@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from furlong.errors import PlanError
+from furlong.errors import LinkError, PlanError
 from furlong.plan.text import format_action
-from furlong.plan.values import Backward, ChunkPlan, Forward, Recv, Reduce, Send
+from furlong.plan.values import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Unshard,
+)
+from furlong.runtime.memory import is_out_of_memory
 from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks
+from furlong.runtime.parallel.recovery import Failures, cannot_go_on, let_go
 from furlong.runtime.parallel.sharding import adding_up
 
 
@@ -36,14 +50,19 @@ class ShardedRanks:
         self._waiting: ChunkPlan | None = None
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
         self._last_stage = 0
+        self._failures = Failures(ranks)
+        self._agreed: set[int] = set()
+        """Stages of which all know that their gradients are about to be added up."""
+        self._is_adding_up = False
 
     def accept(self, plan: ChunkPlan) -> None:
         ranks = self._ranks
         require_layout(plan, ranks)
         self._waiting = plan
         own = plan.actions[ranks.plan_rank]
-        trained = [action.stage for action in own if isinstance(action, Backward)]
-        self._last_stage = min(trained, default=0)
+        self._last_backwards = {a.stage: a for a in own if isinstance(a, Backward)}
+        self._last_stage = min(self._last_backwards, default=0)
+        self._regathers = plan.regathers
         stops = list(accumulate(plan.stages))
         self._stages = tuple(
             tuple(x for x in self._layers[stop - n : stop] if isinstance(x, FSDPModule))
@@ -67,9 +86,10 @@ class ShardedRanks:
         for module in self._stages[stage]:
             module.reshard()
 
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
         """Within it the stage's gradients are added up, and in the last one of all those beside the
-        layers.
+        layers; before it all that add them up agree that none of them has failed.
 
         All ranks come to it in the same order: the last Backward of a stage comes after that of the
         stage behind it.
@@ -78,10 +98,79 @@ class ShardedRanks:
         is_last = stage == self._last_stage
         if is_last and isinstance(self._base, FSDPModule):
             modules.append(self._base)
-        return adding_up(modules, is_last=is_last)
+        self._agree_on(stage)
+        self._is_adding_up = self._ranks.shard_mesh.size() > 1
+        with adding_up(modules, is_last=is_last):
+            yield
+        self._is_adding_up = False
 
     def reduce(self, stage: int) -> None:
         """Nothing is left to do: the last Backward has added them up."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every message and every collective of the list is over, on all processes."""
+        return self._failures.all_know
+
+    def settle(self) -> None:
+        if self._messages is not None:
+            self._messages[0].finish()
+        self._failures.agree()
+
+    def give_up(self, error: BaseException, rest: Sequence[Action]) -> None:
+        """See `parallel.recovery`. What cannot be made up for leaves the step unsettled; then
+        raises ConfigError for a lack of memory."""
+        self._failures.note(error)
+        if not isinstance(error, Exception) or isinstance(error, LinkError):
+            return
+        if (meanwhile := self._is_waited_for(rest)) is not None:
+            if is_out_of_memory(error):
+                raise cannot_go_on(error, dist.get_rank(), meanwhile) from error
+            return
+        let_go(error)
+        for action in rest:
+            self._skip(action)
+        self.settle()
+
+    def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
+        """In the midst of which collectives this process stopped, whose others wait; None where
+        it can make up for them."""
+        ranks = self._ranks
+        if self._is_adding_up:
+            return "while gradients were added up"
+        if self._failures.stage_knows:
+            return None
+        computing = (Forward, Recompute, RebuildKV, Backward)
+        if ranks.sp > 1 and any(isinstance(action, computing) for action in rest):
+            return "while its pool exchanged a chunk"
+        is_shared = ranks.shard_mesh.size() > 1
+        if is_shared and (self._regathers or any(isinstance(a, Reshard) for a in rest)):
+            return "while weights were gathered with every pass"
+        return None
+
+    def _skip(self, action: Action) -> None:
+        """Do of an action what others wait for."""
+        match action:
+            case Send() | Recv():
+                self._links(action).skip(action)
+            case Unshard() | Forward() if not self._failures.stage_knows:
+                self._gather()
+            case Backward(_, stage) if action is self._last_backwards[stage]:
+                if not self._failures.stage_knows and stage not in self._agreed:
+                    self._agree_on(stage)
+
+    def _gather(self) -> None:
+        """Gather what a first forward gathers on its way, in the same order."""
+        if isinstance(self._base, FSDPModule):
+            self._base.unshard()
+        for stage in self._stages:
+            for module in stage:
+                module.unshard()
+
+    def _agree_on(self, stage: int) -> None:
+        if self._ranks.shard_mesh.size() > 1:
+            self._agreed.add(stage)
+            self._failures.agree_in_stage()
 
     def add_up(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._ranks.group)
@@ -94,9 +183,9 @@ class ShardedRanks:
             text = format_action(action)
             raise PlanError(f"this run has one stage: nobody answers {text!r}")
         links, parcel = self._messages
-        if self._waiting is not None:
-            links.begin(self._waiting, self._ranks.plan_rank, parcel)
-            self._waiting = None
+        plan, self._waiting = self._waiting, None
+        if plan is not None:
+            links.begin(plan, self._ranks.plan_rank, parcel)
         return links
 
 

@@ -87,10 +87,16 @@ class Outgoing:
         self._parcel.require(message, x, self._name)
         self.drain(None if self._most is None else self._most - 1)
         work = guarded(self._name, text, lambda: self._wire.isend(x))
+        self._todo.popleft()
         if self._waiter is None:
             self._held.append((text, work, x))
         else:
             self._held.append((text, self._waiter.hold(work, x), None))
+
+    def skip(self, action: Send) -> None:
+        """Send zeros in the place of a message, if it has not gone."""
+        if self._todo and self._todo[0].is_of(action):
+            self.send(action, self._parcel.empty(self._todo[0]).zero_())
 
     def drain(self, most: int | None = 0) -> None:
         """Wait until at most so many sends are under way (None: forget those that have gone)."""
@@ -111,24 +117,31 @@ class Incoming:
         self._posted: tuple[Work, Tensor] | None = None
 
     def begin(self, expected: Iterable[Message], parcel: Parcel) -> None:
-        """Expect the messages of a step, and post the receive of the first."""
+        """Expect the messages of a step; `post` then posts the receive of the first."""
         assert not self._todo, f"{self._name} has not received {self._todo[0]} of the step before"
         self._todo.extend(expected)
         self._parcel = parcel
-        self._post()
 
     def recv(self, action: Recv) -> Tensor:
         """The next message (num_rows, D); the receive of the one after it is posted."""
         _next_of(self._todo, action, self._name)
+        self.post()  # where the one before found no memory for it
         assert self._posted is not None
         work, x = self._posted
         guarded(self._name, format_action(action), work.wait)
-        self._post()
+        self._todo.popleft()
+        self._posted = None
+        self.post()
         return x
 
-    def _post(self) -> None:
-        self._posted = None
-        if self._todo:
+    def skip(self, action: Recv) -> None:
+        """Take a message that nobody reads, if it has not come."""
+        if self._todo and self._todo[0].is_of(action):
+            self.recv(action)
+
+    def post(self) -> None:
+        """Post the receive of the next message, unless that is done or there is none."""
+        if self._todo and self._posted is None:
             x = self._parcel.empty(self._todo[0])
             what = f"the receive of {self._todo[0]}"
             self._posted = guarded(self._name, what, lambda: self._wire.irecv(x)), x
@@ -161,6 +174,8 @@ class Links:
             ours = messages(plan, rank, rank + step, parcel.num_rows)
             out.begin(ours, parcel, one_way=not theirs)
             into.begin(theirs, parcel)
+        for _, into in self._ways.values():
+            into.post()
 
     def send(self, action: Send, x: Tensor) -> None:
         """Begin to send x (num_rows, D), which must not change before `finish`."""
@@ -170,6 +185,14 @@ class Links:
     def recv(self, action: Recv) -> Tensor:
         """The hidden states, or their gradient, (num_rows, D) that an action names."""
         return self._ways[action.peer - self._rank][1].recv(action)
+
+    def skip(self, action: Send | Recv) -> None:
+        """Let the message of an action pass without what it carries, if it has not passed."""
+        out, into = self._ways[action.peer - self._rank]
+        if isinstance(action, Send):
+            out.skip(action)
+        else:
+            into.skip(action)
 
     def finish(self) -> None:
         """Wait until every message of the step has gone."""
@@ -240,7 +263,7 @@ def _next_of(todo: deque[Message], action: Send | Recv, name: str) -> Message:
     if not todo or not todo[0].is_of(action):
         expected = todo[0] if todo else "no message any more"
         raise PlanError(f"{name} expects {expected} at '{format_action(action)}'")
-    return todo.popleft()
+    return todo[0]
 
 
 def _has_gone(work: Future[None] | Work) -> bool:

@@ -50,9 +50,11 @@ class TiedWeight:
         try:
             yield
             self.add_up(model)
-        finally:
-            if before is not None:
-                weight.grad = before if weight.grad is None else before.add_(weight.grad)
+        except BaseException:
+            weight.grad = before
+            raise
+        if before is not None:
+            weight.grad = before if weight.grad is None else before.add_(weight.grad)
 
     def counted_elsewhere(self, model: CausalLM) -> list[nn.Parameter]:
         """This process's parameters that the first stage counts in the norm of all gradients."""
