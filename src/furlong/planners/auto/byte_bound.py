@@ -119,9 +119,9 @@ class ByteBound:
                 dropped = max(0, tokens - done - graph_tokens)
                 known = (num_layers - height) * tokens + (height - 1) * dropped
                 used[tiers.attention] += known * cell.attention
-        used[tiers.graphs] += self._share.ahead_tokens * cell.graph(
-            min(options.recompute_layers, height)
-        )
+        if keep == "all" or options.num_retained:
+            ahead_tokens, again = self._share.ahead_tokens, min(options.recompute_layers, height)
+            used[tiers.graphs] += ahead_tokens * cell.graph(again)
         held = height if num_below and keep in ("input", "attention") else num_layers
         used[tiers.kv] += self._stored_tokens(held) * cell.kv_layer
         sent_back = self._stored_tokens(height, seen=True)

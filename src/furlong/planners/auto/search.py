@@ -218,23 +218,10 @@ class _Search:
                 space.model, one_list(steps), sp_size=space.layout.sp, stages=space.stages,
                 num_steps=len(steps),
             )  # fmt: skip
-            bounds = self._bounds(size)
+            bounds = bounds_of(space, size)
             for options in options_of(space, size, self._budgets.lower_tiers):
                 needs = Needs(*map(max, zip(*(b.needs(options) for b in bounds), strict=True)))
                 yield estimate.seconds(options), needs, options
-
-    def _bounds(self, size: int) -> list[ByteBound]:
-        """Bounds of a device; of a pipeline those of the first and the last stage."""
-        space = self._space
-        layout, stages = space.layout, space.stages
-        longest, *others = longest_step(space, size)
-        share = -longest % size and others.pop(0) if others else 0
-        first = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
-        shares = [first]
-        if stages:
-            ahead = sum(others) // layout.sp
-            shares = [replace(first, ahead_tokens=ahead), replace(first, stage=len(stages) - 1)]
-        return [ByteBound(space.model, longest, size, share, one) for one in shares]
 
     def _simulated(self, options: ChunkOptions) -> int:
         """Number of actions of a chunk in a simulation, about: layer-first those of four stages, of
@@ -248,6 +235,19 @@ class _Search:
         if size not in self._groups:
             self._groups[size] = busiest_groups(self._space, self._dealt, size)
         return self._groups[size]
+
+
+def bounds_of(space: Space, size: int) -> list[ByteBound]:
+    """Bounds of the bytes of a device; of a pipeline those of the first and the last stage."""
+    layout, stages = space.layout, space.stages
+    longest, *others = longest_step(space, size)
+    share = -longest % size and others.pop(0) if others else 0
+    first = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
+    shares = [first]
+    if stages:
+        ahead = sum(others) // layout.sp
+        shares = [replace(first, ahead_tokens=ahead), replace(first, stage=len(stages) - 1)]
+    return [ByteBound(space.model, longest, size, share, one) for one in shares]
 
 
 def _walk_of(options: ChunkOptions) -> tuple[object, ...]:

@@ -149,10 +149,17 @@ def no_layout_fits(found: SearchedLayouts, *, alone: bool) -> ConfigError:
             source="the search over the plans of a layout",
             change=advice("state", alone=alone),
         )
-    if len(found.too_large) == 1:
-        return error
+    given, layouts = error.given, [one.layout for one in found.too_large]
+    if len(layouts) > 1:
+        given = (
+            f"in none of {len(layouts)} layouts a plan fits; nearest is {nearest.layout}: {given}"
+        )
+    ways = ["start more processes"]
+    fixed = [name for name in ("sp", "pp") if all(getattr(one, name) == 1 for one in layouts)]
+    if fixed:
+        named = " and ".join(f"parallel.{name}" for name in fixed)
+        ways.insert(0, f"set {named} to auto")
     return ConfigError(
-        given=f"in none of {len(found.too_large)} layouts a plan fits; nearest is"
-        f" {nearest.layout}: {error.given}",
-        required=error.required, source=error.source, change=error.change,
+        given=given, required=error.required, source=error.source,
+        change=f"{', '.join(ways)}; or {error.change}",
     )  # fmt: skip
