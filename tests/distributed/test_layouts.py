@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
-from distributed.test_replicas import FILES, launch, records, shape_of, stops_after, weights, worst
+from distributed.test_replicas import (
+    FILES,
+    command,
+    has_no_memory,
+    launch,
+    records,
+    shape_of,
+    stops_after,
+    weights,
+    worst,
+)
 from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun, build_tiny_run
 from safetensors.torch import load_file
@@ -33,27 +44,45 @@ def keys(run: Path) -> list[set[str]]:
     return [set(json.loads(line)) - {"plan_s"} for line in lines]
 
 
-def train(folder: Path, arguments: list[str], num_processes: int, limit_s: float = 120) -> str:
+def train(folder: Path, arguments: list[str], num_processes: int) -> str:
     """What the first process says; the others say nothing."""
-    if num_processes == 1:
-        assert main(arguments) == 0
-        return ""
-    ended = launch(folder / "said", arguments, num_processes=num_processes)
+    ended = Launched(folder / "out", command, arguments, num_processes=num_processes).ended(240)
     assert [process.code for process in ended] == [0] * num_processes, ended
     assert [process.said for process in ended[1:]] == [""] * (num_processes - 1)
     return ended[0].said
 
 
-@pytest.mark.parametrize("division", [{"pp": 2}, {"sp": 2}], ids=["pp", "sp"])
-def test_two_processes_train_as_one(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], division: dict[str, int]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("division", "flags"),
+    [
+        ({"pp": 2}, ()),
+        ({"sp": 2}, ()),
+        slow({"dp": 2, "pp": 2}, ()),
+        # with one sequence in a step one pipeline, or one pool, is always idle
+        slow({"dp": 2, "pp": 2}, ("--train.sequences_per_step=1",)),
+        slow({"dp": 2, "sp": 2}, ("--train.sequences_per_step=1", "--chunks.keep=input")),
+        slow({"sp": 2, "pp": 2}, ("--chunks.num_retained=0", "--chunks.keep=kv")),
+        slow({"sp": 2}, ("--chunks.order=layer-first", "--chunks.stage_layers=1")),
+    ],
+    ids=str,
+)
+def test_a_run_is_that_of_one_process(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    division: dict[str, int],
+    flags: tuple[str, ...],
 ) -> None:
     held_out = f"--data.eval={tiny_run.folder / 'held-out.jsonl'}"
-    common = (*STEPS, held_out, "--train.eval_train_share=0.5")
+    common = (*STEPS, held_out, "--train.eval_train_share=0.5", *flags)
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(tiny_run.arguments(one, *common)) == 0
     told = capsys.readouterr().out
-    said = train(tmp_path, tiny_run.arguments(two, *common, *sizes(**division)), 2)
+    arguments = tiny_run.arguments(two, *common, *sizes(**division))
+    said = train(tmp_path, arguments, prod(division.values()))
     for key in ("loss", "grad_norm", "eval_loss", "eval_training_loss", "lr", "num_tokens"):
         expected = records(one, key)
         assert len(expected) >= 3, key
@@ -118,3 +147,64 @@ def test_another_layout_goes_on(
     # what a process of a pipeline wrote is the whole model, for a process alone
     assert main(["export", str(run), f"--out={tmp_path / 'exported'}"]) == 0
     assert worst(load_file(tmp_path / "exported" / file), ours) == 0
+
+
+@pytest.mark.parametrize(
+    ("division", "number"), [({"pp": 2}, 0), ({"pp": 2}, 1), slow({"dp": 2, "pp": 2}, 3)], ids=str
+)
+def test_lack_of_memory_in_a_pipeline_is_answered_by_all(
+    tiny_run: TinyRun, tmp_path: Path, division: dict[str, int], number: int
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    flags = (*STEPS, "--chunks.size=128", "--train.steps=2", "--train.eval_every_steps=0")
+    assert main(tiny_run.arguments(whole, *flags)) == 0
+    arguments, count = tiny_run.arguments(run, *flags, *sizes(**division)), prod(division.values())
+    ended = Launched(
+        tmp_path / "out", has_no_memory, arguments, 4, 1, number, num_processes=count
+    ).ended(240)
+    assert [process.code for process in ended] == [0] * count, ended
+    who = "no room" if number == 0 else f"out of memory on process {number}"
+    assert f"step 1 did not fit ({who}" in ended[0].said
+    assert "chunks of 64 tokens from now on, 128 before" in ended[0].said
+    assert json.loads((run / "options.json").read_text())["size"] == 64
+    assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-10)
+    assert worst(weights(run), weights(whole)) < 1e-8
+
+
+def test_lack_of_memory_in_a_pool_is_told(tiny_run: TinyRun, tmp_path: Path) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", *STEPS, *sizes(sp=2))
+    ended = Launched(tmp_path / "out", has_no_memory, arguments, 4, 1, 1).ended(60)
+    assert [process.code for process in ended] == [1, 2], ended
+    assert "out of memory on process 1 while its pool exchanged a chunk" in ended[1].said
+    assert ended[1].said.count("given:") == 1 and "set chunks.size to less" in ended[1].said
+    assert "given:" not in ended[0].said
+    told = "process 1 ended by ConfigError: out of memory on process 1 while its pool exchanged"
+    assert told in ended[0].said and ended[0].after_s - ended[1].after_s < 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (sizes(pp=3), "dp auto x sp 1 x pp 3 = a multiple of 3, and 2 processes"),
+        (sizes(dp=2, sp=2, pp=2), "dp 2 x sp 2 x pp 2 = 8, and 2 processes"),
+        ([*sizes(pp=2), "--chunks.stage_layers=1"], "chunks.stage_layers for layer-first, with"),
+        ([*sizes(sp=2), "--chunks.sample.rate=0.5"], "chunks.sample with 2 processes"),
+    ],
+)
+def test_a_wrong_size_is_told_once(
+    tiny_run: TinyRun, tmp_path: Path, flags: list[str], part: str
+) -> None:
+    ended = launch(tmp_path / "out", tiny_run.arguments(tmp_path / "run", *flags))
+    assert [process.code for process in ended] == [2, 2], ended
+    assert part in ended[0].said
+    assert ended[0].said.count("given:") == 1 and ended[1].said == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_more_stages_than_layers_are_told_once(tiny_run: TinyRun, tmp_path: Path) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run", *sizes(pp=3))
+    ended = Launched(tmp_path / "out", command, arguments, num_processes=3).ended(120)
+    assert [process.code for process in ended] == [2, 2, 2], ended
+    assert "parallel.pp = 3 for a model of 2 layers" in ended[0].said
+    assert ended[0].said.count("given:") == 1 and ended[1].said == ended[2].said == ""

@@ -45,8 +45,6 @@ def replicas(**sizes):
 def test_a_plan_runs_on_its_own_number_of_processes(plan, num_processes):
     assert missing_to_run(plan, sum(LENS), num_processes=num_processes) == ""
     words = f"{num_processes} processes: start it with torchrun --nproc-per-node {num_processes}"
-    if plan.sp_size > 1 or (len(plan.stages) > 1 and num_processes > 1):
-        words += " from Python (furlong.Engine.run); furlong train runs replicas alone"
     assert missing_to_run(plan) == ("" if num_processes == 1 else words)
     assert missing_to_run(plan, num_processes=16) == words
 

@@ -51,7 +51,7 @@ ANSWERS: dict[tuple[str, ...], str] = {
     ("gradient_checkpointing", "activation_offloading"):
         "write chunks.keep, or leave it to the search: auto keeps what memory allows",
     ("deepspeed", "fsdp", "fsdp_config", "tensor_parallel_size", "context_parallel_size"):
-        "remove it: this release trains on one device",
+        "remove it: write parallel.dp, sp and pp, and start by torchrun",
     ("load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type"):
         "remove it: quantised weights are not trained",
     ("flash_attn", "flash_attention", "attn_implementation", "use_liger_kernel"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.plan.values import ChunkPlan, Forward
+from furlong.plan.values import ChunkPlan
 
 
 def missing_to_run(
@@ -18,11 +18,5 @@ def missing_to_run(
     if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
         parts.append("padding")
     if needed != num_processes:
-        start = f"{needed} processes: start it with torchrun --nproc-per-node {needed}"
-        firsts = sum(
-            any(isinstance(a, Forward) and a.stage == 0 for a in own) for own in plan.actions
-        )
-        if plan.sp_size > 1 or firsts < len(plan.actions):
-            start += " from Python (furlong.Engine.run); furlong train runs replicas alone"
-        parts.append(start)
+        parts.append(f"{needed} processes: start it with torchrun --nproc-per-node {needed}")
     return ", ".join(parts)

@@ -1,5 +1,7 @@
-"""What was decided for a run as plain values: in checkpoints, `options.json` and for other
-processes. Loads no torch."""
+"""The decision of a run as plain values: in checkpoints, in `options.json`, for other processes.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def plan_batch(
 
     `stages`: layers of each stage of a pipeline. `work`: the FLOPs of each sequence, or whatever
     else is to be dealt out evenly. Where there are fewer sequences than replicas some have a dummy.
-    Weights are gathered before the first chunk: on replicas of one process no collective is then
-    left before the gradients are added up, and one that fails in between can tell the others.
+    Weights are gathered before the first chunk: a replica meets the others then only where
+    gradients are added up, and one that fails in between can tell them.
     """
     num_busy = min(layout.dp, len(wanted.seq_lens))
     dealt = by_cost(work(wanted.seq_lens), num_busy)

@@ -1,6 +1,7 @@
 """A global batch, computed by all processes of a run: one plan, and to each its own sequences.
 
-Each process runs out of memory on its own, and the engine tells all: they take smaller chunks.
+Each process runs out of memory on its own, and the engine tells all: they take smaller chunks. In a
+pool, whose processes meet in every chunk, such a process ends the run.
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ class Replicas:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        processes, ranks = self.processes, self.engine.ranks
-        assert ranks is not None
+        processes = self.processes
         processes.at(f"{name} plan")
         plan = self._plans.get(Wanted(batch.seq_lens, options, backward))
         own = batch.part(self.engine.reads(plan), device)

@@ -54,7 +54,7 @@ class RunFolder:
 
     path: Path
     decided: Decision | None = None
-    """What was decided before and is still valid."""
+    """Taken before, and still valid."""
     checkpoint: Path | None = None
     state: dict[str, Any] | None = None
     """Values that the checkpoint holds beside its tensors."""
@@ -286,8 +286,7 @@ def _decided(
     found = None
     # Without a checkpoint nothing has been computed by them: what cannot be read is decided again.
     with nullcontext() if state else suppress(OSError, ValueError, TypeError):
-        values = state["options"] if state else json.loads((path / OPTIONS).read_text("utf-8"))
-        found = decision_of(values)
+        found = decision_of(state["options"] if state else json.loads((path / OPTIONS).read_text()))
     return found if found and found.layout.num_devices == num_processes else None
 
 

@@ -76,8 +76,10 @@ class ShardedRanks:
         return self._links(action).recv(action)
 
     def unshard(self, stage: int) -> None:
-        """Gather the stage's layers, and in front of the first ones what is beside all layers."""
-        if stage == 0 and isinstance(self._base, FSDPModule):
+        """Gather the stage's layers, and in front of this process's first ones what is beside all
+        layers."""
+        first = self._ranks.stage if self._ranks.pp > 1 else 0
+        if stage == first and isinstance(self._base, FSDPModule):
             self._base.unshard()
         for module in self._stages[stage]:
             module.unshard()

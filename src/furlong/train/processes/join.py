@@ -91,9 +91,10 @@ def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) 
         _end(f"{here} ends; it was at {processes.flight.text}; {told}", 1)
     is_of_user = isinstance(error, UserError)
     said = str(error) if is_of_user else "".join(traceback.format_exception(error)).strip()
+    cause = error.given if isinstance(error, UserError) else error  # this process says the rest
     where = f"it was at {processes.flight.text}"
     with suppress(RuntimeError):
-        heartbeat.accuse(f"{here} ended by {type(error).__name__}: {error}; {where}")
+        heartbeat.accuse(f"{here} ended by {type(error).__name__}: {cause}; {where}")
         heartbeat.linger()
     heartbeat.stop()
     _end(f"{said}\n{here} ends; {where}", 2 if is_of_user else 1)
