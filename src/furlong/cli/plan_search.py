@@ -139,12 +139,12 @@ def decision_of(subject: Subject, method: str | None) -> Decision | None:
     Raises ConfigError where no plan is predicted to fit.
     """
     problem, batch = subject.problem, subject.batch
-    sizes = {"dp": problem.dp, "sp": problem.sp, "pp": problem.pp}
-    is_one = problem.num_devices == 1 and all(size in (None, 1) for size in sizes.values())
+    dp, sp, pp = problem.dp, problem.sp, problem.pp
+    is_one = problem.num_devices == 1 and all(size in (None, 1) for size in (dp, sp, pp))
     if method is not None or not (is_one or subject.is_runnable):
         return None
     model, words = problem.model, "memory.device"
-    some = layouts(problem.num_devices, model.shape, **sizes)
+    some = layouts(problem.num_devices, model.shape, dp=dp, sp=sp, pp=pp)
     if subject.config.memory.device == "auto":
         words = FREE_RAM if subject.runs_here else f"of a {model.hardware.name}"
     budget = problem.budget_bytes

@@ -71,7 +71,8 @@ def decide_options(
         model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError as error:
         return _uncounted(config, train, given, num_processes, error, rope=rope)
-    some = layouts(num_processes, model.shape, **sizes_of(config.parallel))
+    sizes = sizes_of(config.parallel)
+    some = layouts(num_processes, model.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
     if all(layout.pp > 1 for layout in some):
         given.setdefault("order", "chunk-first")
     nothing_left = _are_all(given) and budget == "auto" and len(some) == 1

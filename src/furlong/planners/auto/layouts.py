@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.search import SLACK, Budgets, Searched, Tried, search_device
@@ -100,7 +101,7 @@ class SearchedLayouts:
 def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> SearchedLayouts:
     """The layouts with their best dials; of those alike in time the one with fewest stages, then
     with the smallest pools, comes first. `space` says all but layout and stages."""
-    bounded = []
+    bounded: list[tuple[float, int, Space, Dealt]] = []
     for layout in found:
         own = space_of(space, layout)
         dealt = deal_steps(own)
@@ -127,7 +128,7 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
 def space_of(space: Space, layout: Layout) -> Space:
     """The space in a layout, in which all processes of a stage share its state."""
     shape, training = space.model.shape, space.model.training
-    zero = 1 if layout.dp * layout.sp > 1 else 0
+    zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
     training = replace(training, zero_stage=zero, replicas=layout.dp)
     stages = cut_layers(shape, layout.pp, space.mean_keys) if layout.pp > 1 else ()
     model = replace(space.model, training=training)
