@@ -121,15 +121,30 @@ def test_a_preset_says_whether_its_longest_would_fit(
     assert found["longest_of_data_fits"] == fits == (found["longest_sequence_tokens"] >= longest)
 
 
-def test_runnable_restricts_the_search_to_one_device(plan: Any) -> None:
+def test_runnable_restricts_the_search_to_what_a_run_decides_for(plan: Any) -> None:
     flags = ("--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--devices=2")
     assert not plan([9000, 3000], *flags)["runs_here"]
     found = plan([9000, 3000], *flags, "--runnable")
+    assert found["runs_here"] and found["num_devices"] == 2 and found["num_idle_devices"] == 0
+    sizes = found["layout"]
+    assert sizes["dp"] * sizes["sp"] * sizes["pp"] == 2
+    assert found["parallel"].startswith("dp {dp} x sp {sp} x pp {pp}".format(**sizes))
+    assert {"size", "num_retained", "keep"} <= found["dials"].keys()
+    staged = plan([9000, 3000], *flags, "--runnable", "--parallel.pp=2")
+    assert staged["layout"] == {"dp": 1, "sp": 1, "pp": 2} and len(staged["memory"]) == 2
+    message = plan([9000], *flags, "--runnable", "--parallel.pp=3")["message"]
+    assert "dp auto x sp auto x pp 3" in message and "sizes that multiply to 2 devices" in message
+    message = plan([9000], *flags, "--runnable", "--zero=3")["message"]
+    assert "--zero 3 with --runnable on several devices" in message
+
+
+def test_one_methods_plans_run_on_one_device(plan: Any) -> None:
+    flags = ("--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--devices=2", "--runnable")
+    found = plan([9000, 3000], *flags, "--method=SeCO")
     assert found["runs_here"] and found["num_devices"] == 1
-    assert found["dials"] == plan([9000, 3000], *flags[:2])["dials"]
-    padded = plan([9000, 3000], *flags, "--runnable", "--method=1F1B padded")
+    padded = plan([9000, 3000], *flags, "--method=1F1B padded")
     assert "a plan that needs padding, with --runnable" in padded["message"]
-    message = plan([9000], *flags, "--runnable", "--parallel.pp=2")["message"]
+    message = plan([9000], *flags, "--method=SeCO", "--parallel.pp=2")["message"]
     assert "sizes of parallel that multiply to 2, with --runnable" in message
 
 

@@ -12,10 +12,17 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import Tiers
-from furlong.planners.auto.candidates import Space, groups_of_steps, longest_step
+from furlong.planners.auto.byte_bound import ByteBound
+from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide
-from furlong.planners.auto.estimate import ByteBound
 from furlong.planners.auto.search import MARGIN, SLACK
+from furlong.planners.auto.steps import (
+    busiest_groups,
+    deal_steps,
+    longest_step,
+    one_list,
+    plan_of,
+)
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
@@ -34,6 +41,12 @@ SHORT = count_lengths([5_000, 700, 30])
 def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
     values = {"sequences_per_step": 8} | changes
     return decide(lengths, model=model, budget_bytes=budget_bytes, **values)
+
+
+def groups_of(seq_lens, size, sequences_per_step):
+    """The groups of all steps."""
+    space = Space(CPU, seq_lens, sequences_per_step, max(seq_lens))
+    return one_list(busiest_groups(space, deal_steps(space), size))
 
 
 def needs(options, lens, model=CPU):
@@ -136,9 +149,9 @@ def test_the_longest_sequence_of_the_data_must_fit_though_no_step_has_it():
 
 
 def test_several_small_steps_are_not_packed_into_one():
-    assert len(groups_of_steps([500] * 10, 4096, 1)) == 10
-    assert [len(g[0].slices) for g in groups_of_steps([500] * 10, 4096, 4)] == [4, 4, 2]
-    seq_ids = [s.seq_id for g in groups_of_steps([500] * 10, 4096, 4) for s in g[0].slices]
+    assert len(groups_of([500] * 10, 4096, 1)) == 10
+    assert [len(g[0].slices) for g in groups_of([500] * 10, 4096, 4)] == [4, 4, 2]
+    seq_ids = [s.seq_id for g in groups_of([500] * 10, 4096, 4) for s in g[0].slices]
     assert sorted(seq_ids) == list(range(10))
     space = Space(CPU, [500] * 10, 1, 500)
     assert longest_step(space, 4096) == [500]
@@ -323,7 +336,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
             return super().costs(plan, **free)
 
     def see(*arguments, **named):
-        plan = plan_on_device(*arguments, **named)
+        plan = plan_of(*arguments, **named)
         walked.append(len(plan.actions[0]))
         return plan
 
@@ -331,7 +344,7 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
         estimated.append(options)
         return original(self, options)
 
-    monkeypatch.setattr("furlong.planners.auto.search.plan_on_device", see)
+    monkeypatch.setattr("furlong.planners.auto.search.plan_of", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), hardware("H100"))
     lengths = count_lengths([longest])
@@ -383,7 +396,7 @@ def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
     exact = plan_on_device(lens, options, num_layers=SHAPE.num_layers)
     drawn = one_draw(exact, options)
     assert drawn.sampled and drawn != one_draw(exact, replace(options, sample=None)) == exact
-    groups = groups_of_steps(lens, options.size, len(lens))
+    groups = groups_of(lens, options.size, len(lens))
     assert simulated_s(CPU, lens, groups, options) == pytest.approx(
         predict(CPU, drawn).step_s, rel=1e-12
     )

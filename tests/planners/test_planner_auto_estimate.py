@@ -12,7 +12,8 @@ from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.auto.estimate import ByteBound, TimeEstimate
+from furlong.planners.auto.byte_bound import ByteBound
+from furlong.planners.auto.estimate import TimeEstimate
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device

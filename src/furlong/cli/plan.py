@@ -96,7 +96,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--no-calibration", action="store_true",
          help="predict with assumed figures, not with those that furlong calibrate has measured")
     flag("--runnable", action="store_true",
-         help="only plans that this release runs: those of one device")
+         help="the plan for which furlong train decides on so many devices")
     flag("--method", metavar="NAME",
          help="search the plans of one method only; --compare lists them all")
     flag = parser.add_argument_group("what comes out").add_argument

@@ -41,12 +41,15 @@ def run(flags: RunFlags, tell: Tell) -> None:
     problem, sampling = subject.problem, subject.dials.get("sample")
     decision = decision_of(subject, chosen.method)
     if decision is not None and decision.searched is not None:
-        found = found_of(decision.searched, subject)
+        found = found_of(decision, subject)
     else:
         found = search_with(subject, methods, strict=True, tell=tell)
     best = found.best
     tell("a plan is found, it is measured")
-    report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
+    report = report_plan(
+        best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens),
+        num_processes=1 if decision is None else problem.num_devices,
+    )  # fmt: skip
     if report.missing and chosen.runnable:
         given = f"a plan that needs {report.missing}, with --runnable"
         raise refusal(given, "a plan that this release runs", "name another method, or none")
@@ -57,8 +60,11 @@ def run(flags: RunFlags, tell: Tell) -> None:
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
     auto = None if decision is None else decision.words
+    parallel = "" if decision is None else decision.layout_words
     if chosen.json:
         more: dict[str, Any] = {} if auto is None else {"auto": auto}
+        if parallel:
+            more["parallel"] = parallel
         if sampling is not None:
             drawn = {"num_drawn": num_drawn(best.plan), "num_chunks": len(best.plan.chunks)}
             more["sample"] = asdict(sampling) | drawn
@@ -75,6 +81,8 @@ def run(flags: RunFlags, tell: Tell) -> None:
         device = "" if auto is None else problem.model.hardware.name
         print(line("runs here", runs_words(report, device)))
         print(line("next best", _next_words(found)) if auto is None else line("auto", auto))
+        if parallel:
+            print(line("parallel", parallel))
         print(line("search", _search_words(found)))
     if chosen.out is not None:
         with writing(chosen.out):

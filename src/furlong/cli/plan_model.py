@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import refusal
 from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
+from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, one_of, this_cpu
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import MODELS, model_shape
@@ -69,10 +69,12 @@ def _model_shape_of(name: str) -> ModelShape:
         ) from error
 
 
-def spec_of(name: str) -> HardwareSpec:
+def spec_of(name: str, num_devices: int = 1) -> HardwareSpec:
     """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
-    decide alike."""
-    return this_cpu(measured=False) if name == THIS_CPU else hardware(name)
+    decide alike; several devices are so many processes on it."""
+    if name != THIS_CPU:
+        return hardware(name)
+    return one_of(this_cpu(measured=False), num_devices)
 
 
 def figures_of(

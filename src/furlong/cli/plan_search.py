@@ -14,7 +14,8 @@ from furlong.plan.lengths import count_lengths
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
-from furlong.planners.auto.search import MARGIN, Searched
+from furlong.planners.auto.search import MARGIN
+from furlong.planners.layout import ONE_DEVICE, Layout, layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.search.build import build
@@ -22,7 +23,7 @@ from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, comb
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, TriedDials
-from furlong.planners.search.replicas import Outcome
+from furlong.planners.search.replicas import Outcome, ReplicaPlans
 from furlong.planners.search.room import rooms_of
 from furlong.planners.search.search import search
 from furlong.report.patience import Tell
@@ -118,16 +119,18 @@ def _offers(problem: Problem, methods: Mapping[str, Method]) -> bool:
 
 
 def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
-    """The decision of `furlong train` on one device; None for several, for sizes that need more,
-    or for one method's plans.
+    """The decision of `furlong train` on one device, with --runnable on several; None for others,
+    and for one method's plans.
 
     Raises ConfigError where no plan is predicted to fit.
     """
     problem, batch = subject.problem, subject.batch
-    sizes = (problem.num_devices, problem.dp, problem.sp, problem.pp)
-    if method is not None or any(size not in (None, 1) for size in sizes):
+    dp, sp, pp = problem.dp, problem.sp, problem.pp
+    is_one = problem.num_devices == 1 and all(size in (None, 1) for size in (dp, sp, pp))
+    if method is not None or not (is_one or subject.is_runnable):
         return None
     model, words = problem.model, "memory.device"
+    some = layouts(problem.num_devices, model.shape, dp=dp, sp=sp, pp=pp)
     if subject.config.memory.device == "auto":
         words = FREE_RAM if subject.runs_here else f"of a {model.hardware.name}"
     budget = problem.budget_bytes
@@ -136,6 +139,7 @@ def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
         sequences_per_step=len(batch.seq_lens),
         seed=batch.seed,
         model=model,
+        layouts=some,
         budget_bytes=model.hardware.budget_bytes if budget is None else budget,
         budget_words=words,
         host_bytes=subject.host_bytes,
@@ -147,19 +151,32 @@ def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
     )
 
 
-def found_of(searched: Searched, subject: PlanSubject) -> Found:
-    """The outcome of the search on one device, with the plan of the subject's batch as its best,
-    and all times in the seconds of its model."""
-    problem = subject.problem
-    best = _dials(searched.best.options)
-    plan = one_draw(build(best, problem.seq_lens, problem.model), searched.best.options)
-    predicted = predict(problem.model, plan)
-    ratio = predicted.step_s / searched.best.step_s
-    outcome = Outcome(best, plan, problem.model, predicted.step_s, predicted.device_bytes)
-    trials = [TriedDials(best, outcome.step_s)]
-    trials += [TriedDials(_dials(t.options), t.step_s * ratio) for t in searched.tried[1:]]
+def found_of(decision: Decision, subject: PlanSubject) -> Found:
+    """The outcome of a run's search, with the plan of the subject's batch as its best, and all
+    times in the seconds of its model."""
+    searched = decision.searched
+    assert searched is not None
+    best = _dials(decision.options, decision.layout, decision.stages)
+    outcome = _outcome(best, decision, subject)
+    ratio = outcome.step_s / searched.best.step_s
+    others = [
+        (_dials(t.options, best.layout, best.stages), t.step_s * ratio) for t in searched.tried[1:]
+    ]
+    if (compared := decision.searched_layouts) is not None:
+        ratio = outcome.step_s / compared.best.step_s
+        others += [
+            (_dials(f.options, f.layout, f.space.stages), f.step_s * ratio)
+            for f in compared.fitting[1:]
+        ]
+    trials = [
+        TriedDials(best, outcome.step_s),
+        *(TriedDials(dials, step_s) for dials, step_s in others),
+    ]
     refused = [
-        Refusal(_dials(t.options), refusal(f"{t.needs.device_bytes} bytes", "less", ""))
+        Refusal(
+            _dials(t.options, best.layout, best.stages),
+            refusal(f"{t.needs.device_bytes} bytes", "less", ""),
+        )
         for t in searched.refused
     ]
     return Found(
@@ -172,5 +189,19 @@ def found_of(searched: Searched, subject: PlanSubject) -> Found:
     )
 
 
-def _dials(options: ChunkOptions) -> Dials:
-    return Dials(method=OURS, options=options)
+def _outcome(best: Dials, decision: Decision, subject: PlanSubject) -> Outcome:
+    """The plan of the subject's batch with the dials of a decision."""
+    problem, model = subject.problem, decision.model
+    assert model is not None
+    if best.layout != ONE_DEVICE:
+        return ReplicaPlans(problem.seq_lens, model, problem.limit_bytes).plan_whole(best)
+    plan = one_draw(build(best, problem.seq_lens, model), decision.options)
+    predicted = predict(model, plan)
+    return Outcome(best, plan, model, predicted.step_s, predicted.device_bytes)
+
+
+def _dials(options: ChunkOptions, layout: Layout, stages: tuple[int, ...]) -> Dials:
+    return Dials(
+        method=OURS, options=options, layout=layout, stages=stages, balance="flops",
+        zero=1 if layout.dp * layout.sp > 1 else 0,
+    )  # fmt: skip

@@ -54,15 +54,15 @@ class PlanSubject:
     """Whether there is data, which `furlong train` could train on."""
     runs_here: bool
     """Whether it would train on this machine's CPU."""
+    is_runnable: bool
+    """Whether plans have to be those of a run on `num_devices` processes."""
     figures: Calibrated
     """The problem's model, and where its seconds and bytes come from."""
     host_bytes: int
     """Budget of a device in its host's memory."""
     disk_bytes: int
-    is_runnable: bool
-    """Whether plans have to run here, on one device."""
     num_idle: int
-    """Devices that are there and, with --runnable, not used."""
+    """Devices that are there and, for one method's plans with --runnable, not used."""
 
     @property
     def num_positions(self) -> int | None:
@@ -134,8 +134,8 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     if own.hardware is None and not is_run:
         raise missing("--hardware")
     batch = batch_of(flags, config)
-    spec = spec_of(THIS_CPU if own.hardware is None else own.hardware)
-    sizes, num_devices = _layout(flags, config)
+    sizes, num_devices = _layout(flags, config, is_run=is_run)
+    spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
     check_zero(own.zero, num_devices)
     dials = _dials(own, config, batch, num_devices)
     tier, budget = dials.get("tier"), config.memory.device
@@ -148,9 +148,9 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     if tier is not None:
         tiers = (ChunkOptions(tier=tier).tiers.kv,)
     budget_bytes = None if budget == "auto" else budget
-    runs_here = is_run and num_devices == 1 and spec.name == THIS_CPU
+    runs_here = is_run and spec.name == THIS_CPU and (num_devices == 1 or own.runnable)
     if budget_bytes is None and runs_here:
-        budget_bytes = free_ram_budget_bytes()  # as furlong train takes it
+        budget_bytes = free_ram_budget_bytes() // num_devices  # as furlong train takes it
     figures = figures_of(
         config, replace(spec, host_bytes=host_bytes), num_devices, own.zero,
         calibrate=not own.no_calibration,
@@ -170,9 +170,9 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     }
     return PlanSubject(
         problem=problem, dials=dials, given_sizes=given_sizes, batch=batch, config=config,
-        is_run=is_run, runs_here=runs_here, figures=figures, host_bytes=host_bytes,
-        disk_bytes=disk_bytes, is_runnable=own.runnable,
-        num_idle=(own.devices or 1) - 1 if own.runnable else 0,
+        is_run=is_run, runs_here=runs_here, is_runnable=own.runnable, figures=figures,
+        host_bytes=host_bytes, disk_bytes=disk_bytes,
+        num_idle=(own.devices or 1) - num_devices if own.runnable else 0,
     )  # fmt: skip
 
 
@@ -209,23 +209,33 @@ def _dials(
     return dials
 
 
-def _layout(flags: RunFlags, config: PlannedRun) -> tuple[dict[str, Any], int]:
+def _layout(flags: RunFlags, config: PlannedRun, *, is_run: bool) -> tuple[dict[str, Any], int]:
     """Sizes of dp, sp and pp, where None is searched, and the number of devices.
 
-    With devices or sizes among the flags a run file's sizes of 1, its defaults, are searched.
+    With devices or sizes among the flags a run file's sizes of 1, its defaults, are searched; but
+    with --runnable those of a run hold, as they do when it trains.
     """
     own, given = flags.own, {f"--parallel.{name}" for name in _SIZES} & flags.names
+    may_be_default = (given or own.devices) and not (is_run and own.runnable)
     sizes: dict[str, Any] = {}
     for name in _SIZES:
         size = getattr(config.parallel, name)
-        is_default = size == 1 and (given or own.devices) and f"--parallel.{name}" not in given
+        is_default = size == 1 and may_be_default and f"--parallel.{name}" not in given
         sizes[name] = None if size == "auto" or is_default else size
     needed = prod(size or 1 for size in sizes.values())
-    if own.runnable and needed > 1:
-        product = f"sizes of parallel that multiply to {needed:,}, with --runnable"
-        required = "1: this release runs plans of one device"
-        raise refusal(product, required, "leave --runnable out, or the sizes")
-    if own.runnable:
+    if own.runnable and (own.method or own.compare):
+        if needed > 1:
+            raise refusal(
+                f"sizes of parallel that multiply to {needed:,}, with --runnable and plans of"
+                " methods", "1: furlong train has its own plans on several devices",
+                "leave --runnable out, or the sizes, or --method",
+            )  # fmt: skip
         return dict.fromkeys(_SIZES, 1), 1
+    if own.runnable and own.zero not in (None, 1) and (own.devices or needed) > 1:
+        raise refusal(
+            f"--zero {own.zero} with --runnable on several devices",
+            "1: furlong train gathers weights once in a step, and shards the optimizer's state",
+            "leave --zero out, or --runnable",
+        )
     check_num_devices(needed, "the product of dp, sp and pp")
     return sizes, own.devices or needed

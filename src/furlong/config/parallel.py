@@ -19,6 +19,6 @@ class ParallelConfig(BaseModel):
     dp: Positive | Literal["auto"] = "auto"
     """Data parallel replicas; auto: as many as the other sizes leave processes for."""
     sp: Positive | Literal["auto"] = 1
-    """Processes that share a sequence."""
+    """Processes that share a sequence; auto: what the search finds fastest."""
     pp: Positive | Literal["auto"] = 1
-    """Pipeline stages."""
+    """Pipeline stages; auto: what the search finds fastest."""

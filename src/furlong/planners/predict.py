@@ -45,7 +45,7 @@ def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
     """Seconds and peak bytes of a plan's step; of several ranks the one that needs most."""
     curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
     needs = [needs_of(curve) for curve in curves]
-    return Prediction(_times(model, plan).duration_s, *map(max, zip(*needs, strict=True)))
+    return Prediction(step_s(model, plan), *map(max, zip(*needs, strict=True)))
 
 
 def needs_of(curve: MemoryCurve) -> Needs:
@@ -57,24 +57,31 @@ def needs_of(curve: MemoryCurve) -> Needs:
 
 
 def simulated_s(
-    model: CostModel, seq_lens: Sequence[int], groups: Groups, options: ChunkOptions
+    model: CostModel,
+    seq_lens: Sequence[int],
+    groups: Groups,
+    options: ChunkOptions,
+    *,
+    sp_size: int = 1,
 ) -> float:
-    """Seconds of the step of `plan_on_device` over these groups, where options sample of one draw.
+    """Seconds of the step of `plan_on_device` over these groups, where options sample of one draw;
+    or of one pool of `sp_size`, over groups with places in it.
 
     On one device actions run one after the other, and stages behind the first with the same layers
     take the same time: one of each kind is simulated, and counted as often as there are such
     stages. The one behind it is there too, for it hands gradients back.
     """
     if options.sampling is not None:
-        whole = plan_groups(seq_lens, groups, options, num_layers=model.shape.num_layers)
-        return _times(model, one_draw(whole, options)).duration_s
+        whole = plan_groups(seq_lens, groups, options, num_layers=model.shape.num_layers,
+                            sp_size=sp_size)  # fmt: skip
+        return step_s(model, one_draw(whole, options))
     stages = stages_of(model.shape.num_layers, options)
     count, walked = count_kinds(model.shape, stages)
     actions: list[Action] = []
     for numbers in number_chunks(groups):
         actions += walk_group(numbers, stages, options, only=walked)
     chunks: tuple[Chunk, ...] = tuple(chunk for group in groups for chunk in group)
-    plan = ChunkPlan(tuple(seq_lens), chunks, stages, (tuple(actions),), options.tiers)
+    plan = ChunkPlan(tuple(seq_lens), chunks, stages, (tuple(actions),), options.tiers, sp_size)
     starts = [*(times := _times(model, plan)).start_s[0], times.duration_s]
     return sum(
         count[action.stage] * (stop - start)
@@ -96,6 +103,11 @@ def one_draw(plan: ChunkPlan, options: ChunkOptions) -> ChunkPlan:
     in which no chunk is known to have labels."""
     sampling = options.sampling
     return plan if sampling is None else sampled(plan, replace(sampling, seed=0))
+
+
+def step_s(model: CostModel, plan: ChunkPlan) -> float:
+    """Seconds of a plan's step."""
+    return _times(model, plan).duration_s
 
 
 def _times(model: CostModel, plan: ChunkPlan) -> Times:

@@ -77,6 +77,8 @@ class PlanReport:
     """Budget of one device."""
     num_tokens: int
     """Tokens of the batch, padding left out."""
+    num_processes: int
+    """Processes that are there to run it."""
     curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
     """The bytes of each rank while each of its actions runs."""
 
@@ -94,8 +96,8 @@ class PlanReport:
 
     @property
     def missing(self) -> str:
-        """The words for what the plan needs beyond one process; empty where that runs it."""
-        return missing_to_run(self.plan, self.num_tokens)
+        """The words for what the plan needs beyond the processes; empty where they run it."""
+        return missing_to_run(self.plan, self.num_tokens, num_processes=self.num_processes)
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -144,11 +146,13 @@ def report_plan(
     model: CostModel,
     budget_bytes: int | None = None,
     num_tokens: int | None = None,
+    *,
+    num_processes: int = 1,
 ) -> PlanReport:
     """Simulate a plan that has passed `plan.check` and measure it.
 
     `budget_bytes`: of a device. `num_tokens`: of the batch; None: as many as the plan has, which
-    may pad.
+    may pad. `num_processes`: those that are there to run it.
     """
     costs, memory = model.costs(plan), model.memory(budget_bytes)
     walks = [memory.walk(plan, rank) for rank in range(len(plan.actions))]
@@ -170,6 +174,7 @@ def report_plan(
         pool_idle_ratio=_pool_idle_ratio(plan, model),
         budget_bytes=memory.device_budget_bytes,
         num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
+        num_processes=num_processes,
         curves=tuple(curves),
     )
 

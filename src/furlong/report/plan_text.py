@@ -61,11 +61,14 @@ def format_report(report: PlanReport) -> str:
 
 def runs_words(report: PlanReport, train_on: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
-    this very plan."""
+    this very plan, one for each of the report's processes."""
     if report.missing:
         return f"no, it needs {report.missing} (see --runnable)"
     if train_on:
-        return f"yes: furlong train decides for it on one {train_on}"
+        if report.num_processes == 1:
+            return f"yes: furlong train decides for it on one {train_on}"
+        started = f"torchrun --nproc-per-node {report.num_processes}"
+        return f"yes: {started} -m furlong train decides for it, each process on a {train_on}"
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
 
 

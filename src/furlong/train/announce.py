@@ -8,6 +8,7 @@ import torch
 
 from furlong.config.schema import RunConfig
 from furlong.planners.auto.decide import Decision
+from furlong.planners.auto.words import division_in_words
 from furlong.planners.options import dials_of, value_in_words
 from furlong.planners.sampling.use import sampling_in_words
 from furlong.runtime.pools import Storage
@@ -43,7 +44,8 @@ def announce(
     ]
     print(f"chunks: {', '.join(dials)}")
     if count > 1:
-        print(f"parallel: {division_in_words(decision)}")
+        divided = division_in_words(decision.layout, decision.stages)
+        print(f"parallel: {decision.layout_words or divided}")
     if "disk" in asdict(options.tiers).values():
         print(f"disk: at most {format_bytes(storage.disk_bytes or 0)} in {storage.disk_dir}")
     if options.sampling is not None:
@@ -52,10 +54,3 @@ def announce(
         print(f"auto: {decision.words}")
     if decision.figures:
         print(f"figures: {decision.figures}")
-
-
-def division_in_words(decision: Decision) -> str:
-    """The layout of a run, with the layers of its stages."""
-    stages = decision.stages
-    layers = f", stages of {', '.join(map(str, stages))} layers" if stages else ""
-    return f"{decision.layout}{layers}"

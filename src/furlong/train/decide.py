@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from furlong.cost.devices.hardware import (
     HardwareSpec,
     free_ram_budget_bytes,
     hardware,
+    one_of,
     rounded_budget,
     this_cpu,
 )
@@ -24,6 +26,7 @@ from furlong.errors import ConfigError
 from furlong.models.build import read_config
 from furlong.models.folder import check_folder
 from furlong.plan.lengths import count_lengths
+from furlong.plan.values import ChunkPlan, Unshard
 from furlong.planners.auto.decide import (
     FREE_RAM,
     SEARCHED_DIALS,
@@ -33,10 +36,13 @@ from furlong.planners.auto.decide import (
     training_of,
 )
 from furlong.planners.auto.search import MARGIN
-from furlong.planners.layout import ONE_DEVICE, Layout
+from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.predict import Prediction, predict
 from furlong.planners.sampling.use import check_sampling
 from furlong.runtime.pools import Storage
+from furlong.train.processes.launch import layout_of, sizes_of
+from furlong.train.stages import stages_of_run
 
 DIALS = (*SEARCHED_DIALS, "stage_layers")
 _NO_BOUND_BYTES = 2**62
@@ -49,42 +55,44 @@ def decide_options(
     storage: Storage,
     *,
     rope: dict[str, Any] | None = None,
-    layout: Layout = ONE_DEVICE,
+    num_processes: int = 1,
     num_local: int = 1,
 ) -> Decision:
-    """The options of a run over `train`. Call it before the model takes memory. `layout`: that of
-    the run's processes, `num_local` of which share this machine's RAM.
+    """The options of a run over `train`, and the layout of its processes, `num_local` of which
+    share this machine. Call it before the model takes memory.
 
-    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, and
-    for a sample that would leave no chunk of the data out.
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, for
+    sizes that no layout has, and for a sample that would leave no chunk of the data out.
     """
     given, budget = _given(config, train), config.memory.device
-    if layout.pp > 1:
-        given.setdefault("order", "chunk-first")
-    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
-    nothing_left = budget == "auto" and all(name in given for name in dials)
     tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
     is_lowered = set(tiers) != {"device"}
     try:
-        model = _model(config, device, rope=rope, layout=layout)
+        model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError as error:
-        if nothing_left:
-            return Decision(ChunkOptions(**given), "")
-        words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
-        return Decision(fixed_options(config.data.max_seq_len, given), words)
+        return _uncounted(config, train, given, num_processes, error, rope=rope)
+    sizes = sizes_of(config.parallel)
+    some = layouts(num_processes, model.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
+    if all(layout.pp > 1 for layout in some):
+        given.setdefault("order", "chunk-first")
+    nothing_left = _are_all(given) and budget == "auto" and len(some) == 1
     figures = calibrated(model, config.model.dtype)
     if nothing_left and not is_lowered:
-        return Decision(ChunkOptions(**given), "", model=figures.model)
+        stages = stages_of_run(config, train, some[0], rope=rope)
+        return Decision(
+            ChunkOptions(**given), "", model=figures.model, layout=some[0], stages=stages
+        )
     _, free_bytes, free_words = _device(device, num_local)
     if nothing_left:  # but the lower tiers must hold it
         free_bytes = _NO_BOUND_BYTES
     seed = config.train.seed
     decision = decide(
         count_lengths(train.seq_lens[train.mixture.order(seed, 0)]),
-        sequences_per_step=-(-config.train.sequences_per_step // layout.dp),
+        sequences_per_step=config.train.sequences_per_step,
         seed=seed,
         longest=train.longest,
         model=figures.model,
+        layouts=some,
         budget_bytes=free_bytes if budget == "auto" else budget,
         budget_words=free_words if budget == "auto" else "memory.device",
         host_bytes=storage.host_bytes,
@@ -93,7 +101,34 @@ def decide_options(
         must_fit=is_lowered or budget != "auto",
         dials=given,
     )
-    return replace(decision, words="" if nothing_left else decision.words, figures=figures.words)
+    return replace(decision, words="" if _are_all(given) else decision.words, figures=figures.words)
+
+
+def _uncounted(
+    config: RunConfig,
+    train: DataSet,
+    given: dict[str, Any],
+    num_processes: int,
+    error: ConfigError,
+    *,
+    rope: dict[str, Any] | None,
+) -> Decision:
+    """The decision for a model whose work cannot be counted, by fixed rules."""
+    layout = layout_of(config.parallel, num_processes)
+    if layout.pp > 1:
+        given.setdefault("order", "chunk-first")
+    words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
+    if _are_all(given) and config.memory.device == "auto":
+        words = ""
+    options = fixed_options(config.data.max_seq_len, given)
+    stages = stages_of_run(config, train, layout, rope=rope)
+    return Decision(options, words, layout=layout, stages=stages)
+
+
+def _are_all(given: Mapping[str, Any]) -> bool:
+    """Whether no dial is left to choose."""
+    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    return all(name in given for name in dials)
 
 
 def _given(config: RunConfig, train: DataSet) -> dict[str, Any]:
@@ -117,29 +152,36 @@ def cost_model(
     device: torch.device,
     *,
     rope: dict[str, Any] | None = None,
-    layout: Layout = ONE_DEVICE,
+    num_processes: int = 1,
+    num_local: int = 1,
 ) -> CostModel | None:
-    """The cost model of a run's plans; None where the model's work cannot be counted."""
+    """The cost model of a run's plans, which list all processes; None where the model's work cannot
+    be counted."""
     try:
-        model = _model(config, device, rope=rope, layout=layout)
+        model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError:
         return None
+    if num_processes > 1:
+        model = replace(model, training=replace(model.training, zero_stage=1))
     return calibrated(model, config.model.dtype).model
 
 
+def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """Seconds and bytes of a step of a run: its processes gather whole weights once and sum whole
+    gradients once, as under ZeRO-1, where a Reduce counts both."""
+    lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in plan.actions)
+    return predict(model, replace(plan, actions=tuple(lists)))
+
+
 def _model(
-    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, layout: Layout
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, num_local: int
 ) -> CostModel:
-    """The cost model without a calibration. Replicas and pools share weights and the optimizer's
-    state, and each process gathers whole weights for a step and sums whole gradients. Raises
-    ConfigError where work cannot be counted."""
+    """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
     shape = ModelShape.from_config(whole.to_dict())
-    training = training_of(config.model)
-    if layout.dp * layout.sp > 1:
-        training = replace(training, zero_stage=1, replicas=layout.dp)
-    return CostModel(shape, _device(device)[0], training)
+    spec = one_of(_device(device)[0], num_local)
+    return CostModel(shape, spec, training_of(config.model))
 
 
 def _device(device: torch.device, num_local: int = 1) -> tuple[HardwareSpec, int, str]:

@@ -20,11 +20,14 @@ def values_of(decision: Decision) -> dict[str, Any]:
     return asdict(decision.options) | division
 
 
-def decision_of(values: Mapping[str, Any], words: str = "", figures: str = "") -> Decision:
-    """The inverse of `values_of`; `words`, `figures`: those of the decision. An
-    earlier release, with one device, wrote the options alone. Raises TypeError or ConfigError for
-    other values."""
+def decision_of(
+    values: Mapping[str, Any], words: str = "", figures: str = "", layout_words: str = ""
+) -> Decision:
+    """The inverse of `values_of`; the others are those of the decision. An earlier release, with
+    one device, wrote the options alone. Raises TypeError or ConfigError for other values."""
     options = dict(values)
     layout, stages = Layout(**options.pop("layout", {})), tuple(options.pop("stages", ()))
     chosen = ChunkOptions(**options)
-    return Decision(chosen, words, figures=figures, layout=layout, stages=stages)
+    return Decision(
+        chosen, words, figures=figures, layout=layout, stages=stages, layout_words=layout_words
+    )

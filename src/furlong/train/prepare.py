@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,10 @@ from furlong.train.architecture import architecture_of, check_architecture
 from furlong.train.decide import decide_options
 from furlong.train.decided import decision_of, values_of
 from furlong.train.disk import check_room
-from furlong.train.processes.launch import Launch, layout_of
+from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.resumable import RunData
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
-from furlong.train.stages import stages_of_run
 from furlong.train.start import source_of
 from furlong.train.state import check_data
 from furlong.train.storage import check_free, storage_of
@@ -97,13 +95,11 @@ def decided(
     def decide() -> Decision:
         if run.decided is not None:
             return run.decided
-        launch, rope = processes.launch, rope_of(config)
-        layout = layout_of(config.parallel, launch.num_processes)
-        stages = stages_of_run(config, train, layout, rope=rope)
+        launch = processes.launch
         decision = decide_options(
-            config, train, device, storage, rope=rope, layout=layout, num_local=launch.num_local
-        )
-        decision = replace(decision, layout=layout, stages=stages)
+            config, train, device, storage, rope=rope_of(config),
+            num_processes=launch.num_processes, num_local=launch.num_local,
+        )  # fmt: skip
         check_free(storage, decision)
         return decision
 
@@ -112,7 +108,10 @@ def decided(
 
     def decide_for_all() -> dict[str, Any]:
         decision = decide()
-        words = {"words": decision.words, "figures": decision.figures}
+        words = {
+            "words": decision.words, "figures": decision.figures,
+            "layout_words": decision.layout_words,
+        }  # fmt: skip
         return {"decided": values_of(decision)} | words
 
     values = processes.by_first(decide_for_all)

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.planners.predict import predict
 from furlong.train.announce import announce
 from furlong.train.checkpoint import one_process
-from furlong.train.decide import cost_model
+from furlong.train.decide import cost_model, predict_step
 from furlong.train.disk import folder_errors_reported
 from furlong.train.finish import finish
 from furlong.train.fitting import lack_of_memory_told
@@ -79,8 +78,12 @@ def _train(
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))
     decision = decided(config, run, train, device, storage, processes)
-    model_cost = cost_model(config, device, rope=rope_of(config), layout=decision.layout)
-    torch.manual_seed(config.train.seed + processes.launch.number)
+    launch = processes.launch
+    model_cost = cost_model(
+        config, device, rope=rope_of(config), num_processes=launch.num_processes,
+        num_local=launch.num_local,
+    )  # fmt: skip
+    torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
     layers = layers_of(decision.stages, ranks)
     model = processes.together(lambda: build_run_model(config, layers).to(device))
@@ -110,7 +113,7 @@ def _train(
             num_steps=num_steps,
             architecture=architecture,
             base=base,
-            predict=None if model_cost is None else partial(predict, model_cost),
+            predict=None if model_cost is None else partial(predict_step, model_cost),
         )
         report = None
         if not figures.stopped:

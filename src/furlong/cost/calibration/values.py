@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from furlong.cost.devices.hardware import Efficiency, HardwareSpec
+from furlong.cost.devices.hardware import MEASURED, Efficiency, HardwareSpec
 from furlong.cost.devices.links import Collective, Link
 from furlong.cost.files import read_object
 from furlong.cost.memory.heap import Heap
@@ -72,7 +72,7 @@ class Calibration:
         changed = {
             n: value for n in (*_RATES, *_EFFICIENCIES) if (value := getattr(self, n)) is not None
         }
-        sources = dict.fromkeys((*changed, *self.links), f"measured: {self.measured_on}")
+        sources = dict.fromkeys((*changed, *self.links), MEASURED + self.measured_on)
         plain: dict[str, Any] = {n: link for n, link in self.links.items() if n in _LINKS}
         collectives = dict(spec.links.collectives or {})
         for name in self.links.keys() - plain.keys():

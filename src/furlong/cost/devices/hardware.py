@@ -12,18 +12,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import psutil
 
 from furlong.cost.devices.known_hardware import KNOWN, Figures
-from furlong.cost.devices.links import ClusterLinks, Link
+from furlong.cost.devices.links import ClusterLinks, Collective, Link
 from furlong.cost.names import look_up
 
 THIS_CPU = "cpu"
+MEASURED = "measured: "
+"""Start of the source of a figure that a calibration has measured."""
 _CORE_FLOPS_PER_S = 5e10
 OPTIMIZER_STEP_BYTES = 30
 """AdamW reads a gradient (4 bytes), a master weight (4) and two moments (8) of each parameter, and
@@ -160,6 +163,20 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
             "links": "assumed: memory copies of 10 GB/s, a disk of 500 MB/s",
         },
     )
+
+
+def one_of(spec: HardwareSpec, num_local: int) -> HardwareSpec:
+    """The device of one of `num_local` processes of a machine: these are a node, and have equal
+    parts of a CPU's cores."""
+    links = replace(spec.links, devices_per_node=num_local)
+    share = num_local if spec.name == THIS_CPU else 1
+    return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / share)
+
+
+def are_links_measured(spec: HardwareSpec) -> bool:
+    """Whether a calibration has measured a link between devices."""
+    names = ("within_node", *get_args(Collective))
+    return any(spec.sources.get(name, "").startswith(MEASURED) for name in names)
 
 
 def free_ram_budget_bytes() -> int:

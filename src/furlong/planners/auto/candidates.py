@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import Chunk, Keep, Tier, Tiers
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.values import Keep, Tier, Tiers
+from furlong.planners.layout import ONE_DEVICE, Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of
 
@@ -22,7 +22,7 @@ _KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
 
 @dataclass(frozen=True)
 class Space:
-    """A model, a batch, and the dials that are given."""
+    """A model, a batch, a layout, and the dials that are given."""
 
     model: CostModel
     seq_lens: Sequence[int]
@@ -35,14 +35,21 @@ class Space:
     """Most chunks of the longest sequence."""
     most_cells: int = 2048
     """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
+    layout: Layout = ONE_DEVICE
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline; empty without one."""
+    mean_keys: float = 0.0
+    """Keys that a token of the data attends on average: pipelines are cut for them."""
 
 
 def sizes(space: Space) -> list[int]:
-    """Chunk sizes: the given one, or powers of two up to one that holds the longest sequence."""
+    """Chunk sizes: the given one, or powers of two of tokens per process of a pool, up to one that
+    holds the longest sequence."""
     if "size" in space.given:
         return [space.given["size"]]
-    found = [SMALLEST_CHUNK]
-    while found[-1] < min(space.longest, LARGEST_CHUNK):
+    sp_size = space.layout.sp
+    found = [SMALLEST_CHUNK * sp_size]
+    while found[-1] < min(space.longest, LARGEST_CHUNK * sp_size):
         found.append(2 * found[-1])
     few = [size for size in found if space.longest <= space.most_chunks * size]
     return few or found[-1:]
@@ -60,7 +67,8 @@ def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[Chunk
                 continue
             values = {"size": size, "keep": keep, "num_retained": num_retained, **order}
             plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "tier"}))
-            for tiers in _tiers(plain, num_chunks, stages_of(num_layers, plain), given, lower):
+            stages = space.stages or stages_of(num_layers, plain)
+            for tiers in _tiers(plain, num_chunks, stages, given, lower):
                 options = replace(plain, tier=tiers)
                 if options not in seen:
                     seen.add(options)
@@ -69,12 +77,13 @@ def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[Chunk
 
 def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     """Orders: chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all
-    layers is chunk-first, but for keep=input, whose K,V it need not rebuild."""
+    layers is chunk-first, but for keep=input, whose K,V it need not rebuild. A pipeline, with its
+    own stages, is chunk-first."""
     given, num_layers = space.given, space.model.shape.num_layers
     order = given.get("order", "layer-first" if "stage_layers" in given else None)
     if order != "layer-first":
         yield {}
-    if order == "chunk-first":
+    if order == "chunk-first" or space.stages:
         return
     heights = [given["stage_layers"]] if "stage_layers" in given else [
         *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
@@ -132,26 +141,3 @@ def _tiers(
             yield make(kv=tier)
     if len(lower) > 1 and len(kinds) > 1:
         yield make(**{kinds[0]: "disk"}, **dict.fromkeys(kinds[1:], "host"))
-
-
-def longest_step(space: Space, size: int) -> list[int]:
-    """The longest sequence, and as many tokens of others as may share its last chunk."""
-    others = min(-space.longest % size, (space.sequences_per_step - 1) * space.longest)
-    return [space.longest, others] if others else [space.longest]
-
-
-def groups_of_steps(
-    seq_lens: Sequence[int], size: int, sequences_per_step: int
-) -> list[list[Chunk]]:
-    """The chunks of several steps' sequences; no chunk has those of two steps."""
-    groups: list[list[Chunk]] = []
-    for first in range(0, len(seq_lens), sequences_per_step):
-        own = seq_lens[first : first + sequences_per_step]
-        for group in group_chunks(own, ChunkOptions(size=size)):
-            groups.append([_moved(chunk, first) for chunk in group])
-    return groups
-
-
-def _moved(chunk: Chunk, first: int) -> Chunk:
-    """The chunk with its sequences numbered from `first` on."""
-    return Chunk(tuple(replace(piece, seq_id=piece.seq_id + first) for piece in chunk.slices))

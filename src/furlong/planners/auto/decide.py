@@ -1,10 +1,11 @@
-"""The dials that `auto` chooses for a run on one device, and the words for it.
+"""The dials and the layout that `auto` chooses for a run, and the words for them.
 
     decision = decide(lengths, sequences_per_step=32, model=model, budget_bytes=budget)
     decision.options, decision.words, decision.predict(plan)
 
-The search is `auto_search`; dials that are given hold. Times are those of a run's first steps, or
-of some sequences of them; the longest sequence of the data must fit.
+The searches are `auto.search` on one device and `auto.layouts` on several; dials that are given
+hold. Times are those of a run's first steps, or of some sequences of them; the longest sequence of
+the data must fit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from furlong.cost.memory.training import Lora, Training
@@ -21,14 +22,15 @@ from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.values import ChunkPlan
-from furlong.planners.auto.candidates import SMALLEST_CHUNK, Space
-from furlong.planners.auto.search import MARGIN, SLACK, Budgets, Searched, search_device
-from furlong.planners.budget import DoesNotFitError, advice
+from furlong.planners.auto.candidates import Space
+from furlong.planners.auto.layouts import SearchedLayouts, search_layouts, space_of, whole_model
+from furlong.planners.auto.search import MARGIN, Budgets, Searched, search_device
+from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothing_fits, why
 from furlong.planners.layout import ONE_DEVICE, Layout
-from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
-from furlong.planners.predict import Needs, Prediction, predict
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.predict import Prediction, predict
 from furlong.planners.sampling.rules import Sampling
-from furlong.units import count_words, format_bytes
+from furlong.units import format_bytes
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
@@ -42,6 +44,11 @@ _MAX_SEQUENCES = 1024
 _MAX_TOKENS = 2**17
 """Most tokens of the predicted steps, but for a single longer sequence: more change the choice by
 less than its error."""
+_MIN_STEPS = 4
+"""Number of steps that are predicted for several devices, if they have no more tokens than may be.
+"""
+_MOST_TIMES = 8
+"""Devices whose number multiplies `_MAX_TOKENS`, at most."""
 _MAX_CHUNKS = 2048
 """Most chunks of the longest sequence, in a search."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -65,6 +72,11 @@ class Decision:
     """How the processes of the run are divided."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty without one."""
+    searched_layouts: SearchedLayouts | None = None
+    """Outcome of the search over layouts, where there was one and a plan fits."""
+    layout_words: str = ""
+    """The layout with the seconds of a step, and what the others would have cost; empty on one
+    device, and where no layout was searched."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
@@ -78,6 +90,7 @@ def decide(
     seed: int = 0,
     longest: int | None = None,
     model: CostModel,
+    layouts: Sequence[Layout] = (ONE_DEVICE,),
     budget_bytes: int,
     budget_words: str = "memory.device",
     host_bytes: int | None = 0,
@@ -87,111 +100,95 @@ def decide(
     alone: bool = True,
     dials: Mapping[str, Any] | None = None,
 ) -> Decision:
-    """The options of a run over sequences of these lengths on one device.
+    """The options of a run over sequences of these lengths, and one of the `layouts`.
 
     `longest`: tokens of the data's longest sequence, if it is not among `lengths`. `host_bytes`,
-    `disk_bytes`: budgets of the tiers below, 0 where there is none, None without a limit. `margin`:
-    share of the device's budget that the plan leaves free. `dials`: what the user has given. Where
-    no plan is predicted to fit, small chunks that keep K,V are taken, and the words say so; with
-    `must_fit` that is a ConfigError, whose advice is that for a run, or without `alone` that for
-    who may take more devices.
+    `disk_bytes`: budgets of the tiers below of one device, 0 where there is none, None without a
+    limit. `margin`: share of the device's budget that the plan leaves free. `dials`: what the user
+    has given. Where no plan is predicted to fit, small chunks that keep K,V are taken, and the
+    words say so; with `must_fit` that is a ConfigError, whose advice is that for a run, or without
+    `alone` that for who may take more devices.
     """
     given = dict(dials or {})
     longest = max(longest or 0, lengths.longest)
+    layouts = _walkable(layouts, given, sequences_per_step)
+    seq_lens = sample_steps(lengths, sequences_per_step, seed, layouts[0].num_devices)
+    mean_keys = lengths.num_pairs / lengths.num_tokens
+    space = Space(model, seq_lens, sequences_per_step, longest, given, mean_keys=mean_keys)
     if longest > _MAX_CHUNKS * given.get("size", inf):
         words = f"more than {_MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
-        return Decision(fixed_options(longest, given), words, model=model)
-    seq_lens = _sample(lengths, sequences_per_step, seed)
+        return _unsearched(fixed_options(longest, given), words, space_of(space, layouts[0]))
     budgets = Budgets(budget_bytes, host_bytes, disk_bytes, margin)
-    space = Space(model, seq_lens, sequences_per_step, longest, given)
-    searched = search_device(space, budgets)
-    if searched.tried:
-        words = _why(searched, budgets, budget_words)
-        return Decision(searched.best.options, words, searched, model)
-    error = _nothing_fits(searched, budgets, model.training, alone=alone)
+    if tuple(layouts) == (ONE_DEVICE,):
+        searched = search_device(space, budgets)
+        if searched.tried:
+            words = why(searched, budgets, budget_words)
+            return Decision(searched.best.options, words, searched, model)
+        error = nothing_fits(searched, budgets, model.training, alone=alone)
+    else:
+        found = search_layouts(space, layouts, budgets)
+        if found.fitting:
+            words = why(found.best.searched, budgets, budget_words)
+            return _best(found, words)
+        error = no_layout_fits(found, alone=alone)
+        space = found.nearest.space
     if must_fit:
         raise error
     budget = f"{format_bytes(budget_bytes)} ({budget_words})"
     words = f"small chunks, for no plan is predicted to fit {budget}: {error.given}"
-    return Decision(_smallest(longest, given), words, model=model)
+    return _unsearched(_smallest(longest, given), words, space)
 
 
-def _sample(lengths: Lengths, sequences_per_step: int, seed: int) -> Sequence[int]:
+def _walkable(
+    layouts: Sequence[Layout], given: Mapping[str, Any], sequences_per_step: int
+) -> list[Layout]:
+    """The layouts that the given dials can have; of these those without an idle replica, if there
+    are any. Raises ConfigError."""
+    found = list(layouts)
+    if given.get("order") == "layer-first":
+        found = [layout for layout in found if layout.pp == 1]
+    if not found:
+        raise ConfigError(
+            given=f"chunks.order = layer-first with {layouts[0]}",
+            required="chunk-first: a pipeline has stages of its own, one for each rank",
+            source="chunks.order or chunks.stage_layers, and parallel.pp",
+            change="leave chunks.order and chunks.stage_layers out, or set parallel.pp to 1",
+        )
+    return [one for one in found if one.dp <= sequences_per_step] or found
+
+
+def _best(found: SearchedLayouts, words: str) -> Decision:
+    best = found.best
+    return Decision(
+        best.options, words, best.searched, whole_model(best.space.model),
+        layout=best.layout, stages=best.space.stages, searched_layouts=found,
+        layout_words=layouts_in_words(found),
+    )  # fmt: skip
+
+
+def _unsearched(options: ChunkOptions, words: str, space: Space) -> Decision:
+    model = whole_model(space.model)
+    return Decision(options, words, model=model, layout=space.layout, stages=space.stages)
+
+
+def sample_steps(
+    lengths: Lengths, sequences_per_step: int, seed: int, num_devices: int = 1
+) -> Sequence[int]:
     """Sequences of a run's first steps: as many whole steps as have tokens enough; of a larger step
-    some of its sequences, evenly spread over their lengths."""
-    num_steps = -(-_MIN_SEQUENCES // sequences_per_step)
-    drawn = draw_lengths(lengths, min(num_steps * sequences_per_step, _MAX_SEQUENCES), seed)
-    num_fitting = bisect_right(list(accumulate(drawn)), _MAX_TOKENS)
+    some of its sequences, evenly spread over their lengths, one for each device at least. Several
+    devices have several steps, for one sequence may decide how long a step takes all of them."""
+    num_steps = max(-(-_MIN_SEQUENCES // sequences_per_step), _MIN_STEPS if num_devices > 1 else 1)
+    most = max(_MAX_SEQUENCES, num_devices)
+    drawn = draw_lengths(lengths, min(num_steps * sequences_per_step, most), seed)
+    most_tokens = _MAX_TOKENS * min(num_devices, _MOST_TIMES)
+    num_fitting = bisect_right(list(accumulate(drawn)), most_tokens)
     if num_fitting == len(drawn):
         return drawn
     if whole := num_fitting // sequences_per_step * sequences_per_step:
         return drawn[:whole]
     step = sorted(drawn[:sequences_per_step], reverse=True)
-    count = max(1, int(len(step) * _MAX_TOKENS / sum(step)))
+    count = max(min(num_devices, len(step)), int(len(step) * most_tokens / sum(step)))
     return [step[(2 * i + 1) * len(step) // (2 * count)] for i in range(count)]
-
-
-def _why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
-    """The choice, its reason, and the price of the next best."""
-    best, rivals = searched.best, searched.tried[1:]
-    budget = f"{format_bytes(budgets.device_bytes)} ({budget_words})"
-    why = f"the fastest that fits {budget} less {budgets.margin:.0%} for what no prediction sees"
-    if searched.alike > 1:
-        why = f"needs least memory of {searched.alike} plans within {SLACK:.0%} of {why}"
-    words = (
-        f"{dials_in_words(best.options)}: {why}; {needs_in_words(best.needs)} predicted;"
-        f" next best of {len(searched.tried)} that were tried and fit: "
-    )
-    if not rivals:
-        return f"{words}none"
-    rival = rivals[0]
-    change = _change(rival.step_s / best.step_s)
-    return f"{words}{dials_in_words(rival.options)}: {change}, {needs_in_words(rival.needs)}"
-
-
-def _nothing_fits(
-    searched: Searched, budgets: Budgets, training: Training, *, alone: bool
-) -> ConfigError:
-    """The message of a search in which nothing fits, with the budgets that would do."""
-    nearest, needs = searched.refused[0], searched.refused[0].needs
-    count = len(searched.refused) + searched.num_pruned
-    words = (
-        f"of {count_words(count, 'plan')} none fits; nearest is {dials_in_words(nearest.options)}"
-    )
-    limits = {
-        "device": budgets.limit_bytes, "host": budgets.host_bytes, "disk": budgets.disk_bytes,
-    }  # fmt: skip
-    lacking = {
-        tier: used
-        for (tier, limit), used in zip(limits.items(), needs, strict=True)
-        if limit is not None and used > limit
-    }
-    if "device" not in lacking:
-        tier, used = next(iter(lacking.items()))
-        return ConfigError(
-            given=f"{words}, which needs {format_bytes(used)} on the {tier}",
-            required=f"at most {format_bytes(limits[tier] or 0)}",
-            source=f"memory.{tier}",
-            change="leave more on the device (chunks.tier), or less to keep (chunks.keep);"
-            f" {_enough({tier: used})}",
-        )
-    error = DoesNotFitError(0, nearest.curve.peak, budgets.limit_bytes, training)
-    lacking["device"] = ceil(needs.device_bytes / (1 - budgets.margin))
-    own = format_bytes(budgets.device_bytes)
-    # no run has smaller chunks: that advice would lead nowhere
-    part = "state" if alone and nearest.options.size <= SMALLEST_CHUNK else error.part
-    return ConfigError(
-        given=f"{words}, whose {error.given}",
-        required=f"{error.required} ({own} less a margin of {budgets.margin:.0%})",
-        source=f"the search over {count_words(count, 'plan')} of one device",
-        change=f"{advice(part, training, alone=alone)}; {_enough(lacking)}",
-    )
-
-
-def _enough(needed: Mapping[str, int]) -> str:
-    """The smallest budgets with which a plan fits, rounded up to a MiB."""
-    amounts = (f"memory.{tier}: {-(-used // 2**20)}MiB" for tier, used in needed.items())
-    return f"the smallest that would do is {', with '.join(amounts)}"
 
 
 def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
@@ -199,27 +196,6 @@ def _smallest(longest: int, given: Mapping[str, Any]) -> ChunkOptions:
     size = min(1024, fixed_options(longest).size)
     small: dict[str, Any] = {"size": size, "num_retained": 0, "keep": "kv"}
     return ChunkOptions(**(small | dict(given)))
-
-
-def dials_in_words(options: ChunkOptions) -> str:
-    """The dials of a plan as text, each as its name and value."""
-    return ", ".join(f"{name} {value_in_words(value)}" for name, value in dials_of(options).items())
-
-
-def needs_in_words(needs: Needs) -> str:
-    """Bytes of each tier that has any."""
-    words = format_bytes(needs.device_bytes)
-    for tier, num_bytes in (("host", needs.host_bytes), ("disk", needs.disk_bytes)):
-        if num_bytes:
-            words += f" and {format_bytes(num_bytes)} on the {tier}"
-    return words
-
-
-def _change(ratio: float) -> str:
-    """Words for a ratio of two durations: 1.032 is '3.2% slower'."""
-    if abs(ratio - 1) < 5e-4:
-        return "as fast"
-    return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
 
 
 def training_of(model: ModelConfig) -> Training:

@@ -20,17 +20,20 @@ from math import inf
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.plan.values import Chunk, Tier, Tiers
-from furlong.planners.auto.candidates import (
-    Space,
-    groups_of_steps,
+from furlong.planners.auto.byte_bound import ByteBound, Share
+from furlong.planners.auto.candidates import Space, options_of, sizes
+from furlong.planners.auto.estimate import TimeEstimate
+from furlong.planners.auto.steps import (
+    busiest_groups,
+    busiest_s,
+    deal_steps,
     longest_step,
-    options_of,
-    sizes,
+    one_list,
+    plan_of,
 )
-from furlong.planners.auto.estimate import ByteBound, TimeEstimate
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device, stages_of
-from furlong.planners.predict import Needs, needs_of, simulated_s
+from furlong.planners.orders.one_device import stages_of
+from furlong.planners.predict import Needs, needs_of
 
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
@@ -127,7 +130,8 @@ def search_device(space: Space, budgets: Budgets) -> Searched:
 class _Search:
     def __init__(self, space: Space, budgets: Budgets) -> None:
         self._space, self._budgets = space, budgets
-        self._groups: dict[int, list[list[Chunk]]] = {}
+        self._dealt = deal_steps(space)
+        self._groups: dict[int, list[list[list[Chunk]]]] = {}
         self._fitting: list[Tried] = []
         self._refused: list[Tried] = []
         self._num_actions = 0
@@ -191,44 +195,59 @@ class _Search:
 
     def _try(self, options: ChunkOptions) -> None:
         space = self._space
-        plan = plan_on_device(
-            longest_step(space, options.size), options, num_layers=space.model.shape.num_layers
-        )
-        curve = space.model.memory().curve(plan, 0)
-        needs = needs_of(curve)
-        self._num_actions += len(plan.actions[0])
+        plan = plan_of(space, options, longest_step(space, options.size))
+        memory = space.model.memory()
+        curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
+        curve = max(curves, key=lambda curve: self._budgets.lacks(needs_of(curve)))
+        needs = Needs(*map(max, zip(*map(needs_of, curves), strict=True)))
+        self._num_actions += sum(map(len, plan.actions))
         if not self._budgets.hold(needs):
             self._refused.append(Tried(options, 0.0, needs, curve))
             return
         groups = self._chunks(options.size)
-        step_s = simulated_s(space.model, space.seq_lens, groups, options)
-        self._num_actions += sum(map(len, groups)) * self._simulated(options)
+        step_s = busiest_s(space, groups, options)
+        self._num_actions += sum(map(len, one_list(groups))) * self._simulated(options)
         self._fitting.append(Tried(options, step_s, needs, curve))
 
     def _candidates(self) -> Iterator[tuple[float, Needs, ChunkOptions]]:
         """For each candidate its seconds, about, its least bytes, and its options."""
         space = self._space
         for size in sizes(space):
-            estimate = TimeEstimate(space.model, self._chunks(size))
-            others = sum(longest_step(space, size)) - space.longest
-            bound = ByteBound(space.model, space.longest, size, others)
+            steps = self._chunks(size)
+            estimate = TimeEstimate(
+                space.model, one_list(steps), sp_size=space.layout.sp, stages=space.stages,
+                num_steps=len(steps),
+            )  # fmt: skip
+            bounds = bounds_of(space, size)
             for options in options_of(space, size, self._budgets.lower_tiers):
-                yield estimate.seconds(options), bound.needs(options), options
+                needs = Needs(*map(max, zip(*(b.needs(options) for b in bounds), strict=True)))
+                yield estimate.seconds(options), needs, options
 
     def _simulated(self, options: ChunkOptions) -> int:
         """Number of actions of a chunk in a simulation, about: layer-first those of four stages, of
         a draw of all."""
         if options.order == "chunk-first":
-            return 3
+            return 3 * max(1, 2 * len(self._space.stages))
         num_stages = len(stages_of(self._space.model.shape.num_layers, options))
         return 14 if options.sampling is None else 4 * num_stages
 
-    def _chunks(self, size: int) -> list[list[Chunk]]:
+    def _chunks(self, size: int) -> list[list[list[Chunk]]]:
         if size not in self._groups:
-            self._groups[size] = groups_of_steps(
-                self._space.seq_lens, size, self._space.sequences_per_step
-            )
+            self._groups[size] = busiest_groups(self._space, self._dealt, size)
         return self._groups[size]
+
+
+def bounds_of(space: Space, size: int) -> list[ByteBound]:
+    """Bounds of the bytes of a device; of a pipeline those of the first and the last stage."""
+    layout, stages = space.layout, space.stages
+    longest, *others = longest_step(space, size)
+    share = -longest % size and others.pop(0) if others else 0
+    first = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
+    shares = [first]
+    if stages:
+        ahead = sum(others) // layout.sp
+        shares = [replace(first, ahead_tokens=ahead), replace(first, stage=len(stages) - 1)]
+    return [ByteBound(space.model, longest, size, share, one) for one in shares]
 
 
 def _walk_of(options: ChunkOptions) -> tuple[object, ...]:

@@ -25,8 +25,9 @@ from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.group_order import choose_order
-from furlong.planners.orders.one_device import plan_groups, plan_on_device
+from furlong.planners.orders.one_device import plan_groups
 from furlong.planners.orders.pipeline import assemble, number_chunks, state_aware_lists
+from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.seq1f1b import token_level_lists
 from furlong.planners.places.plan import plan_places
 from furlong.planners.search.dials import Cut, Dials
@@ -58,7 +59,10 @@ def build(
     Raises UserError where there is no plan of these dials.
     """
     if dials.options is not None:
-        return plan_on_device(seq_lens, dials.options, num_layers=model.shape.num_layers)
+        return plan_replica(
+            seq_lens, dials.options, num_layers=model.shape.num_layers, stages=dials.stages,
+            sp_size=dials.layout.sp,
+        )  # fmt: skip
     sp_size, stages, tiers = dials.layout.sp, dials.stages, Tiers(kv=dials.tier)
     if dials.cut in POOLED:
         return POOLED[dials.cut](

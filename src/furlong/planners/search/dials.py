@@ -67,7 +67,7 @@ class Dials:
     checkpointing: Mode = "adaptive"
     """InfiniPipe's choice of checkpointed layers."""
     options: ChunkOptions | None = None
-    """On one device: the dials of a run, in the place of all these."""
+    """The dials of a run, in the place of all these but layout, stages, zero and balance."""
 
     def __str__(self) -> str:
         return f"{self.method}: " + ", ".join([self.layout_words(), *self.words()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
@@ -70,24 +71,33 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
+def sizes_of(parallel: ParallelConfig) -> dict[str, int | None]:
+    """The sizes of `parallel` by name; None where it is auto."""
+    sizes = {name: getattr(parallel, name) for name in ("dp", "sp", "pp")}
+    return {name: None if size == "auto" else size for name, size in sizes.items()}
+
+
 def layout_of(parallel: ParallelConfig, num_processes: int) -> Layout:
-    """The division of the processes by the sizes of `parallel`: `auto` is as many replicas as the
-    other sizes leave processes for, and one process to a sequence and to a pipeline.
+    """The division of the processes by the sizes of `parallel` without a search: the first size
+    that is auto takes what the others leave, dp before sp before pp; further ones are 1.
 
     Raises ConfigError unless the sizes multiply to the number of processes.
     """
-    sp, pp = (1 if size == "auto" else size for size in (parallel.sp, parallel.pp))
-    dp = num_processes // (sp * pp) if parallel.dp == "auto" else parallel.dp
-    layout = Layout(dp, sp, pp)
+    sizes = sizes_of(parallel)
+    free = [name for name, size in sizes.items() if size is None]
+    product = prod(size or 1 for size in sizes.values())
+    found = {name: size or 1 for name, size in sizes.items()}
+    if free and num_processes % product == 0:
+        found[free[0]] = num_processes // product
+    layout = Layout(**found)
     if layout.num_devices == num_processes:
         return layout
     started = f"{num_processes} process{'' if num_processes == 1 else 'es'}"
-    if parallel.dp == "auto":
-        product, shown = sp * pp, f"dp auto x sp {sp} x pp {pp} = a multiple of {sp * pp}"
-        or_else = "set parallel.sp and parallel.pp to sizes that divide it"
-    else:
-        product, shown = layout.num_devices, f"{layout} = {layout.num_devices}"
-        or_else = "set parallel.dp to auto"
+    shown = " x ".join(f"{name} {size or 'auto'}" for name, size in sizes.items())
+    shown += f" = {f'a multiple of {product}' if free else product}"
+    or_else = "set parallel.dp to auto"
+    if free:
+        or_else = "set the sizes of parallel to such that divide it"
     raise ConfigError(
         given=f"{shown}, and {started}",
         required="sizes that multiply to the number of processes",

@@ -1,0 +1,107 @@
+"""The steps that the search of `auto` times, and the one whose memory it walks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from furlong.plan.values import Chunk, ChunkPlan
+from furlong.planners.auto.candidates import Space
+from furlong.planners.chunks.balance import by_cost, sequence_work
+from furlong.planners.chunks.groups import Groups, group_chunks
+from furlong.planners.chunks.placement import shard
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.pipeline import number_chunks, state_aware_lists
+from furlong.planners.orders.replica import plan_replica
+from furlong.planners.predict import simulated_s, step_s
+
+Dealt = list[list[list[int]]]
+"""Of each step, of each replica, the places of its sequences among all."""
+
+
+def deal_steps(space: Space) -> Dealt:
+    """The sequences of each step, dealt to its replicas by their work, as a run deals them."""
+    work = sequence_work(space.seq_lens, space.model.shape)
+    steps = []
+    for first in range(0, len(work), space.sequences_per_step):
+        own = work[first : first + space.sequences_per_step]
+        replicas = by_cost(own, min(space.layout.dp, len(own)))
+        most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
+        steps.append([[first + i for i in sorted(some)] for some in most_first])
+    return steps
+
+
+def busiest_groups(space: Space, dealt: Dealt, size: int) -> list[list[list[Chunk]]]:
+    """For each step the groups of chunks of the replica with most work."""
+    found = []
+    for step in dealt:
+        groups = group_chunks([space.seq_lens[i] for i in step[0]], ChunkOptions(size=size))
+        shared = groups if space.layout.sp == 1 else shard(groups, space.layout.sp)
+        found.append([[_renamed(chunk, step[0]) for chunk in group] for group in shared])
+    return found
+
+
+def _renamed(chunk: Chunk, seq_ids: Sequence[int]) -> Chunk:
+    """The chunk with `seq_ids[i]` for the sequence i."""
+    return Chunk(tuple(replace(piece, seq_id=seq_ids[piece.seq_id]) for piece in chunk.slices))
+
+
+def longest_step(space: Space, size: int) -> list[int]:
+    """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
+    also chunks of others, which its first stages have begun by then."""
+    left = -(-space.sequences_per_step // space.layout.dp) - 1
+    others = min(-space.longest % size, left * space.longest)
+    found = [space.longest]
+    for _ in range(max(1, len(space.stages))):
+        found += [others] if others else []
+        left -= -(-others // space.longest)
+        others = min(size, left * space.longest)
+    return found
+
+
+def plan_of(space: Space, options: ChunkOptions, seq_lens: Sequence[int]) -> ChunkPlan:
+    """The plan of one replica."""
+    return plan_replica(
+        seq_lens, options, num_layers=space.model.shape.num_layers, stages=space.stages,
+        sp_size=space.layout.sp,
+    )  # fmt: skip
+
+
+def busiest_s(space: Space, steps: Sequence[Groups], options: ChunkOptions) -> float:
+    """Seconds of all steps of the replicas with most work, without the gradients' reduction, which
+    takes as long under all options."""
+    if space.stages:
+        return sum(step_s(space.model, _pipeline(space, groups, options)) for groups in steps)
+    groups, sp_size = one_list(steps), space.layout.sp
+    return simulated_s(space.model, space.seq_lens, groups, options, sp_size=sp_size)
+
+
+def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
+    """The plan of some of the sequences, not checked: for its seconds."""
+    lists = state_aware_lists(
+        number_chunks(groups), space.stages, num_retained=options.num_retained,
+        keep=options.keep, recompute_layers=options.recompute_layers,
+    )  # fmt: skip
+    return ChunkPlan(
+        seq_lens=tuple(space.seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        stages=space.stages, actions=tuple(map(tuple, lists)), tiers=options.tiers,
+        sp_size=space.layout.sp,
+    )  # fmt: skip
+
+
+def mean_step_s(space: Space, dealt: Dealt, options: ChunkOptions) -> float:
+    """Seconds of a step on average, each as long as its slowest replica takes, with the gradients
+    reduced. Where only a part of a step's sequences is there the time is that part's share."""
+    seconds = [
+        max(
+            step_s(space.model, plan_of(space, options, [space.seq_lens[i] for i in own]))
+            for own in step
+        )
+        for step in dealt
+    ]
+    return sum(seconds) * space.sequences_per_step / len(space.seq_lens)
+
+
+def one_list(steps: Sequence[Groups]) -> list[Sequence[Chunk]]:
+    """The groups of all steps."""
+    return [group for groups in steps for group in groups]

@@ -1,0 +1,211 @@
+"""The layout that `auto` decides for: the fastest that fits, with words for the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from furlong.cost.devices.hardware import THIS_CPU, hardware, one_of, this_cpu
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.known_models import model_shape
+from furlong.errors import ConfigError
+from furlong.plan.lengths import Lengths, count_lengths
+from furlong.planners.auto.candidates import Space
+from furlong.planners.auto.decide import Decision, decide, sample_steps
+from furlong.planners.auto.estimate import TimeEstimate
+from furlong.planners.auto.layouts import space_of
+from furlong.planners.auto.search import MARGIN, SLACK, bounds_of
+from furlong.planners.auto.steps import (
+    busiest_groups,
+    busiest_s,
+    deal_steps,
+    longest_step,
+    mean_step_s,
+    one_list,
+    plan_of,
+)
+from furlong.planners.layout import Layout, layouts
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import predict
+
+GIB = 2**30
+SHAPE = model_shape("Qwen2.5-0.5B")
+H100 = CostModel(SHAPE, hardware("H100"))
+LENS = count_lengths([9000, 3000, 3000, 1000, 700, 500, 300, 20])
+SHORT = count_lengths([512] * 32)
+
+
+def choose(
+    lengths: Lengths = LENS,
+    num_devices: int = 4,
+    budget_bytes: float = 70 * GIB,
+    model: CostModel = H100,
+    sizes: dict[str, int] | None = None,
+    **changes: Any,
+) -> Decision:
+    values = {"sequences_per_step": 8, "must_fit": True} | changes
+    some = layouts(num_devices, model.shape, **(sizes or {}))
+    return decide(lengths, model=model, layouts=some, budget_bytes=int(budget_bytes), **values)
+
+
+def test_short_sequences_are_dealt_to_replicas() -> None:
+    decision = choose(SHORT, sequences_per_step=32)
+    assert decision.layout == Layout(dp=4) and decision.stages == ()
+    assert decision.layout_words.startswith("dp 4 x sp 1 x pp 1 (auto): ")
+
+
+def test_one_long_sequence_is_shared() -> None:
+    decision = choose(count_lengths([60_000]), sequences_per_step=1)
+    assert decision.layout.dp == 1 and decision.layout.num_devices == 4
+
+
+@pytest.mark.parametrize("sizes", [{"sp": 1}, {"sp": 1, "dp": 2}])
+def test_stages_are_made_where_memory_is_short(sizes: dict[str, int]) -> None:
+    ample, short = choose(SHORT, sizes={"sp": 1}, sequences_per_step=32), 5 * GIB
+    assert ample.layout.pp == 1
+    decision = choose(SHORT, budget_bytes=short, sizes=sizes, sequences_per_step=32)
+    assert decision.layout.pp > 1 and sum(decision.stages) == SHAPE.num_layers
+    assert len(decision.stages) == decision.layout.pp
+    if len(sizes) == 1:
+        assert "dp 4 x sp 1 x pp 1 does not fit: it lacks " in decision.layout_words
+    with pytest.raises(ConfigError) as caught:
+        choose(SHORT, budget_bytes=short, sizes={"sp": 1, "pp": 1}, sequences_per_step=32)
+    assert "set parallel.sp and parallel.pp to auto, start more processes" in caught.value.change
+
+
+def test_a_pool_is_made_where_a_sequence_does_not_fit_one_device() -> None:
+    dials = {"size": 4096, "keep": "all", "order": "chunk-first", "num_retained": 1}
+    lengths = count_lengths([40_000, *[500] * 31])
+    decision = choose(lengths, budget_bytes=40 * GIB, sizes={"pp": 1}, dials=dials)
+    assert decision.layout == Layout(dp=2, sp=2)
+    with pytest.raises(ConfigError, match="lacks"):
+        choose(lengths, budget_bytes=40 * GIB, sizes={"pp": 1, "sp": 1}, dials=dials)
+
+
+def test_given_sizes_hold() -> None:
+    decision = choose(num_devices=8, sizes={"dp": 2})
+    assert decision.layout.dp == 2 and decision.layout.num_devices == 8
+    assert set(decision.layout_words.split()) >= {"dp", "(auto):"}
+    fixed = choose(num_devices=8, sizes={"dp": 2, "sp": 2, "pp": 2})
+    assert fixed.layout == Layout(2, 2, 2)
+    assert "(auto)" not in fixed.layout_words and "slower" not in fixed.layout_words
+
+
+def test_sizes_that_are_none_of_a_layout_show_the_arithmetic() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(num_devices=8, sizes={"dp": 3})
+    assert "dp 3 x sp auto x pp auto, a multiple of 3 devices" in caught.value.given
+    assert "sizes that multiply to 8 devices" in caught.value.required
+    with pytest.raises(ConfigError, match="the model's 24 layers"):
+        choose(num_devices=32, sizes={"pp": 32})
+
+
+def test_layer_first_and_a_pipeline_exclude_each_other() -> None:
+    given = {"order": "layer-first"}
+    assert choose(dials=given).layout.pp == 1
+    with pytest.raises(ConfigError, match=r"chunks\.order = layer-first with dp 1 x sp 1 x pp 4"):
+        choose(dials=given, sizes={"dp": 1, "sp": 1})
+
+
+def test_no_replica_is_idle_unless_nothing_else_is_left() -> None:
+    assert choose(SHORT, sequences_per_step=2).layout.dp <= 2
+    decision = choose(SHORT, sequences_per_step=2, sizes={"sp": 1, "pp": 1})
+    assert decision.layout == Layout(dp=4)
+
+
+def test_a_slow_link_between_machines_is_crossed_by_stages_or_replicas() -> None:
+    shape = model_shape("Qwen3-0.6B")
+    lengths, found = count_lengths([30_000] * 4), []
+    for devices_per_node in (4, 2):
+        links = hardware("H100").links
+        slow = replace(links.between_nodes, bytes_per_s=1e9, latency_s=1e-3)
+        links = replace(links, devices_per_node=devices_per_node, between_nodes=slow)
+        model = CostModel(shape, replace(hardware("H100"), links=links))
+        decision = choose(lengths, model=model, sequences_per_step=1)
+        found.append(decision.layout)
+    assert found == [Layout(sp=4), Layout(sp=2, pp=2)]
+
+
+def test_words_name_the_next_best_and_what_does_not_fit() -> None:
+    words = choose(budget_bytes=5 * GIB).layout_words
+    first, *others = words.split("; ")
+    assert " of " in first and first.endswith(" predicted per step")
+    assert any(" is " in other and other.endswith("% slower") for other in others)
+    assert any(" does not fit: it lacks " in other for other in others)
+    assert others[-1] == "links between devices are assumed"
+
+
+def test_nothing_fits_in_any_layout() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(budget_bytes=2 * GIB)
+    given = caught.value.given
+    assert "in none of 5 layouts a plan fits; nearest is dp 1 x sp 2 x pp 2" in given
+    assert "weights, gradients and optimizer of " in given
+    assert "start more processes; or give it a larger memory.device" in caught.value.change
+    decision = choose(budget_bytes=2 * GIB, must_fit=False)
+    assert decision.layout == Layout(sp=2, pp=2) and len(decision.stages) == 2
+    assert "no plan is predicted to fit 2 GiB" in decision.words
+
+
+def test_two_decisions_are_equal() -> None:
+    first, second = choose(num_devices=2), choose(num_devices=2)
+    for name in ("options", "layout", "stages", "words", "layout_words"):
+        assert getattr(first, name) == getattr(second, name)
+
+
+GRID = [
+    ChunkOptions(size=size, num_retained=number, keep=keep)
+    for size, number, keep in product((256, 1024, 4096, 16_384), (0, 1, 4), ("all", "attention"))
+]
+
+
+@pytest.mark.parametrize("budget_bytes", [8 * GIB, pytest.param(70 * GIB, marks=pytest.mark.slow)])
+def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
+    """A loop over layouts and dials, timed and walked with the plans of whole replicas."""
+    decision = choose(count_lengths([9000, 700, 300, 20]), 2, budget_bytes, sequences_per_step=4)
+    assert decision.searched_layouts is not None
+    chosen_s = decision.searched_layouts.best.step_s
+    seq_lens = sample_steps(count_lengths([9000, 700, 300, 20]), 4, 0, 2)
+    fastest_s = float("inf")
+    for layout, options in product(layouts(2, SHAPE), GRID):
+        space = space_of(Space(H100, seq_lens, 4, 9000), layout)
+        longest = plan_of(space, options, longest_step(space, options.size))
+        if predict(space.model, longest).device_bytes <= (1 - MARGIN) * budget_bytes:
+            fastest_s = min(fastest_s, mean_step_s(space, deal_steps(space), options))
+    assert fastest_s < float("inf")
+    assert chosen_s <= fastest_s * (1 + SLACK) ** 2
+
+
+@pytest.mark.parametrize("layout", layouts(4, SHAPE), ids=str)
+@pytest.mark.parametrize("keep", ["all", "kv"])
+def test_estimates_are_near_the_simulation(layout: Layout, keep: Any) -> None:
+    space = space_of(Space(H100, [9000, 3000, 3000, 700], 4, 9000), layout)
+    options = ChunkOptions(size=1024, keep=keep)
+    groups = busiest_groups(space, deal_steps(space), options.size)
+    estimate = TimeEstimate(
+        space.model, one_list(groups), sp_size=layout.sp, stages=space.stages, num_steps=1
+    )
+    simulated_s = busiest_s(space, groups, options)
+    assert estimate.seconds(options) == pytest.approx(
+        simulated_s, rel=0.1 if space.stages else 1e-6
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(sp=2, pp=2), Layout(pp=4)], ids=str)
+def test_no_plan_needs_less_than_the_bound(layout: Layout) -> None:
+    space = space_of(Space(H100, [9000, 3000, 3000, 700], 4, 9000), layout)
+    for options in GRID:
+        plan = plan_of(space, options, longest_step(space, options.size))
+        needed = predict(space.model, plan).device_bytes
+        least = max(bound.needs(options).device_bytes for bound in bounds_of(space, options.size))
+        assert 0.5 * needed < least <= needed * (1 + 1e-6)
+
+
+def test_processes_of_a_cpu_share_it_and_are_one_node() -> None:
+    alone, two = this_cpu(measured=False), one_of(this_cpu(measured=False), 2)
+    assert two.name == THIS_CPU and two.links.num_nodes(range(2)) == 1
+    assert two.peak_flops_per_s == alone.peak_flops_per_s / 2
+    assert one_of(hardware("H100"), 4).peak_flops_per_s == hardware("H100").peak_flops_per_s
