@@ -1,0 +1,89 @@
+"""Runs of trainers that one process or several take together, and what each of them finds.
+
+As a script it is one process of a launcher: `torchrun process_cases.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from helpers.tiny_families import build
+from trainers import padded, recording, records, settings, wide_loss, with_adapters
+
+import furlong
+from furlong.integrations import Trainer
+
+OPTIONS = furlong.ChunkOptions(size=16)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a trainer with 6 sequences per batch, on all processes together."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    num_records: int = 21
+    num_muted: int = 0
+    """First records without a label."""
+    resume: bool = False
+    other_weights: bool = False
+    """Whether each process has made weights of its own."""
+
+    def trainer(self, folder: Path, trainer_class: type = Trainer) -> Any:
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        size = 6 // num_processes
+        model = build("qwen2")
+        if self.other_weights and int(os.environ.get("RANK", "0")):
+            torch.nn.init.normal_(model.lm_head.weight)
+        data = records(self.num_records)
+        for record in data[: self.num_muted]:
+            record["labels"] = [-100] * len(record["labels"])
+        arguments = {
+            "per_device_train_batch_size": size, "per_device_eval_batch_size": size, "data_seed": 5,
+            **self.arguments,
+        }  # fmt: skip
+        is_plain = not issubclass(trainer_class, Trainer)
+        return recording(trainer_class)(
+            model=with_adapters(model) if self.lora else model,
+            args=transformers.TrainingArguments(**settings(folder, **arguments)),
+            train_dataset=data,
+            eval_dataset=records(7),
+            data_collator=padded("right"),
+            **({"compute_loss_func": wide_loss} if is_plain else {"chunk_options": OPTIONS}),
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run's outcome on one process."""
+
+    losses: list[float]
+    logs: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+    train_loss: float
+
+    @classmethod
+    def of(cls, trainer: Any, resume: bool = False) -> Found:
+        outcome = trainer.train(resume_from_checkpoint=resume)
+        weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        return cls(trainer.losses, trainer.state.log_history, weights, outcome.training_loss)
+
+
+def take(folder: Path, runs: dict[str, Run]) -> None:
+    """All runs, on this process; leaves what it finds in the folder."""
+    found = {}
+    for name, run in runs.items():
+        found[name] = Found.of(run.trainer(folder / name), run.resume)
+    torch.save(found, folder / f"{os.environ['RANK']}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    take(Path(sys.argv[1]), {"run": Run({"max_steps": 4})})
