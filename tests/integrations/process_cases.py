@@ -13,13 +13,29 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from helpers.tiny_families import build
+from torch.distributed.tensor import DTensor
 from trainers import padded, recording, records, settings, wide_loss, with_adapters
 
 import furlong
 from furlong.integrations import Trainer
 
 OPTIONS = furlong.ChunkOptions(size=16)
+
+
+class OnGPUs(Trainer):
+    """The trainer, told that its processes have GPUs: on CPUs accelerate takes no FSDP plugin."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if self.args.fsdp_plugin_args is not None:
+            state.distributed_type = DistributedType.FSDP
+            PartialState().distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,8 @@ class Run:
     num_records: int = 21
     num_muted: int = 0
     """First records without a label."""
-    resume: bool = False
+    resumed: str = ""
+    """An earlier run and a step of it, as folders, after which this one goes on."""
     other_weights: bool = False
     """Whether each process has made weights of its own."""
 
@@ -69,17 +86,30 @@ class Found:
     train_loss: float
 
     @classmethod
-    def of(cls, trainer: Any, resume: bool = False) -> Found:
-        outcome = trainer.train(resume_from_checkpoint=resume)
-        weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    def of(cls, trainer: Any, folder: Path, resumed: str = "") -> Found:
+        """The run, whose model is afterwards in the folder."""
+        outcome = trainer.train(
+            resume_from_checkpoint=str(folder.parent / resumed) if resumed else None
+        )
+        weights = {n: whole(p).clone() for n, p in trainer.model.named_parameters()}
+        if trainer.is_fsdp_enabled:
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(str(folder / "exported"))
         return cls(trainer.losses, trainer.state.log_history, weights, outcome.training_loss)
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    x = parameter.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def take(folder: Path, runs: dict[str, Run]) -> None:
     """All runs, on this process; leaves what it finds in the folder."""
     found = {}
     for name, run in runs.items():
-        found[name] = Found.of(run.trainer(folder / name), run.resume)
+        trainer_class = OnGPUs if "fsdp" in run.arguments else Trainer
+        trainer = run.trainer(folder / name, trainer_class)
+        found[name] = Found.of(trainer, folder / name, run.resumed)
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@ the same batches of 6 sequences; the last one of an epoch has 3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 import transformers
 from helpers.launched import Launched
 from process_cases import Found, Run, take
+from transformers import AutoModelForCausalLM
 
 from furlong.integrations import Trainer
 
 BOUND = 1e-9
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
 
 
 def on_processes(
@@ -50,11 +52,21 @@ def by_update(found: Found, num_batches: int) -> list[float]:
     ]
 
 
+STEPS = {"max_steps": 5} | EVALUATED
 RUNS = {
-    "incomplete last batch": Run({"max_steps": 5} | EVALUATED),
+    "incomplete last batch": Run(STEPS),
+    "resumed": Run(STEPS, resumed="incomplete last batch/checkpoint-3"),
     "accumulation": Run({"max_steps": 3, "gradient_accumulation_steps": 2}, other_weights=True),
     "adapters": Run({"max_steps": 3}, lora=True),
     "mostly without labels": Run({"max_steps": 4}, num_muted=18),
+}
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+DIVIDED = {
+    "divided": Run(STEPS | FSDP, other_weights=True),
+    "resumed": Run(STEPS | FSDP, resumed="divided/checkpoint-3"),
+    "mostly without labels": Run(
+        {"max_steps": 2, "gradient_accumulation_steps": 2} | FSDP, num_muted=18
+    ),
 }
 LONG_RUNS = {
     "incomplete last batch": Run({"max_steps": 21} | EVALUATED, num_records=57),
@@ -65,22 +77,34 @@ LONG_RUNS = {
 
 
 @pytest.mark.parametrize(
-    "runs", [RUNS, pytest.param(LONG_RUNS, marks=pytest.mark.slow)], ids=["short", "long"]
+    "runs",
+    [RUNS, DIVIDED, pytest.param(LONG_RUNS, marks=pytest.mark.slow)],
+    ids=["short", "divided", "long"],
 )
 def test_two_processes_train_as_one(tmp_path: Path, runs: dict[str, Run]) -> None:
     both = on_processes(tmp_path, runs)
     for name, run in runs.items():
+        first, second = (found[name] for found in both)
+        assert first.losses == second.losses, name
+        assert all(torch.equal(x, second.weights[n]) for n, x in first.weights.items()), name
+        if run.resumed:
+            whole = both[0][run.resumed.split("/")[0]]
+            assert first.losses == whole.losses[3:], name
+            assert difference(first, whole) == 0, name
+            continue
+        own = {key: value for key, value in run.arguments.items() if key not in FSDP}
+        alone = replace(run, arguments=own)
         # the plain trainer's loss of a batch without labels is not a number
         trainer_class = Trainer if run.num_muted else transformers.Trainer
-        truth = Found.of(run.trainer(tmp_path / "plain", trainer_class))
-        first, second = (found[name] for found in both)
-        assert all(torch.equal(x, second.weights[n]) for n, x in first.weights.items()), name
+        truth = Found.of(alone.trainer(tmp_path / "plain", trainer_class), tmp_path / "plain")
         assert difference(first, truth) < BOUND, name
         num_batches = run.arguments.get("gradient_accumulation_steps", 1)
-        assert first.losses == second.losses, name
-        assert by_update(first, num_batches) == pytest.approx(
-            by_update(truth, num_batches), rel=BOUND
-        ), name
+        sums, true_sums = by_update(first, num_batches), by_update(truth, num_batches)
+        assert sums == pytest.approx(true_sums, rel=BOUND), name
         assert first.train_loss == pytest.approx(truth.train_loss, rel=BOUND), name
         for key in ("loss", "eval_loss", "grad_norm"):
             assert logged(first, key) == pytest.approx(logged(truth, key), rel=1e-6), (name, key)
+        if not run.lora:
+            exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "exported")
+            weights = dict(exported.named_parameters())
+            assert all(torch.equal(weights[n], x) for n, x in first.weights.items()), name

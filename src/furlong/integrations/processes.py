@@ -1,4 +1,4 @@
-"""Processes of one trainer, each with the whole model: equal weights, sums over all of them."""
+"""Processes of one trainer: equal weights, and sums over all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 
 from furlong.errors import ConfigError, DataError
@@ -52,6 +53,21 @@ def make_equal(model: nn.Module) -> None:
         x.copy_(whole)
 
 
+def require_parts(model: nn.Module) -> None:
+    """Raise ConfigError unless each process has a part of each trained weight, by whose address
+    accelerate tells an optimizer's parameters apart."""
+    size = dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        rows = parameter.shape[0]
+        if parameter.requires_grad and -(-rows // size) * (size - 1) >= rows:
+            raise ConfigError(
+                given=f"{name} of {rows} rows, divided among {size} processes by FSDP2",
+                required="a row for each process at least",
+                source="the model that was passed, and the number of processes",
+                change="leave FSDP out, so that each process has the whole model",
+            )
+
+
 def counted_together(num_batches: int, num_labels: int, device: torch.device) -> int:
     """The labels of all processes up to their next update.
 
@@ -68,6 +84,21 @@ def counted_together(num_batches: int, num_labels: int, device: torch.device) ->
             change="leave even_batches in accelerator_config as it is, or drop the last batch",
         )
     return sum(labels for _, labels in found)
+
+
+def last_round(loader: Any, num_processes: int) -> tuple[int, int]:
+    """Samples that each process gets at the end of accelerate's data loader, and how many of all
+    are no repeats; 0 where none are repeated, or where nobody knows."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while not isinstance(sampler, BatchSamplerShard):
+        if not hasattr(sampler, "batch_sampler"):
+            return loader.total_batch_size // num_processes, max(0, loader.remainder)
+        sampler = sampler.batch_sampler  # of one that skips batches when a run is resumed
+    samples = getattr(sampler.batch_sampler, "sampler", None)
+    if samples is None or sampler.drop_last or not sampler.batch_size:
+        return 0, 0
+    num_samples = sampler.batch_size // (num_processes if sampler.split_batches else 1)
+    return num_samples, len(samples) % (num_samples * num_processes)
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter]) -> None:
