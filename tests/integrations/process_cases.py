@@ -16,10 +16,13 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from helpers.tiny_families import build
+from sft_cases import ChunkedSFTTrainer, byte_tokenizer, prompts_and_completions
 from torch.distributed.tensor import DTensor
 from trainers import padded, recording, records, settings, wide_loss, with_adapters
+from trl import SFTConfig
 
 import furlong
+from furlong.errors import UserError
 from furlong.integrations import Trainer
 
 OPTIONS = furlong.ChunkOptions(size=16)
@@ -51,29 +54,50 @@ class Run:
     """An earlier run and a step of it, as folders, after which this one goes on."""
     other_weights: bool = False
     """Whether each process has made weights of its own."""
+    num_other_layers: int = 0
+    """Layers that the model of the second process has more."""
+    metrics: bool = False
+    """Whether an evaluation asks for logits."""
+    sft: bool = False
 
     def trainer(self, folder: Path, trainer_class: type = Trainer) -> Any:
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        number, num_processes = (
+            int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
         size = 6 // num_processes
-        model = build("qwen2")
-        if self.other_weights and int(os.environ.get("RANK", "0")):
-            torch.nn.init.normal_(model.lm_head.weight)
-        data = records(self.num_records)
-        for record in data[: self.num_muted]:
-            record["labels"] = [-100] * len(record["labels"])
         arguments = {
             "per_device_train_batch_size": size, "per_device_eval_batch_size": size, "data_seed": 5,
             **self.arguments,
         }  # fmt: skip
         is_plain = not issubclass(trainer_class, Trainer)
+        own = {"compute_loss_func": wide_loss} if is_plain else {"chunk_options": OPTIONS}
+        if self.sft:
+            return recording(trainer_class)(
+                model=build("llama", vocab_size=260),
+                args=SFTConfig(**settings(folder, max_length=64, **arguments)),
+                train_dataset=prompts_and_completions().select(range(self.num_records)),
+                processing_class=byte_tokenizer(),
+                **own,
+            )
+        model = build("qwen2", num_hidden_layers=3 + number * self.num_other_layers)
+        if self.other_weights and number:
+            torch.nn.init.normal_(model.lm_head.weight)
+        data = records(self.num_records)
+        for record in data[: self.num_muted]:
+            record["labels"] = [-100] * len(record["labels"])
         return recording(trainer_class)(
             model=with_adapters(model) if self.lora else model,
             args=transformers.TrainingArguments(**settings(folder, **arguments)),
             train_dataset=data,
             eval_dataset=records(7),
             data_collator=padded("right"),
-            **({"compute_loss_func": wide_loss} if is_plain else {"chunk_options": OPTIONS}),
+            compute_metrics=num_rows if self.metrics else None,
+            **own,
         )
+
+
+def num_rows(prediction: Any) -> dict[str, float]:
+    return {"rows": float(len(prediction.predictions))}
 
 
 @dataclass(frozen=True)
@@ -108,12 +132,27 @@ def take(folder: Path, runs: dict[str, Run]) -> None:
     found = {}
     for name, run in runs.items():
         trainer_class = OnGPUs if "fsdp" in run.arguments else Trainer
-        trainer = run.trainer(folder / name, trainer_class)
+        trainer = run.trainer(folder / name, ChunkedSFTTrainer if run.sft else trainer_class)
         found[name] = Found.of(trainer, folder / name, run.resumed)
+    leave(folder, found)
+
+
+def refused(folder: Path, runs: dict[str, Run]) -> None:
+    """The refusals of all runs, as `take` leaves what it finds."""
+    found = {}
+    for name, run in runs.items():
+        try:
+            run.trainer(folder / name).train()
+        except UserError as error:
+            found[name] = str(error)
+    leave(folder, found)
+
+
+def leave(folder: Path, found: dict[str, Any]) -> None:
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    take(Path(sys.argv[1]), {"run": Run({"max_steps": 4})})
+    take(Path(sys.argv[1]), {"run": Run({"max_steps": 4}), "sft": Run({"max_steps": 4}, sft=True)})
