@@ -215,7 +215,7 @@ def test_repeats_of_a_data_loader_lose_their_labels() -> None:
     "launcher",
     [
         ["torch.distributed.run", "--nproc-per-node=2", "--standalone"],
-        ["accelerate.commands.launch", "--cpu", "--num_processes=2"],
+        ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
     ],
     ids=["torchrun", "accelerate"],
 )

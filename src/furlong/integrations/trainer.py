@@ -108,9 +108,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             own = sum(map(num_labels, unpad(inputs)))
             num_items_in_batch = self._counted(1, own) if self._num_processes > 1 else own
         divisor = int(num_items_in_batch)
-        if not divisor:
-            return self._as_tensor(0.0)
-        loss = self._summed(inputs, divisor)[0] / divisor
+        loss = self._summed(inputs, divisor)[0] / divisor if divisor else 0.0
         if self._num_processes > 1 and not self._divides:
             self._own_loss += loss
             loss = 0.0
