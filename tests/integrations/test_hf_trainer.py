@@ -9,7 +9,16 @@ import pytest
 import torch
 import transformers
 from helpers.tiny_families import build
-from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
+from trainers import (
+    falls,
+    largest_difference,
+    padded,
+    recording,
+    records,
+    settings,
+    wide_loss,
+    with_adapters,
+)
 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
@@ -19,41 +28,6 @@ from furlong.runtime.pools import Storage
 
 OPTIONS = furlong.ChunkOptions(size=16)
 BOUND = 1e-9
-
-
-def dataset(num_sequences: int = 60) -> list[dict[str, list[int]]]:
-    """Sequences of 2 to 40 tokens; of every third, a prompt has no label."""
-    generator = torch.Generator().manual_seed(0)
-    lens = torch.randint(2, 41, (num_sequences,), generator=generator).tolist()
-    records = []
-    for index, num_tokens in enumerate(lens):
-        ids = torch.randint(3, 96, (num_tokens,), generator=generator).tolist()
-        prompt = 1 + num_tokens // 3 if index % 3 == 0 else 1
-        records.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return records
-
-
-def padded(side: str) -> Any:
-    def collate(records: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        length = max(len(record["input_ids"]) for record in records)
-
-        def pad(name: str, value: int) -> torch.Tensor:
-            rows = []
-            for record in records:
-                values = record.get(name, [1] * len(record["input_ids"]))
-                gap = [value] * (length - len(values))
-                rows.append(gap + values if side == "left" else values + gap)
-            return torch.tensor(rows)
-
-        batch = {name: pad(name, -100 if name == "labels" else 0) for name in records[0]}
-        batch["attention_mask"] = pad("attention_mask", 0)
-        if side == "left":
-            # Else transformers counts from the padding on: the same angles but for rounding, as it
-            # computes cos and sin in float32.
-            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return batch
-
-    return collate
 
 
 def train(
@@ -71,7 +45,7 @@ def train(
     trainer = recording(trainer_class)(
         model=with_adapters(model) if lora else model,
         args=transformers.TrainingArguments(**settings(folder, **arguments)),
-        train_dataset=dataset(),
+        train_dataset=records(),
         data_collator=padded(side),
         **own,
     )
@@ -113,7 +87,7 @@ def test_the_untouched_plain_trainer_rounds_its_loss_to_float32(tmp_path: Path) 
     plain = recording(transformers.Trainer)(
         model=build("qwen2"),
         args=transformers.TrainingArguments(**settings(tmp_path, max_steps=3)),
-        train_dataset=dataset(),
+        train_dataset=records(),
         data_collator=padded("right"),
     )
     plain.train()
@@ -129,7 +103,7 @@ def test_evaluation_callbacks_and_checkpoints_are_the_trainers_own(tmp_path: Pat
 
     count = Count()
     arguments = {
-        "max_steps": 6, "eval_dataset": dataset(7), "eval_strategy": "steps", "eval_steps": 3,
+        "max_steps": 6, "eval_dataset": records(7), "eval_strategy": "steps", "eval_steps": 3,
         "per_device_eval_batch_size": 2, "save_strategy": "steps", "save_steps": 3,
     }  # fmt: skip
     mine = train(Trainer, tmp_path / "mine", callbacks=[count], **arguments)
@@ -162,7 +136,7 @@ def test_metrics_of_logits_are_the_models_own(tmp_path: Path) -> None:
     trainer = Trainer(
         model=build("qwen2"),
         args=transformers.TrainingArguments(**settings(tmp_path, per_device_eval_batch_size=2)),
-        eval_dataset=dataset(4),
+        eval_dataset=records(4),
         data_collator=padded("right"),
         compute_metrics=note_shape,
         chunk_options=OPTIONS,
@@ -173,19 +147,19 @@ def test_metrics_of_logits_are_the_models_own(tmp_path: Path) -> None:
 
 def test_a_batch_without_labels_is_left_out(tmp_path: Path) -> None:
     masked = [
-        {"input_ids": r["input_ids"], "labels": [-100] * len(r["labels"])} for r in dataset(3)
+        {"input_ids": r["input_ids"], "labels": [-100] * len(r["labels"])} for r in records(3)
     ]
     trainer = Trainer(
         model=build("qwen2"),
         args=transformers.TrainingArguments(**settings(tmp_path, max_steps=2)),
         train_dataset=masked,
-        eval_dataset=dataset(3) + masked,
+        eval_dataset=records(3) + masked,
         data_collator=padded("right"),
         chunk_options=OPTIONS,
     )
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     evaluated = trainer.evaluate()["eval_loss"]
-    assert evaluated == pytest.approx(trainer.evaluate(dataset(3))["eval_loss"], rel=1e-12)
+    assert evaluated == pytest.approx(trainer.evaluate(records(3))["eval_loss"], rel=1e-12)
     assert trainer.train().training_loss == 0
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
@@ -194,7 +168,7 @@ def test_bfloat16_computes_on_float32_weights(tmp_path: Path) -> None:
     trainer = Trainer(
         model=build("qwen2", torch.float32),
         args=transformers.TrainingArguments(**settings(tmp_path, max_steps=2, bf16=True)),
-        train_dataset=dataset(),
+        train_dataset=records(),
         data_collator=padded("right"),
         chunk_options=OPTIONS,
     )
@@ -250,7 +224,7 @@ def test_a_loss_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_loss_that_is_set_later_is_refused_by_name(tmp_path: Path, name: str) -> None:
     trainer = Trainer(
         model=build("qwen2"), args=transformers.TrainingArguments(**settings(tmp_path)),
-        train_dataset=dataset(), data_collator=padded("right"), chunk_options=OPTIONS,
+        train_dataset=records(), data_collator=padded("right"), chunk_options=OPTIONS,
     )  # fmt: skip
     setattr(trainer, name, lambda *given, **named: torch.zeros(()))
     with pytest.raises(ConfigError, match=name):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.tiny_families import build
-from tokenizers import Tokenizer, models, pre_tokenizers
+from sft_cases import ChunkedSFTTrainer, byte_tokenizer, prompts_and_completions
 from trainers import falls, largest_difference, recording, settings, wide_loss, with_adapters
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -22,26 +21,9 @@ OPTIONS = furlong.ChunkOptions(size=16)
 BOUND = 1e-9
 
 
-class ChunkedSFTTrainer(Trainer, SFTTrainer):  # type: ignore[misc]
-    """All it takes."""
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and an end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<end>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-
-
-def prompts_and_completions() -> Dataset:
-    records = [
-        {"prompt": "x" * (1 + 5 * i % 7), "completion": " ".join(["ab", "cde"] * (1 + 11 * i % 5))}
-        for i in range(60)
-    ]
-    return Dataset.from_list(records)
+    return byte_tokenizer()
 
 
 def train(

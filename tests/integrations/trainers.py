@@ -46,6 +46,43 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def records(num_sequences: int = 60) -> list[dict[str, list[int]]]:
+    """Sequences of 2 to 40 tokens; of every third, a prompt has no label."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(2, 41, (num_sequences,), generator=generator).tolist()
+    found = []
+    for index, num_tokens in enumerate(lens):
+        ids = torch.randint(3, 96, (num_tokens,), generator=generator).tolist()
+        prompt = 1 + num_tokens // 3 if index % 3 == 0 else 1
+        found.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return found
+
+
+def padded(side: str) -> Any:
+    """A collator that pads batches on one side."""
+
+    def collate(records: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        length = max(len(record["input_ids"]) for record in records)
+
+        def pad(name: str, value: int) -> torch.Tensor:
+            rows = []
+            for record in records:
+                values = record.get(name, [1] * len(record["input_ids"]))
+                gap = [value] * (length - len(values))
+                rows.append(gap + values if side == "left" else values + gap)
+            return torch.tensor(rows)
+
+        batch = {name: pad(name, -100 if name == "labels" else 0) for name in records[0]}
+        batch["attention_mask"] = pad("attention_mask", 0)
+        if side == "left":
+            # Else transformers counts from the padding on: the same angles but for rounding, as it
+            # computes cos and sin in float32.
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return batch
+
+    return collate
+
+
 def with_adapters(model: Any) -> Any:
     """LoRA on every linear layer, in the model's dtype."""
     torch.manual_seed(1)

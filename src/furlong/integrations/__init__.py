@@ -1,0 +1,6 @@
+"""Doors of other libraries' training loops to the engine."""
+
+from furlong.integrations.collated import unpad
+from furlong.integrations.trainer import Trainer
+
+__all__ = ["Trainer", "unpad"]
