@@ -67,13 +67,17 @@ def long_tailed(num_sequences: int, longest_tokens: int) -> tuple[int, ...]:
     return tuple(max(8, n // _SCALE) for n in lens)
 
 
-def slow_device() -> HardwareSpec:
-    """A device of the sleep backend; no figure of it is measured."""
+def slow_device(slowness: int = 1) -> HardwareSpec:
+    """A device of the sleep backend, so many times as slow in all; none of it is measured."""
     spec = this_cpu(measured=False)
-    links = replace(spec.links, devices_per_node=64, within_node=_LINK, collectives=None)
+    link = Link(_LINK.latency_s * slowness, _LINK.bytes_per_s / slowness)
     return replace(
-        spec, peak_flops_per_s=_FLOPS_PER_S, memory_bytes=_MEMORY_BYTES, reserved_bytes=0,
-        links=links,
+        spec, peak_flops_per_s=_FLOPS_PER_S / slowness, memory_bytes=_MEMORY_BYTES,
+        reserved_bytes=0, layer_launch_s=spec.layer_launch_s * slowness,
+        pass_launch_s=spec.pass_launch_s * slowness,
+        slice_launch_s=spec.slice_launch_s * slowness,
+        activation_bytes_per_s=spec.activation_bytes_per_s / slowness,
+        links=replace(spec.links, devices_per_node=64, within_node=link, collectives=None),
     )  # fmt: skip
 
 
@@ -84,23 +88,25 @@ def cost_model(spec: HardwareSpec, config: Mapping[str, Any] = CONFIG) -> CostMo
 
 
 def pipelines(
-    lens: Sequence[int], dp: int, pp: int, names: Sequence[str] = PIPELINES
+    lens: Sequence[int], spec: HardwareSpec, dp: int, pp: int, names: Sequence[str] = PIPELINES
 ) -> Iterator[Contender]:
     """The best plan of each method in a layout of dp replicas of pp stages."""
     for name in names:
-        yield _best(lens, name, (dp, 1, pp), f"pipelines of {dp * pp} processes")
+        yield _best(lens, spec, name, (dp, 1, pp), f"pipelines of {dp * pp} processes")
 
 
-def pools(lens: Sequence[int], size: int, names: Sequence[str] = POOLS) -> Iterator[Contender]:
+def pools(
+    lens: Sequence[int], spec: HardwareSpec, size: int, names: Sequence[str] = POOLS
+) -> Iterator[Contender]:
     """The best plans without a pipeline: static groups of any size, disjoint and nested places."""
     family = f"pools of {size} processes"
     for name in names:
         if name == "Ulysses":
             sizes = [n for n in (2, 4, 8) if n <= size]
-            found = [_best(lens, name, (size // n, n, 1), family) for n in sizes]
+            found = [_best(lens, spec, name, (size // n, n, 1), family) for n in sizes]
             yield min(found, key=lambda one: step_s(one))
             continue
-        model = cost_model(slow_device())
+        model = cost_model(spec)
         if name == "FlexSP":
             problem = Problem(seq_lens=tuple(lens), model=model, num_devices=size, pp=1)
             best = search(problem, {name: PUBLISHED[name]}).best
@@ -140,9 +146,11 @@ def step_s(contender: Contender) -> float:
     return time_actions(contender.plan, costs).duration_s
 
 
-def _best(lens: Sequence[int], name: str, layout: Layout, family: str) -> Contender:
+def _best(
+    lens: Sequence[int], spec: HardwareSpec, name: str, layout: Layout, family: str
+) -> Contender:
     dp, sp, pp = layout
-    model = cost_model(slow_device())
+    model = cost_model(spec)
     problem = Problem(
         seq_lens=tuple(lens), model=model, num_devices=dp * sp * pp, dp=dp, sp=sp, pp=pp
     )

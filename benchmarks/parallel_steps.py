@@ -29,12 +29,14 @@ from furlong.calibrate.run import calibrate
 from furlong.cost.calibration.values import Calibration
 from furlong.cost.model import CostModel
 from furlong.models.held import hold, stand_ins
+from furlong.ops.exchange import Exchange
 from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Send
-from furlong.runtime.executor import Executor
+from furlong.runtime.batch import Batch
+from furlong.runtime.comms import Comms
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, shift_labels
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
-from furlong.runtime.precision import made_gradients
+from furlong.runtime.step import take_step
 from furlong.timeline import Record, Timeline
 
 Layout = tuple[int, int, int]
@@ -91,7 +93,7 @@ def run_trials(process: int, trials: list[Trial]) -> list[list[Ran]]:
             key = trial.layout, trial.plan.stages, trial.sleeps_by is None
             if key not in benches:
                 benches[key] = _Bench(trial, ranks_of[trial.layout])
-            ran = benches[key].run(trial)
+            ran = benches[key].step(trial)
             if number >= 0:
                 found[index].append(ran)
     return found
@@ -130,62 +132,58 @@ def _comparable(record: Record, sent: dict[Any, float]) -> Record:
     )
 
 
-class _Bench:
+class _Bench(FollowedModel):
     """A model on this process, ready for plans of one layout and one cut of its layers."""
 
     def __init__(self, trial: Trial, ranks: Ranks) -> None:
-        self._ranks, self._clocked = ranks, Clocked()
-        self._sleeps = trial.sleeps_by is not None
+        self._clocked = Clocked()
         model = _build(trial, self._clocked)
         if ranks.pp > 1:
             hold(model, stand_ins(model, trial.stage_layers[ranks.stage]))
-        self._followed = FollowedModel(
-            model, max_seq_len=None, compute_dtype=None, storage=None, ranks=ranks
-        )
-
-    def run(self, trial: Trial) -> Ran:
-        followed, plan = self._followed, trial.plan
-        began: list[float] = []
-        with followed.alone():
-            followed.follow()
-            if len(plan.stages) > 1:
-                followed.require_checked(plan.stages)
-            followed.model.model.zero_grad(set_to_none=True)
-            tied, made = followed.adding_up_tied(), made_gradients(followed.model.model)
-            computing = followed.computing(regathers=plan.regathers)
-            with tied, made, computing, followed.model.installed():
-                executor = self._executor(trial, began)
-                dist.barrier()
-                with followed.passing():
-                    _, timeline = executor.run()
-                self._clocked.pace = None
-        return Ran(self._ranks.plan_rank, began[0], timeline.records)
-
-    def _executor(self, trial: Trial, began: list[float]) -> Executor:
-        followed, plan, ranks = self._followed, trial.plan, self._ranks
-        backend: Any = followed.kept.backend
-        comms: Any = followed.comms(plan)
-        exchange: Any = followed.exchange
-        pace = None
+        super().__init__(model, max_seq_len=None, compute_dtype=None, storage=None, ranks=ranks)
+        with self.alone():
+            self.follow()
+            if len(trial.plan.stages) > 1:
+                self.require_checked(trial.plan.stages)
         if trial.sleeps_by is not None:
-            pace = Pace(trial.sleeps_by, plan, ranks.plan_rank, ranks.process)
-            self._clocked.pace = pace
-            backend, comms = SleepingBackend(self._clocked), StampedComms(comms, pace)
-            exchange = None if exchange is None else StampedExchange(exchange, pace)
+            self.kept.backend = SleepingBackend(self._clocked)
+
+    def comms(self, plan: ChunkPlan | None = None) -> Comms:
+        inner, pace = super().comms(plan), self._clocked.pace
+        return inner if pace is None else StampedComms(inner, pace)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        inner, pace = super().exchange, self._clocked.pace
+        return inner if pace is None or inner is None else StampedExchange(inner, pace)
+
+    def step(self, trial: Trial) -> Ran:
+        """Take a step with the trial's plan."""
+        assert self.ranks is not None
+        plan, began, pace = trial.plan, list[float](), None
+        if trial.sleeps_by is not None:
+            pace = Pace(trial.sleeps_by, plan, self.ranks.plan_rank, self.ranks.process)
+        self._clocked.pace = pace
+        sequences = _batch(trial)
+        batch = Batch(plan, sequences, sum(int((s.labels >= 0).sum()) for s in sequences))
 
         def begun(action: Action) -> None:
             if not began:
+                dist.barrier()
                 began.append(now_s())
             if pace is not None:
                 pace.begin(action)
 
-        sequences = _batch(trial)
-        labels = sum(int((s.labels >= 0).sum()) for s in sequences)
-        return Executor(
-            followed.model, plan, sequences, num_valid_tokens=labels, num_labels=labels,
-            backend=backend, pools=followed.kept.opened, comms=comms, rank=followed.rank,
-            process=followed.process, exchange=exchange, clock=now_s, begun=begun,
-        )  # fmt: skip
+        self.model.model.zero_grad(set_to_none=True)
+        with self.alone():
+            self.follow()
+            result = take_step(self, lambda: batch, None, _nothing, clock=now_s, begun=begun)
+        self._clocked.pace = None
+        return Ran(self.ranks.plan_rank, began[0], result.timeline.records)
+
+
+def _nothing() -> None:
+    """The watch of a step."""
 
 
 def _build(trial: Trial, clocked: Clocked) -> nn.Module:

@@ -18,6 +18,10 @@ _PRELOADED = ["furlong.api", "transformers", "torch.distributed.fsdp"]
 """Imported once, by the server that all processes are forked from."""
 
 
+_ENDING_S = 10.0
+"""How long processes that have answered may take to close their sockets."""
+
+
 class ProcessError(RuntimeError):
     """A process raised, died or did not end in time."""
 
@@ -43,7 +47,10 @@ def run_together(function: Callable[..., Any], *args: Any, world: int, limit_s: 
             for child, (_, sender) in zip(children, pairs, strict=True):
                 child.start()
                 sender.close()
-            return _answers([receiver for receiver, _ in pairs], limit_s)
+            answers = _answers([receiver for receiver, _ in pairs], limit_s)
+            for child in children:
+                child.join(_ENDING_S)
+            return answers
         finally:
             for child in children:
                 if child.pid is not None:

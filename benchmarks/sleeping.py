@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,15 +247,17 @@ class StampedExchange:
 
 
 class StampedComms:
-    """Messages that arrive when the modelled link would have brought them; one is posted ahead."""
+    """A process's comms, whose messages arrive when the modelled link would have brought them; one
+    receive is posted ahead."""
 
     def __init__(self, inner: Comms, pace: Pace) -> None:
         self._inner, self._pace = inner, pace
         self._free_s: dict[int, float] = {}
         """By peer, when the last message from it had come and the next was posted."""
 
-    def accept(self, plan: ChunkPlan) -> None:
-        self._inner.accept(plan)
+    def __getattr__(self, name: str) -> Any:
+        """All else is as it is."""
+        return getattr(self._inner, name)
 
     def send(self, action: Send, x: Tensor) -> None:
         x = torch.zeros_like(x)
@@ -270,18 +271,6 @@ class StampedComms:
         self._free_s[action.peer] = now_s()
         return torch.zeros_like(x)
 
-    def unshard(self, stage: int) -> None:
-        self._inner.unshard(stage)
-
-    def reshard(self, stage: int) -> None:
-        self._inner.reshard(stage)
-
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
-        return self._inner.last_backward(stage)
-
     def reduce(self, stage: int) -> None:
         self._inner.reduce(stage)
         time.sleep(self._pace.reduce_s(stage))
-
-    def add_up(self, values: Tensor) -> Tensor:
-        return self._inner.add_up(values)
