@@ -82,6 +82,8 @@ class Pace:
 
     def begin(self, action: Action) -> None:
         """An action begins: its head sleeps at once."""
+        if self.action is None:  # what came before the step is no part of it
+            self._mark_s = time.thread_time()
         self.action, self._forward, self._backward = action, NOTHING, NOTHING
         if isinstance(action, (Forward, Recompute, RebuildKV, Backward)):
             for part in self._costs.parts(action):
