@@ -1,4 +1,4 @@
-"""benchmarks/parallel.py: what it promises, and that the sleep backend takes a cost model's time."""
+"""benchmarks/parallel.py: its promises, and that the sleep backend takes a cost model's time."""
 
 from __future__ import annotations
 
