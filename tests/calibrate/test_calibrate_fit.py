@@ -7,6 +7,7 @@ import pytest
 
 from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
 from furlong.calibrate.trials import trials
+from furlong.cost.calibration.values import Calibration, load_calibration
 from furlong.cost.devices.hardware import Efficiency, hardware, this_cpu
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
@@ -70,6 +71,21 @@ def assert_close(found, rel):
 def test_rates_of_a_cpu_are_found_again():
     spec = this_cpu(measured=False)
     assert_close(fit_rates(simulated(spec, replace(spec, **TRUE_RATES)), spec), 1e-6)
+
+
+def test_bytes_that_cost_nothing_replace_what_was_assumed(tmp_path):
+    """Else an assumption that no measurement bears out comes on top of all that was fitted."""
+    spec = this_cpu(measured=False)
+    truth = replace(spec, **TRUE_RATES | {"activation_bytes_per_s": math.inf})
+    found = fit_rates(simulated(spec, truth, noise=-0.01), spec)
+    file = tmp_path / "calibration.json"
+    Calibration(hardware=spec.name, **found).save(file)
+    calibrated = load_calibration(file).apply(spec)
+    assert calibrated.activation_bytes_per_s > 1e15
+    for sample in simulated(spec, truth):
+        predicted = replace(sample.model, hardware=calibrated).costs(sample.plan)
+        step_s = sum(predicted.compute_s(action, 0) for action in sample.plan.actions[0])
+        assert step_s == pytest.approx(sum(sample.seconds), rel=0.01)
 
 
 def test_noise_of_five_percent_moves_what_a_step_takes_by_less():

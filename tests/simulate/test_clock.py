@@ -134,8 +134,8 @@ def test_collectives_start_with_the_last_rank_and_are_waited_for_by_the_next_cel
     )
     timeline = simulate(plan, Costs(unshard=2.0, F=1.0, B=2.0, reduce=4.0))
     assert spans(timeline, 0)[0] == ("F0.0 all", 2, 3)
-    assert spans(timeline, 1)[:2] == [("F2.0 all", 2, 3), ("B2.0", 3, 5)]
-    # rank 1 waits for rank 0
+    # rank 1 waits for rank 0: its last Backward adds gradients up
+    assert spans(timeline, 1)[:2] == [("F2.0 all", 2, 3), ("B2.0", 6, 8)]
     assert spans(timeline, 1, "link")[-1] == ("reduce 0", 8, 12)
     assert timeline.duration_s == 12
 

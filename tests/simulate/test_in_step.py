@@ -172,8 +172,35 @@ def test_every_pass_takes_as_long_as_its_slowest():
     # 4 and 2 tokens meet, then 1 and 3; a record ends with the rank's own work
     assert spans == [[(0, 4), (4, 12), (12, 13), (15, 17)], [(0, 2), (4, 8), (12, 15), (15, 21)]]
     assert timeline.duration_s == 21
-    free = replace(plan, regathers=False)
-    assert simulate(free, UnitCosts(free)).duration_s == 15
+
+
+def test_without_steps_only_the_first_pass_and_the_last_backward_meet():
+    """Weights are gathered in the one, gradients added up in the other: the first to come waits."""
+    plan = two_replicas(FIRST, "F2.0 all, B2.0, F3.0 all, B3.0, reduce 0", regathers=False)
+    timeline = simulate(plan, UnitCosts(plan))
+    spans = [
+        [(r.start_s, r.stop_s) for r in timeline.records if r.rank == rank and r.lane == "compute"]
+        for rank in (0, 1)
+    ]
+    assert spans == [[(0, 4), (4, 12), (12, 13), (13, 15)], [(0, 2), (2, 6), (6, 9), (13, 19)]]
+    assert timeline.duration_s == 19
+
+
+def test_a_replica_that_comes_late_to_a_stage_keeps_the_other_waiting():
+    """The second stage of both gathers its weights in its first pass."""
+    chunks = tuple(map(parse_chunk, ("0:0-4", "1:0-1")))
+    texts = (
+        "F0.0 all, send activation 0.0 to 1, recv gradient 0.1 from 1, B0.0, reduce 0",
+        "recv activation 0.0 from 0, F0.1 all, B0.1, send gradient 0.1 to 0, reduce 1",
+        "F1.0 all, send activation 1.0 to 3, recv gradient 1.1 from 3, B1.0, reduce 0",
+        "recv activation 1.0 from 2, F1.1 all, B1.1, send gradient 1.1 to 2, reduce 1",
+    )
+    actions = tuple(tuple(map(parse_action, own.split(", "))) for own in texts)
+    plan = ChunkPlan((4, 1), chunks, (1, 1), actions)
+    starts = time_actions(plan, UnitCosts(plan)).start_s
+    assert [own[1] for own in (starts[1], starts[3])] == [4, 4]  # not 1: stage 1 of rank 1 gathers
+    assert [own[2] for own in (starts[1], starts[3])] == [8, 8]  # its backward: F0.1 takes 4
+    assert [own[3] for own in (starts[0], starts[2])] == [16, 16]
 
 
 def test_a_forward_that_computes_nothing_is_no_pass():

@@ -13,10 +13,15 @@ import torch.distributed as dist
 
 from furlong.cost.calibration.fitting import relative_line
 from furlong.cost.devices.links import Collective, Link
+from furlong.ops.exchange import received, returned, send_back, send_in
+from furlong.plan.rows import rows_of
+from furlong.plan.values import Chunk, Place, Slice
+from furlong.runtime.exchange import AllToAll
 
 _BYTES = (2**14, 2**18, 2**21, 2**23)
 """At the wide end of a collective."""
 _NUM_REPEATS = 5
+_HEAD_DIM = 64
 
 
 def world_size() -> int:
@@ -40,7 +45,8 @@ def processes(device: torch.device) -> Iterator[bool]:
 
 def collective_links(device: torch.device) -> dict[str, Link]:
     """A link by the name of each collective, over all processes; ` between nodes` behind it where
-    they are on several. A bandwidth is a bus bandwidth, as `cost.devices.links` counts it.
+    they are on several. A bandwidth is a bus bandwidth, as `cost.devices.links` counts it; that of
+    an all-to-all includes its packing.
 
     Every process of the group calls it. A collective that the backend does not have is left out.
     """
@@ -57,8 +63,13 @@ def collective_links(device: torch.device) -> dict[str, Link]:
         moved = [_moved_bytes(name, num_bytes) for num_bytes in _BYTES]
         each, latency = relative_line(moved, seconds)
         if each > 0:
-            links[f"{name}{suffix}"] = Link(latency_s=latency, bytes_per_s=1 / each)
+            links[f"{name}{suffix}"] = Link(latency / _num_calls(name), 1 / each)
     return links
+
+
+def _num_calls(name: Collective) -> int:
+    """Collectives in what is measured of one kind, which share its bytes."""
+    return 2 if name == "all_to_all" else 1
 
 
 def _moved_bytes(name: Collective, num_bytes: int) -> float:
@@ -102,9 +113,29 @@ def _call(name: Collective, num_bytes: int, device: torch.device) -> Callable[[]
             scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
             return lambda: scatter(part, wide)
         case "all_to_all":
-            return lambda: dist.all_to_all_single(other, wide)
+            return _attention_ways(num_bytes, device)
         case "p2p":
             return lambda: _to_the_next(wide, other, rank, size)
+
+
+def _attention_ways(num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """The way of queries, keys and values to the heads of attention and that of its output back:
+    two all-to-alls of about `num_bytes` in all, which are packed and unpacked as in a layer."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    num_tokens = max(1, num_bytes // (4 * 4 * size * _HEAD_DIM))
+    chunk = Chunk((Slice(0, 0, num_tokens * size, Place(0, size)),))
+    (level,) = rows_of(chunk, rank, sp_size=size, q_heads=size, kv_heads=size).exchanged
+    assert dist.group.WORLD is not None
+    exchange = AllToAll({size: dist.group.WORLD})
+    q, k, v = (torch.zeros(size, num_tokens, _HEAD_DIM, device=device) for _ in range(3))
+
+    def there_and_back() -> object:
+        came_in = send_in(exchange, level, (q,), (k, v))()
+        (rows,) = received(level, came_in, (size,), (size, size))
+        back = send_back(exchange, level, [(rows[:1].contiguous(),)])()
+        return returned(level, back, (size,), ())[0].transpose(0, 1).contiguous()
+
+    return there_and_back
 
 
 def _renamed(name: str, before: str) -> Callable[..., object]:

@@ -142,10 +142,10 @@ def _seconds(sample: Sample, spec: HardwareSpec) -> Array:
 
 
 def _fields(found: Mapping[str, float]) -> dict[str, Any]:
-    """Fields of HardwareSpec of inverse rates; a term that costs nothing is left as it was."""
+    """Fields of HardwareSpec of inverse rates."""
     fields: dict[str, Any] = {name: found[name] for name in _LAUNCHES}
-    if found[_BYTES] > 0:
-        fields[_BYTES] = 1 / found[_BYTES]
+    # where they cost nothing, what the spec assumed would come on top of all that was fitted
+    fields[_BYTES] = 1 / found[_BYTES] if found[_BYTES] > 0 else inf
     for name in _EFFICIENCIES:
         each, half = found[name], found.get(f"{name} half", 0.0)
         if each == 0:

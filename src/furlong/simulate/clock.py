@@ -8,7 +8,9 @@ cell copies to or from its tier runs beside it, and the rank goes on when both a
 
 Where a plan gathers weights with every pass, the passes of a stage are collectives too: the n-th of
 each of its ranks begins when the last of them has come to it, and none goes on before the slowest
-is through. A rank's record ends with its own work, so that the rest shows as waiting.
+is through. A rank's record ends with its own work, so that the rest shows as waiting. Else this is
+so of its first pass and its last Backward alone, after which each rank goes its own way: weights
+are gathered in the first and gradients are added up in the last.
 
 The semantics of messages are a choice:
 
@@ -181,8 +183,10 @@ class _Clock:
                 starts[index] = now
                 stops[index] = free = now + self._costs.compute_s(action, rank)
             else:
-                # in step: the last rank to come has written this one's start and stop
+                # the last rank to come writes this one's start and stop
                 free = yield from self._end(*self._join(rank, index, now))
+                if not self._plan.regathers:
+                    free = stops[index]
             if self._copies and (copy_s := self._copies.copy_s(action, rank)):
                 self._copy_stop_s[rank, index] = starts[index] + copy_s
                 free = max(free, starts[index] + copy_s)
