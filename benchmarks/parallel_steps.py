@@ -31,7 +31,7 @@ from furlong.cost.model import CostModel
 from furlong.models.held import hold, stand_ins
 from furlong.ops.exchange import Exchange
 from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Send
-from furlong.runtime.batch import Batch
+from furlong.runtime.batch import PlannedSequences
 from furlong.runtime.comms import Comms
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, shift_labels
@@ -165,7 +165,8 @@ class _Bench(FollowedModel):
             pace = Pace(trial.sleeps_by, plan, self.ranks.plan_rank, self.ranks.process)
         self._clocked.pace = pace
         sequences = _batch(trial)
-        batch = Batch(plan, sequences, sum(int((s.labels >= 0).sum()) for s in sequences))
+        num_labels = sum(int((s.labels >= 0).sum()) for s in sequences)
+        batch = PlannedSequences(plan, sequences, num_labels)
 
         def begun(action: Action) -> None:
             if not began:

@@ -18,7 +18,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.sampling.plans import sampled
-from furlong.runtime.batch import Batch, among, read_sequences
+from furlong.runtime.batch import PlannedSequences, among, read_sequences
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (
     ShiftedSequence,
@@ -189,7 +189,7 @@ class Engine:
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels)) // num_copies
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = Batch(plan, every, num_labels)
+            batch = PlannedSequences(plan, every, num_labels)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
     def _planner(

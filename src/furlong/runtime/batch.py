@@ -22,7 +22,7 @@ from furlong.runtime.inputs import (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PlannedSequences:
     """A plan with its sequences, by seq_id: those that are not here are empty."""
 
     plan: ChunkPlan
@@ -48,7 +48,7 @@ def batch_of(
     sequences: object,
     rank: int,
     find_rows: Callable[[], Callable[[Chunk], ChunkRows]],
-) -> Batch:
+) -> PlannedSequences:
     """The batch of sequences that a caller has passed for a plan; their labels are shifted.
 
     `sequences`: all, in order, or a mapping of seq_id to each whose tokens this process reads, one
@@ -58,7 +58,7 @@ def batch_of(
     if not isinstance(sequences, Mapping):
         shifted = shift_labels(sequences)
         _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
-        return Batch(plan, shifted, count_valid_tokens(shifted))
+        return PlannedSequences(plan, shifted, count_valid_tokens(shifted))
     own: dict[Any, ShiftedSequence] = dict(
         zip(sequences, shift_labels(sequences.values()), strict=True)
     )
@@ -75,7 +75,7 @@ def batch_of(
     _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
     shifted = among(own, len(plan.seq_lens))
     is_whole = len(ids) == len(plan.seq_lens)
-    return Batch(plan, shifted, count_valid_tokens(shifted) if is_whole else None)
+    return PlannedSequences(plan, shifted, count_valid_tokens(shifted) if is_whole else None)
 
 
 def among(own: Mapping[Any, ShiftedSequence], num_sequences: int) -> list[ShiftedSequence]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from furlong.errors import PlanError
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan
-from furlong.runtime.batch import Batch, batch_of, divisor_of, require_plan
+from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
 from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
@@ -26,7 +26,7 @@ from furlong.runtime.rng import independent_draws
 from furlong.runtime.surroundings import drawn, untrainable
 
 
-def batch_for(followed: FollowedModel, plan: object, sequences: object) -> Batch:
+def batch_for(followed: FollowedModel, plan: object, sequences: object) -> PlannedSequences:
     """The batch that a caller has passed to this process; see `batch_of` for `sequences`."""
     plan = require_plan(plan)
     if followed.ranks is not None:
@@ -36,7 +36,7 @@ def batch_for(followed: FollowedModel, plan: object, sequences: object) -> Batch
 
 def take_step(
     followed: FollowedModel,
-    find: Callable[[], Batch],
+    find: Callable[[], PlannedSequences],
     num_valid_tokens: int | None,
     watch: Callable[[], None],
     **measuring: Unpack[Measuring],
@@ -99,8 +99,8 @@ def _surroundings(
 
 
 def _prepared(
-    followed: FollowedModel, batch: Batch, num_valid_tokens: int | None
-) -> tuple[Batch, Facts]:
+    followed: FollowedModel, batch: PlannedSequences, num_valid_tokens: int | None
+) -> tuple[PlannedSequences, Facts]:
     """The batch and what this process knows of it. Raises for what it cannot take."""
     model, plan = followed.model, batch.plan
     divisor = divisor_of(num_valid_tokens, batch.num_labels)
