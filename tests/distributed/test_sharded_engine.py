@@ -97,13 +97,12 @@ def test_a_replica_without_a_sequence():
 
 
 def draws(rank: int) -> tuple[float, float]:
-    """Replicas that draw chunks: against one process that runs the draws one after the other."""
+    """Replicas that draw chunks: against one process with the same draw of the whole batch."""
     step = Step(((40,), (29, 5)))
     single, model, sequences = llama(), llama(), step.sequences()
     options = furlong.ChunkOptions(size=8, sample={"chunks": 2, "rule": "fixed", "seed": 3})
     own = [[sequences[i] for i in step.ids(replica)] for replica in range(2)]
-    for of_replica in own:
-        furlong.forward_backward(single, of_replica, options, num_labels(sequences))
+    furlong.forward_backward(single, sequences, options)
     engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
     result = engine.forward_backward(own[rank], options)
     assert result.plan.sampled and result.num_valid_tokens == num_labels(sequences)

@@ -16,7 +16,7 @@ from furlong.planners.orders.replica import plan_replica
 from furlong.planners.predict import simulated_s, step_s
 
 Dealt = list[list[list[int]]]
-"""Of each step, of each replica, the places of its sequences among all."""
+"""Places of the sequences among all, by step and by replica; the replica with most work first."""
 
 
 def deal_steps(space: Space) -> Dealt:
