@@ -27,7 +27,7 @@ FLOORS = (
     ("api",),
     ("runtime", "data"),
     ("models",),
-    ("ops", "kv"),
+    ("ops", "kv", "values"),
     ("planners",),
     ("report",),
     ("simulate",),

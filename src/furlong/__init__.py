@@ -52,6 +52,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "values":
+        return importlib.import_module("furlong.values")
     if name not in _HOME:
         raise AttributeError(f"module 'furlong' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -37,6 +37,11 @@ from furlong.runtime.pools import Storage
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
 from furlong.runtime.step import batch_for, take_step
+from furlong.runtime.token_inputs import bare_inputs
+from furlong.runtime.token_loss import own_loss
+from furlong.runtime.token_values import hidden_states, token_values
+from furlong.runtime.two_phases import Gradients
+from furlong.values import TokenFunction, log_prob
 
 
 def _nothing() -> None:
@@ -138,17 +143,24 @@ class Engine:
         num_valid_tokens: int | None = None,
         backward: bool = True,
         *,
+        token_loss: TokenFunction | None = None,
         watch: Callable[[], None] = _nothing,
     ) -> StepResult:
         """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
+
+        `token_loss`: a function as in `furlong.values`, whose values (t,) are summed in the place
+        of the cross-entropy, in one process. Sequences may then hold more tensors (T, ...), which
+        it gets as extras. With `token_weights` (T,) each loss counts that often; the divisor is the
+        number of labels still.
 
         On several replicas each passes its own sequences; the outcome is that of all, numbered
         replica by replica.
         """
         shifted: list[ShiftedSequence] = []
+        own = own_loss(self._followed, sequences, token_loss)
 
         def make() -> ChunkPlan:
-            shifted[:] = shift_labels(sequences)
+            shifted[:] = shift_labels(sequences) if own is None else own.sequences
             if not shifted:
                 raise no_data("no sequences", "at least one sequence")
             lens = [len(s.input_ids) for s in shifted]
@@ -164,8 +176,40 @@ class Engine:
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels))
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = Batch(plan, every, num_labels)
+            batch = Batch(plan, every, num_labels, own and own.head)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
+
+    def token_values(
+        self,
+        sequences: Sequence[Mapping[str, Tensor]],
+        options: ChunkOptions,
+        fn: TokenFunction | None = None,
+        *,
+        gradients: Gradients = "returned",
+    ) -> list[Tensor]:
+        """Values of each sequence's tokens, (T,) or (T, k), that a loss may be made of: its
+        `backward` walks the chunks, as exactly as `forward_backward`.
+
+        `sequences`: as there, where labels may be left out (the ids), and with any more tensors
+        (T, ...), which `fn` gets as extras. `fn`: see `furlong.values`; default its `log_prob()`.
+        Entry t is about token t; entry 0 and tokens without a label are 0. `gradients`: returned to
+        autograd, or added to `.grad` without a second copy. Between forward and backward lives what
+        `options.keep` says of all sequences of the call, and no graph (`num_retained` is 0). Under
+        `torch.no_grad` there is no graph at all. A tensor that `fn` closes over gets no gradient
+        but what is added to its `.grad`.
+        """
+        return token_values(self._followed, sequences, options, fn or log_prob(), gradients)
+
+    def hidden_states(
+        self,
+        sequences: Sequence[Mapping[str, Tensor]],
+        options: ChunkOptions,
+        *,
+        gradients: Gradients = "returned",
+    ) -> list[Tensor]:
+        """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
+        `token_values`. Labels are not needed."""
+        return hidden_states(self._followed, bare_inputs(sequences), options, gradients)
 
     def _plan(
         self,
