@@ -24,7 +24,7 @@ FLOORS = (
     ("train", "integrations"),
     ("furlong",),
     ("calibrate",),
-    ("api",),
+    ("api", "door"),
     ("runtime", "data"),
     ("models",),
     ("ops", "kv", "values"),
