@@ -157,10 +157,10 @@ class Engine:
         replica by replica.
         """
         shifted: list[ShiftedSequence] = []
-        own = own_loss(self._followed, sequences, token_loss)
+        loss = own_loss(self._followed, sequences, token_loss)
 
         def make() -> ChunkPlan:
-            shifted[:] = shift_labels(sequences) if own is None else own.sequences
+            shifted[:] = shift_labels(sequences) if loss is None else loss.sequences
             if not shifted:
                 raise no_data("no sequences", "at least one sequence")
             lens = [len(s.input_ids) for s in shifted]
@@ -176,7 +176,7 @@ class Engine:
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels))
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = Batch(plan, every, num_labels, own and own.head)
+            batch = Batch(plan, every, num_labels, loss and loss.head)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
     def token_values(

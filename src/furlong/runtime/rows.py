@@ -1,6 +1,6 @@
 """Which cells of a padded or packed batch are a sequence, read as transformers reads them.
 
-    B rows of a batch, T columns
+B rows of a batch, T columns
 """
 
 from __future__ import annotations
