@@ -58,10 +58,10 @@ def chunked(
     """The model, whose forward goes through chunks where a gradient is wanted.
 
     `options`: None: `keep="kv"` and the other defaults; graphs are not kept (`num_retained` is 0).
-    The other arguments are those of `furlong.Engine`. Call it before a trainer is made of the model,
-    for its reference model too, and before or after adapters are added; `unchunked` undoes it, and
-    another call sets other options. Autocast, hooks, data parallelism and `torch.autograd.grad`
-    work as ever. Logits are the model's own, of all tokens at once.
+    The other arguments are those of `furlong.Engine`. Call it before a trainer is made of the
+    model, for its reference model too, and before or after adapters are added; `unchunked` undoes
+    it, and another call sets other options. Autocast, hooks, data parallelism and
+    `torch.autograd.grad` work as ever. Logits are the model's own, of all tokens at once.
 
     Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
     model raises ConfigError or DataError for what the door does not know.
@@ -122,8 +122,9 @@ class _Door:
             return type(decoder).forward(decoder, *args, **kwargs)
         _refuse_unknown(decoder, given)
         rows = rows_of_batch(
-            given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        )
+            given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
+            has_cache=_makes_cache(decoder, given),
+        )  # fmt: skip
         states = hidden_states(
             self.followed, [_sequence(given["input_ids"], row) for row in rows], self.options,
             notes=False,
@@ -144,6 +145,14 @@ class _Door:
         if use_cache or past is not None:
             raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
         return False
+
+
+def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
+    """Whether transformers would make a cache, beside which it does not look for packing."""
+    if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
+        return False
+    use_cache = given.get("use_cache")
+    return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
 def _named(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -126,8 +126,9 @@ def frozen(s: Subject) -> None:
 def one_sequence_used(s: Subject, of: int = 1) -> None:
     s.whole()[of].pow(2).sum().backward()
     truth = take_grads(s.model)
+    ran: list[Any] = []
     for keep in ("kv", "attention", "input"):
-        ran: list[Any] = []
+        ran.clear()
         hook = s.model.model.layers[0].register_forward_pre_hook(lambda *x: ran.append(x))
         values = s.values(keep=keep, hybrid=False)
         num_forwards = len(ran)
@@ -219,7 +220,7 @@ def data_swapped(s: Subject, name: str = "model.layers.1.mlp.up_proj.weight") ->
     before = weight.data
     weight.data = before * 1.1
     try:
-        with pytest.raises(ConfigError, match="moved by .* between forward and backward"):
+        with pytest.raises(ConfigError, match=r"moved by .* between forward and backward"):
             loss.backward()
     finally:
         weight.data = before

@@ -146,7 +146,7 @@ def _shared() -> Any:
 
 
 def test_values_are_about_their_own_token() -> None:
-    model, engine = _shared()
+    _, engine = _shared()
     values = engine.token_values(SEQUENCES, OPTIONS[0])
     for own, sequence in zip(values, SEQUENCES, strict=True):
         assert own.shape == sequence["labels"].shape and own.dtype == torch.float64

@@ -6,6 +6,7 @@ B rows of a batch, T columns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,13 +25,18 @@ class Row:
 
 
 def rows_of_batch(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    *,
+    has_cache: bool,
 ) -> list[Row]:
     """The sequences of a batch of token ids (B, T), in order.
 
     `attention_mask` (B, T): ones, with zeros in front of them or behind. `position_ids` (B, T) or
-    (1, T): default the column, padding counted. Without a mask a sequence begins wherever positions
-    do not go on by 1, as transformers has it. Raises DataError for anything else.
+    (1, T): default the column, padding counted. With neither mask nor cache (`has_cache`: whether
+    transformers would make one) a sequence begins wherever positions do not go on by 1, as
+    transformers has it. Raises DataError for anything else.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
         raise _unreadable(f"input_ids {_shown(input_ids)}", "token ids of shape (B, T)")
@@ -39,16 +45,15 @@ def rows_of_batch(
     for index, (start, stop) in enumerate(_bounds(input_ids, attention_mask)):
         own = positions[index, start:stop]
         breaks = (own.diff() != 1).nonzero().flatten() + 1
-        if len(breaks) and attention_mask is not None:
+        beside = "an attention_mask" if attention_mask is not None else "a cache" * has_cache
+        if len(breaks) and beside:
             raise _unreadable(
-                f"position_ids that jump within row {index}, beside an attention_mask",
-                "positions that go on by 1: with a mask transformers takes a row for one sequence",
-                "leave the attention_mask out of packed rows",
+                f"position_ids that jump within row {index}, beside {beside}",
+                "positions that go on by 1: there transformers takes a row for one sequence",
+                "leave the attention_mask out of packed rows, and pass use_cache=False",
             )
         ends = [start, *(breaks + start).tolist(), stop]
-        rows += [
-            Row(index, a, b, int(positions[index, a])) for a, b in zip(ends, ends[1:], strict=False)
-        ]
+        rows += [Row(index, a, b, int(positions[index, a])) for a, b in pairwise(ends)]
     if any(row.first_position < 0 for row in rows):
         raise _unreadable("position_ids below 0", "positions from 0 on")
     return rows
