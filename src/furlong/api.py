@@ -176,7 +176,7 @@ class Engine:
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels))
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = Batch(plan, every, num_labels, loss and loss.head)
+            batch = Batch(plan, every, num_labels, loss.head if loss else None)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
     def token_values(

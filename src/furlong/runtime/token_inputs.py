@@ -33,7 +33,7 @@ class TokenInputs:
     """Sequences with their extras, of a step on one process."""
 
     sequences: list[ShiftedSequence]
-    extras: list[Mapping[str, Tensor]]
+    extras: Sequence[Mapping[str, Tensor]]
     """By sequence and name: (T, ...), entry t about token t."""
 
     @property

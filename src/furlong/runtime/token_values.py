@@ -67,7 +67,7 @@ def outputs(
     *,
     notes: bool = True,
 ) -> list[Tensor]:
-    """What `make` makes of the final hidden states, for each sequence."""
+    """The outputs of each sequence: what `make` makes of its final hidden states."""
     require_options(options)
     require_two_phases(options)
     if gradients not in get_args(Gradients):
