@@ -35,13 +35,7 @@ def compute_parameters(
     of this call, once, on exit. On exit, also after an error, the model holds its own parameters
     again. Raises ConfigError for a hook that returns no gradient.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
+    places, parameters = _places(model)
     as_they_are = {id(parameter) for parameter in unchanged}
     sums: dict[int, Tensor] = {}
     """Gradients of this call that are added to `.grad` on exit."""
@@ -81,6 +75,20 @@ def compute_parameters(
         for key, parameter in parameters.items():
             for module, name in places[key]:
                 module._parameters[name] = parameter
+
+
+def _places(
+    model: nn.Module,
+) -> tuple[dict[int, list[tuple[nn.Module, str]]], dict[int, nn.Parameter]]:
+    """By id of each parameter: the modules that hold it, each with its name there; and itself."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+                parameters[id(parameter)] = parameter
+    return places, parameters
 
 
 @contextmanager
