@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from furlong.api import Engine, forward_backward
+    from furlong.door import chunked, unchunked
     from furlong.errors import (
         CheckpointError,
         ConfigError,
@@ -36,7 +37,9 @@ __all__ = [
     "Storage",
     "UnsupportedModelError",
     "UserError",
+    "chunked",
     "forward_backward",
+    "unchunked",
 ]
 __version__ = "0.1.0"
 
@@ -44,6 +47,7 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(__all__, "furlong.errors"),
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
+    **dict.fromkeys(["chunked", "unchunked"], "furlong.door"),
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.sampling.rules",
     "StepResult": "furlong.runtime.result",
@@ -52,6 +56,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "values":
+        return importlib.import_module("furlong.values")
     if name not in _HOME:
         raise AttributeError(f"module 'furlong' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -15,9 +14,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.sampling.plans import sampled
 from furlong.runtime.batch import PlannedSequences, among, read_sequences
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (
@@ -25,7 +22,6 @@ from furlong.runtime.inputs import (
     check_compute_dtype,
     count_valid_tokens,
     no_data,
-    require_options,
     require_seq_lens,
     shift_labels,
     whole_number,
@@ -33,10 +29,16 @@ from furlong.runtime.inputs import (
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.parallel.planning import Planned, planned, planned_together
 from furlong.runtime.parallel.ranks import Ranks
+from furlong.runtime.plans import planner_of, with_draw
 from furlong.runtime.pools import Storage
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
 from furlong.runtime.step import batch_for, take_step
+from furlong.runtime.token_inputs import bare_inputs
+from furlong.runtime.token_loss import own_loss
+from furlong.runtime.token_values import hidden_states, token_values
+from furlong.runtime.two_phases import Gradients
+from furlong.values import TokenFunction, log_prob
 
 
 def _nothing() -> None:
@@ -122,12 +124,12 @@ class Engine:
         with self._followed.alone():
             self._followed.follow()
             ranks = self._followed.ranks
-            make = self._planner(options, backward=backward)
+            make = planner_of(self._followed, options, backward=backward)
             if ranks is None:
-                return self._sampled(make(lens), options)
+                return with_draw(self._followed, make(lens), options)
             dealt = by_cost(lens, ranks.dp)
             plans = [make([lens[i] for i in own]) for own in dealt]
-            return self._sampled(join_replicas(plans, dealt, lens), options)
+            return with_draw(self._followed, join_replicas(plans, dealt, lens), options)
 
     def run(
         self,
@@ -160,21 +162,27 @@ class Engine:
         num_valid_tokens: int | None = None,
         backward: bool = True,
         *,
+        token_loss: TokenFunction | None = None,
         watch: Callable[[], None] = _nothing,
     ) -> StepResult:
         """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
+
+        `token_loss`: a function as in `furlong.values`, whose values (t,) are summed in the place
+        of the cross-entropy, in one process. Sequences may then hold more tensors (T, ...), which
+        it gets as extras. With `token_weights` (T,) each loss counts that often; the divisor is the
+        number of labels still.
 
         On several replicas each passes its own sequences, the same on all its processes; the
         outcome is that of all, numbered replica by replica.
         """
         shifted: list[ShiftedSequence] = []
-
+        loss = own_loss(self._followed, sequences, token_loss)
         with self._followed.alone():
             self._followed.follow()
-            planner = self._planner(options, backward=backward)
+            planner = planner_of(self._followed, options, backward=backward)
 
             def make() -> Planned:
-                shifted[:] = shift_labels(sequences)
+                shifted[:] = shift_labels(sequences) if loss is None else loss.sequences
                 if not shifted:
                     raise no_data("no sequences", "at least one sequence")
                 return planned(planner([len(s.input_ids) for s in shifted]), shifted)
@@ -185,47 +193,44 @@ class Engine:
             else:
                 found, own = planned_together(ranks, make)
                 num_copies = ranks.sp * ranks.pp
-            plan = self._sampled(found.plan, options, found.labelled)
+            plan = with_draw(self._followed, found.plan, options, found.labelled)
             labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
             num_labels = int(self._followed.comms().add_up(labels)) // num_copies
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
-            batch = PlannedSequences(plan, every, num_labels)
+            batch = PlannedSequences(plan, every, num_labels, loss.head if loss else None)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)
 
-    def _planner(
-        self, options: ChunkOptions, *, backward: bool
-    ) -> Callable[[Sequence[int]], ChunkPlan]:
-        """Plans the sequences of one replica, by their lengths. Among several stages a collective;
-        what it returns is none."""
-        followed, ranks = self._followed, self._followed.ranks
-        is_staged = ranks is not None and ranks.pp > 1
-        frozen = followed.num_frozen_layers if backward and is_staged else 0
+    def token_values(
+        self,
+        sequences: Sequence[Mapping[str, Tensor]],
+        options: ChunkOptions,
+        fn: TokenFunction | None = None,
+        *,
+        gradients: Gradients = "returned",
+    ) -> list[Tensor]:
+        """Values of each sequence's tokens, (T,) or (T, k), that a loss may be made of: its
+        `backward` walks the chunks, as exactly as `forward_backward`.
 
-        def plan(seq_lens: Sequence[int]) -> ChunkPlan:
-            require_options(options)
-            is_cut = backward and options.order == "layer-first"
-            return plan_replica(
-                seq_lens, options,
-                num_layers=self.model.num_layers, backward=backward,
-                stages=followed.heights if is_staged else (),
-                sp_size=1 if ranks is None else ranks.sp,
-                frozen_layers=self.model.num_frozen_layers if is_cut and not is_staged else frozen,
-            )  # fmt: skip
+        `sequences`: as there, where labels may be left out (the ids), and with any more tensors
+        (T, ...), which `fn` gets as extras. `fn`: see `furlong.values`; default its `log_prob()`.
+        Entry t is about token t; entry 0 and tokens without a label are 0. `gradients`: returned to
+        autograd, or added to `.grad` without a second copy. Between forward and backward lives what
+        `options.keep` says of all sequences of the call, and no graph (`num_retained` is 0). Under
+        `torch.no_grad` there is no graph at all. A tensor that `fn` closes over gets no gradient
+        but what is added to its `.grad`.
+        """
+        return token_values(self._followed, sequences, options, fn or log_prob(), gradients)
 
-        return plan
-
-    def _sampled(
-        self, plan: ChunkPlan, options: ChunkOptions, labelled: Collection[int] = ()
-    ) -> ChunkPlan:
-        """The plan of the whole batch with its draw, the same on all processes, if `options` ask
-        for one. `labelled`: chunks whose labels decide with which probability they are drawn."""
-        sampling = options.sampling
-        if sampling is None or not plan.trained:
-            return plan
-        if sampling.seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu"))
-            sampling = replace(sampling, seed=self._followed.by_first(seed))
-        return sampled(plan, sampling, labelled)
+    def hidden_states(
+        self,
+        sequences: Sequence[Mapping[str, Tensor]],
+        options: ChunkOptions,
+        *,
+        gradients: Gradients = "returned",
+    ) -> list[Tensor]:
+        """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
+        `token_values`. Labels are not needed."""
+        return hidden_states(self._followed, bare_inputs(sequences), options, gradients)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is an engine of the model's copy, with buffers and checks of its own."""

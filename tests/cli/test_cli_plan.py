@@ -52,7 +52,7 @@ def test_writes_pictures_and_traces(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "given"),
     [
-        ('"version": 4', '"version": 7', "version 7"),
+        ('"version": 5', '"version": 7', "version 7"),
         ('"B1.0"', '"B1.0 x"', "'B1.0 x'"),
         ('"R0.0"', '"R0.0",\n "R0.0"', "the graph of 0.0 is there already"),
     ],

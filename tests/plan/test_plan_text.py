@@ -120,6 +120,7 @@ def test_plans_round_trip(chunk_list, action_lists, data):
         frozen_stages=data.draw(small),
         sp_size=data.draw(st.integers(1, 8)),
         sampled=data.draw(st.booleans()),
+        two_phases=data.draw(st.booleans()),
         regathers=data.draw(st.booleans()),
     )
     assert load_plan(save_plan(plan)) == plan
@@ -164,7 +165,7 @@ def change(field, value):
         ("{", "no JSON"),
         ("[]", "version None"),
         (change("version", 1), "version 1"),
-        (change("version", 5), "version 5"),
+        (change("version", 6), "version 6"),
         (change("extra", 1), "extra"),
         (change("tier", "host"), "tier"),
         (change("tiers", "host"), "tiers = 'host'"),
@@ -196,13 +197,13 @@ def test_a_plan_of_version_1_says_what_to_do():
     del saved["tiers"], saved["frozen_stages"]
     with pytest.raises(UserError) as error:
         load_plan(json.dumps(saved))
-    assert (error.value.given, error.value.required) == ("version 1", "version 4")
+    assert (error.value.given, error.value.required) == ("version 1", "version 5")
     assert "save the plan again" in error.value.change
 
 
 def test_the_json_names_the_tier_of_each_kind():
     saved = json.loads(save_plan(PLAN))
-    assert saved["version"] == 4
+    assert saved["version"] == 5
     assert saved["tiers"] == {
         "kv": "disk", "inputs": "device", "attention": "host", "graphs": "device",
     }  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -118,10 +119,17 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     rule = AttentionRule(scale, sliding_window or None, softcap or None)
     width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    q, k, v = (_widened(x[0], width) for x in (query, key, value))
+    q, k, v = (_widened(_autocast(x[0]), width) for x in (query, key, value))
     cell, what = of_pass
     out = cell.attend(what, module.layer_idx, q, k, v, rule, s_aux)[..., :value_width]  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in the dtype of an autocast around the pass, as SDPA takes it."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -203,7 +203,7 @@ class CausalLM:
 
 
 @dataclass
-class _DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
+class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
     """Every field that some family's head looks for."""
 
     cross_attentions: Any = None
@@ -212,8 +212,8 @@ class _DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
 class _HiddenStates(nn.Module):
     """Stands in the decoder's place: its input is its output."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
-        return _DecoderOutput(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> DecoderOutput:
+        return DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _child_name(base: nn.Module, decoder: nn.Module) -> str:

@@ -62,10 +62,10 @@ def tiled_loss(
     """
     grad = torch.zeros_like(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for tile in _tiles(rows, max_tile_tokens):
+    for tile in tiles(rows, max_tile_tokens):
         tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
         with torch.enable_grad():
-            loss = cross_entropy(_wide(head(tile_hidden)), labels[tile], reduction="sum")
+            loss = cross_entropy(wide(head(tile_hidden)), labels[tile], reduction="sum")
             (loss * grad_scale).backward()  # type: ignore[no-untyped-call]
         assert tile_hidden.grad is not None
         grad[tile] = tile_hidden.grad
@@ -87,15 +87,17 @@ def token_losses(
     """
     losses = torch.zeros(labels.shape, dtype=torch.float64, device=hidden.device)
     with torch.no_grad():
-        for tile in _tiles(rows, max_tile_tokens):
-            logits = _wide(head(hidden[tile]))  # (t, V)
+        for tile in tiles(rows, max_tile_tokens):
+            logits = wide(head(hidden[tile]))  # (t, V)
             losses[tile] = cross_entropy(logits, labels[tile], reduction="none").double()
     return losses
 
 
-def _tiles(rows: Tensor, max_tile_tokens: int) -> tuple[Tensor, ...]:
+def tiles(rows: Tensor, max_tile_tokens: int) -> tuple[Tensor, ...]:
+    """Rows (R,) in tiles of at most so many."""
     return rows.split(max_tile_tokens) if len(rows) else ()  # split makes one tile of no rows
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 where they are."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -216,6 +216,19 @@ def _lost_kv_gradients(grid: Grid) -> Breaks:
                 yield f"B{later} has sent dK,dV to {grid.name(cell)}, which this would lose", at
 
 
+def _mixed_phases(grid: Grid) -> Breaks:
+    """I3, of two phases. The caller makes the loss of all outputs: no other action of a rank comes
+    before its last Forward."""
+    begun: set[int] = set()
+    for at, action, cell in grid.each(*COMPUTING) if grid.plan.two_phases else ():
+        if not isinstance(action, Forward):
+            begun.add(grid.ranks[at])
+        elif grid.ranks[at] in begun:
+            yield f"the first phase was over before F{grid.name(cell)}", at
+        elif action.keep == "all":
+            yield "no graph lives from one phase to the other", at
+
+
 def _odd_graphs(grid: Grid) -> Breaks:
     """I6. A Backward consumes the graph of a Forward that kept all or of exactly one Recompute."""
     has_graph = bytearray(len(grid.forward))
@@ -275,6 +288,7 @@ _CELL_RULES: tuple[Rule, ...] = (
         _odd_factors,
     ),
     ("forwards ascend, and every cell follows its neighbours", _out_of_order),
+    ("a plan of two phases has all Forwards in the first", _mixed_phases),
     ("the K,V of earlier chunks are there when they are read", _missing_kv),
     ("the dK,dV of a chunk are complete before its Backward", _lost_kv_gradients),
     ("every Backward has one graph, and every Recompute an input to start from", _odd_graphs),

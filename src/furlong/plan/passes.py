@@ -3,7 +3,8 @@
 Executor, cost model and memory walk read it here; none of them decides it anew. A forward stops as
 early as its plan allows: at the last stage, where nobody waits for an output, behind the last K,V
 projection, or before it starts if no later chunk reads K,V either. A chunk that is not drawn in a
-sampled plan waits for no output either, unless the plan reports its loss.
+sampled plan waits for no output either, unless the plan reports its loss. In a plan of two phases
+the caller waits for every output.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def _of_forward(plan: ChunkPlan, action: Forward, *, trained: bool) -> Pass:
     if action.keep == "all":
         return Pass("graph", writes_kv=continues, recompute_layers=action.recompute_layers)
     remembers = height if trained and action.keep == "attention" else 0
+    if plan.two_phases:
+        return Pass("values", writes_kv=continues, remembers=remembers, loss=is_last)
     if not is_last:
         return Pass("values", writes_kv=continues, remembers=remembers)
     if continues:

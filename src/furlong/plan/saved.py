@@ -10,12 +10,12 @@ from typing import Any, get_args
 from furlong.plan.text import format_action, format_chunk, parse_action, parse_chunk, unreadable
 from furlong.plan.values import ChunkPlan, Tier, Tiers
 
-VERSION = 4
+VERSION = 5
 """The version of the JSON form. Other versions are refused: a plan is cheap to make again."""
 
 _MADE_FOR = "made_for"
 _NUMBERS = ("sp_size", "frozen_stages")
-_SWITCHES = ("sampled", "report_loss", "regathers")
+_SWITCHES = ("sampled", "report_loss", "two_phases", "regathers")
 
 
 def save_plan(plan: ChunkPlan, made_for: Mapping[str, Any] | None = None) -> str:

@@ -199,6 +199,9 @@ class ChunkPlan:
     report_loss: bool = True
     """Whether chunks without a Backward compute their loss. Without it, which a sampled plan may
     do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
+    two_phases: bool = False
+    """Whether the caller makes its loss of the last stage's outputs, between two phases: all
+    Forwards, each of which runs to its end, and everything else."""
     frozen_stages: int = 0
     """First stages without a trained parameter in them or below: they have no Backward."""
     regathers: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from furlong.errors import ConfigError, DataError
+from furlong.models.causal_lm import CausalLM
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan, Forward
 from furlong.runtime.inputs import (
@@ -19,6 +20,7 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
+from furlong.runtime.loss_head import FinalHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class PlannedSequences:
     sequences: Sequence[ShiftedSequence]
     num_labels: int | None
     """Tokens with a label in the whole batch, None where this process does not know them."""
+    make_head: Callable[[CausalLM, ChunkPlan], FinalHead] | None = None
+    """The head of another loss than the cross-entropy."""
 
 
 def require_plan(plan: object) -> ChunkPlan:

@@ -23,7 +23,7 @@ from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
     input_ids: Tensor  # (T,) int64
-    position_ids: Tensor  # (T,) int64, from each slice's own start
+    position_ids: Tensor  # (T,) int64, from each slice's own place in its sequence
     labels: Tensor  # (T,) int64, shifted
     labelled_rows: Tensor  # (R,) int64, the rows that have a label
     rows: ChunkRows
@@ -81,7 +81,8 @@ def chunk_inputs(
     for seq_id, start, stop in rows.tokens:
         ids.append(sequences[seq_id].input_ids[start:stop])
         labels.append(sequences[seq_id].labels[start:stop])
-        positions.append(torch.arange(start, stop, device="cpu"))
+        first = sequences[seq_id].first_position
+        positions.append(torch.arange(first + start, first + stop, device="cpu"))
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
         labels = [torch.full((1,), IGNORE_INDEX, device="cpu")]

@@ -39,11 +39,11 @@ from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
 from furlong.runtime.layout import chunk_pieces, open_store, rows_on
 from furlong.runtime.ledger import Ledger
 from furlong.runtime.live_cell import LiveCell, last_actions
-from furlong.runtime.loss_head import LossHead
+from furlong.runtime.loss_head import FinalHead, loss_head
 from furlong.runtime.pools import Pools
 from furlong.runtime.recorder import Measuring, Recorder
 from furlong.runtime.rng import RNGState, replayed
-from furlong.runtime.saved_graphs import SavedGraph
+from furlong.runtime.saved_graphs import SavedGraph, saving
 from furlong.runtime.stage_inputs import StageInputs
 from furlong.timeline import Timeline
 
@@ -65,10 +65,13 @@ class Executor:
         num_labels: int | None = None,
         process: int = 0,
         exchange: Exchange | None = None,
+        head: FinalHead | None = None,
+        modes: Callable[[], AbstractContextManager[object]] = nullcontext,
         **measuring: Unpack[Measuring],
     ) -> None:
         """`num_labels`: those of the whole batch, None if all sequences are there. `process`: its
-        number among those that obey the rank's actions together, which `exchange`."""
+        number among those that obey the rank's actions together, which `exchange`. `head`: what
+        takes final hidden states; `modes`: torch's, within which passes run."""
         comms.accept(plan)
         check(plan)
         self._model, self._plan, self._rank, self._divisor = model, plan, rank, num_valid_tokens
@@ -89,14 +92,13 @@ class Executor:
         self._attention = pools.of(plan.tiers.attention)
         heap = None if plan.tiers == ON_DEVICE else process_heap(model.device)
         self._freed = FreedMemory(heap, self._passes)
-        self._ledger = Ledger()
+        self._ledger, self._num_done = Ledger(), 0
         self._hidden = StageInputs(pools.of(plan.tiers.inputs), self._ledger)
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._live: dict[tuple[int, int], LiveCell] = {}
+        self._kv_dead, self._input_dead = kv_frees(plan, rank), input_frees(plan, rank)
         self._draws = any(module.training for module in model.model.modules())
-        self._head = LossHead(
-            model, () if plan.trained else plan.seq_lens, estimates=not plan.report_loss
-        )
+        self._head, self._modes = head or loss_head(model, plan), modes
         self._recorder = Recorder(pools, rank, **measuring)
         self.token_losses = self._head.token_losses
         """The loss of each token (T,) of each sequence; empty for a plan with backwards."""
@@ -108,38 +110,45 @@ class Executor:
     def run(self, watch: Callable[[], None] = lambda: None) -> tuple[float, Timeline]:
         """Obey the plan; returns the summed loss and what ran when. Call inside `installed`.
         `watch` is called after each action; what it raises ends the run."""
-        kv_dead, input_dead = kv_frees(self._plan, self._rank), input_frees(self._plan, self._rank)
-        try:
-            index = 0
-            for index, (action, what) in enumerate(zip(self._actions, self._passes, strict=True)):
-                self._recorder.begin(action)
-                self._hidden.expect_for(self._actions[index + 1 : index + 2])
-                self._obey(action, what)
-                for chunk, stage in kv_dead[index]:
-                    self._free_kv(chunk, stage)
-                for cell in input_dead[index]:
-                    self._hidden.drop(cell)
-                self._end(index)
-                self._recorder.end(action)
-                watch()
-            self._ledger.assert_empty()
-            assert not self._outbox, "a message was never sent"
-            assert not self._store.num_buffers, "the store holds K,V at the end of the step"
-        except BaseException as error:
-            for alive in (self._live, self._outbox, self._store, self._pools):
-                alive.clear()
-            self._comms.give_up(error, self._actions[index:])
-            raise
+        self.advance(len(self._actions), watch)
         self._comms.settle()
         loss_sum, self.num_labels = self._head.total(self._num_labels, self._comms.add_up)
         return loss_sum, self._recorder.timeline()
 
-    def _end(self, index: int) -> None:
-        """Forget the cell and the chunk's inputs that no later action uses."""
+    def advance(self, stop: int, watch: Callable[[], None] = lambda: None) -> None:
+        """Obey actions up to number `stop`, where the last call ended; see `run`."""
+        try:
+            while self._num_done < stop:
+                self._act(self._num_done)
+                self._num_done += 1
+                watch()
+            if stop == len(self._actions):
+                self._ledger.assert_empty()
+                assert not self._outbox and not self._store.num_buffers, "messages or K,V are left"
+        except BaseException as error:
+            self.abandon()
+            self._comms.give_up(error, self._actions[self._num_done :])
+            raise
+
+    def _act(self, index: int) -> None:
+        action = self._actions[index]
+        self._recorder.begin(action)
+        self._hidden.expect_for(self._actions[index + 1 : index + 2])
+        self._obey(action, self._passes[index])
+        for chunk, stage in self._kv_dead[index]:
+            self._free_kv(chunk, stage)
+        for cell in self._input_dead[index]:
+            self._hidden.drop(cell)
         self._inputs.end(index)
         if index in self._ends:
-            del self._live[self._ends[index]]
+            del self._live[self._ends[index]]  # no later action uses it
         self._freed.end(index)
+        self._recorder.end(action)
+
+    def abandon(self) -> None:
+        """Forget everything that is alive, after an error."""
+        for alive in (self._live, self._outbox, self._store, self._pools):
+            alive.clear()
 
     def _obey(self, action: Action, what: Pass) -> None:
         match action:
@@ -171,8 +180,7 @@ class Executor:
             self._ledger.hold("kv", *at)
         if what.remembers:
             self._ledger.hold("attention", *at)
-        replay = None if isinstance(action, Forward) else live.rng
-        with replayed(replay, self._model.device):
+        with replayed(None if isinstance(action, Forward) else live.rng, self._model.device):
             match what.computes:
                 case "to last kv":
                     with torch.no_grad(), suppress(KVReady):
@@ -185,7 +193,9 @@ class Executor:
                     self._deliver(action, hidden)
                 case "graph":
                     self._ledger.hold("graph", *at)
-                    with torch.enable_grad(), self._saving(action, live):
+                    if self._graphs is not None and isinstance(action, Forward):
+                        live.saved = SavedGraph(self._graphs)  # a recomputed one is used at once
+                    with torch.enable_grad(), saving(live.saved, self._model.model):
                         live.output = self._run(live, at, what)
                     if isinstance(action, Forward):
                         self._deliver(action, live.output)
@@ -200,7 +210,7 @@ class Executor:
         cell.attended.clear()
         cell.expect(what)
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, self._modes():
                 x = own.input_ids if stage == 0 else self._leaf(live, at, what, stack)
                 hidden = self._stages[stage].run(x, own.position_ids, cell, what)
         except KVReady:
@@ -212,14 +222,6 @@ class Executor:
         # LayerDrop skips layers in some forwards only, which the self-check need not have met
         require_each_layer(self._model.name, cell.attended, cell.layers)
         return hidden
-
-    def _saving(self, action: Action, live: LiveCell) -> AbstractContextManager[None]:
-        """Where the plan says so, the graph of a retained cell goes into a lower tier."""
-        if self._graphs is None or not isinstance(action, Forward):
-            return nullcontext()  # a recomputed graph is used at once
-        live.saved = SavedGraph(self._graphs)
-        model = self._model.model
-        return live.saved.saving((*model.parameters(), *model.buffers()))
 
     def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
         """The stage's input (T, D); of a graph a leaf, whose gradient is that of the input."""
@@ -246,9 +248,8 @@ class Executor:
         assert live.output is not None
         live.cell.relay_factor = action.relay_factor
         if what.loss:
-            gradient = self._head.gradient(
-                live.output, self._inputs.of(action.chunk), action.loss_factor, self._divisor
-            )
+            own = self._inputs.of(action.chunk)
+            gradient = self._head.gradient(live.output, own, action.loss_factor, self._divisor)
             if not self._head.num_labels and self._last_backward[action.stage] is action:
                 self._head.no_rows(live.output)
             self._pull(action, live.output, gradient)

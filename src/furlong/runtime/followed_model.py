@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from furlong.errors import ConfigError, LinkError, UnsupportedModelError
@@ -34,7 +34,7 @@ from furlong.runtime.parallel.sharding import one_step, shard
 from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
 from furlong.runtime.self_check import self_check
-from furlong.runtime.surroundings import device_type, left_out, refuse_mode
+from furlong.runtime.surroundings import device_type, left_out, refuse_autocast, refuse_mode
 
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
@@ -70,12 +70,14 @@ class FollowedModel:
         self._notes: set[str] = set()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, *, takes_autocast: bool = False) -> Iterator[None]:
         """Refuse a second call on the same model, and modes in which nothing can be recorded.
 
-        A caller's autocast is off within: the dtypes are the engine's own.
+        A caller's autocast is off within: the dtypes are the engine's own, unless that takes it.
         """
-        refuse_mode(self.given, self.compute_dtype)
+        refuse_mode(self.given)
+        if not takes_autocast:
+            refuse_autocast(self.given, self.compute_dtype)
         if self.kept.ranks is not None and self.kept.process != os.getpid():
             raise ConfigError(
                 given="a model of several processes, in a fork of one of them",
@@ -96,13 +98,15 @@ class FollowedModel:
                 yield
         finally:
             self.kept.busy.release()
+            self.kept.sweep()
 
-    def follow(self) -> None:
+    def follow(self, *, notes: bool = True) -> None:
         """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
-        if that is not done."""
+        if that is not done. `notes`: warn of what nobody does."""
         base = bare_model(self.given)
         for message in left_out(self.given, base, is_shared=self.ranks is not None):
-            self.note(message)
+            if notes:
+                self.note(message)
         now = fingerprint(base)
         if now == self._fingerprint:
             return
@@ -122,15 +126,18 @@ class FollowedModel:
         self._check_once(self._fingerprint, heights)
 
     @contextmanager
-    def computing(self, *, regathers: bool = False) -> Iterator[None]:
-        """Within it the weights are in the compute dtype; `regathers`: see `one_step`."""
+    def computing(
+        self, *, regathers: bool = False, returned: dict[int, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Within it the weights are in the compute dtype; `regathers`: see `one_step`, `returned`:
+        see `compute_parameters`."""
         if self._is_sharded:
             with one_step(self.model.base, regathers=regathers):
                 yield
             return
         dtype = self.compute_dtype
         unchanged = [] if dtype is None else self.model.stays_float32(dtype)
-        with compute_parameters(self.model.model, dtype, unchanged=unchanged):
+        with compute_parameters(self.model.model, dtype, unchanged=unchanged, returned=returned):
             yield
 
     @property

@@ -19,6 +19,7 @@ from furlong.planners.options import ChunkOptions
 class ShiftedSequence:
     input_ids: Tensor  # (T,) int64
     labels: Tensor  # (T,) int64, label t is what token t predicts
+    first_position: int = 0
 
 
 def shift_labels(sequences: object) -> list[ShiftedSequence]:
@@ -112,9 +113,10 @@ def check_ranges(
         num_tokens = len(sequence.input_ids)
         if not num_tokens:  # another rank has it
             continue
-        if longest_tokens is not None and num_tokens > longest_tokens:
+        last_position = sequence.first_position + num_tokens
+        if longest_tokens is not None and last_position > longest_tokens:
             raise refused_data(
-                f"sequence {index} of {num_tokens:,} tokens",
+                f"sequence {index} of {last_position:,} tokens",
                 f"at most {longest_tokens:,}, the smaller of max_seq_len and the model's positions",
                 "pass a larger max_seq_len, cut the sequence, or extend the model's RoPE",
             )
@@ -170,7 +172,7 @@ def refused_data(
     required: str,
     change: str = "pass one dict per sequence, unpadded, without a batch axis",
 ) -> DataError:
-    source = "the sequences passed to forward_backward"
+    source = "the sequences that were passed"
     return DataError(given=given, required=required, source=source, change=change)
 
 

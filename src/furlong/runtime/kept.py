@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,22 @@ class Kept:
     """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
+    dropped: deque[Callable[[], None]] = field(default_factory=deque)
+    """Ends of calls whose values nobody holds any more."""
+
+    def drop(self, end: Callable[[], None]) -> None:
+        """Give back what a call holds: at once, or when the call that runs now is over."""
+        self.dropped.append(end)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what was dropped, unless a call runs."""
+        while self.dropped and self.busy.acquire(blocking=False):
+            try:
+                while self.dropped:
+                    self.dropped.popleft()()
+            finally:
+                self.busy.release()
 
     @property
     def opened(self) -> Pools:

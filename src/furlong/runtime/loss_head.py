@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,36 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
+from furlong.plan.values import ChunkPlan
 from furlong.runtime.chunk_inputs import ChunkInputs
+
+
+class FinalHead(Protocol):
+    """Takes the final hidden states of chunks: without gradients, and with them."""
+
+    num_labels: int
+    """Rows of this process that went through the head."""
+    token_losses: list[Tensor]
+
+    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
+        """Take a chunk's final hidden states (T, D), in a pass without a graph."""
+        ...
+
+    def gradient(
+        self, hidden: Tensor, inputs: ChunkInputs, loss_factor: float, num_valid_tokens: int
+    ) -> Tensor:
+        """The gradient (T, D) by final hidden states; the head's parameters get theirs."""
+        ...
+
+    def no_rows(self, hidden: Tensor) -> None:
+        """A backward through the head that changes no gradient."""
+        ...
+
+    def total(
+        self, num_valid_tokens: int | None, add_up: Callable[[Tensor], Tensor]
+    ) -> tuple[float, int]:
+        """The summed loss of all ranks, and how many labels it is of."""
+        ...
 
 
 class LossHead:
@@ -67,10 +97,7 @@ class LossHead:
         """
         if not hidden.requires_grad:
             self._require_gradient(hidden)
-        loss_sum, gradient = tiled_loss(
-            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
-            max_tile_tokens=self._max_tile_tokens, grad_scale=loss_factor / num_valid_tokens,
-        )  # fmt: skip
+        loss_sum, gradient = self._pulled(hidden, inputs, loss_factor / num_valid_tokens)
         weight = loss_factor if self._estimates else 1.0
         self.loss_sum += weight * loss_sum
         self._num_counted += weight * len(inputs.labelled_rows)
@@ -87,15 +114,28 @@ class LossHead:
 
     def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
         """Add a chunk's loss, and note that of each token, of final hidden states (T, D)."""
-        losses = token_losses(
-            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
-            max_tile_tokens=self._max_tile_tokens,
-        )  # fmt: skip
+        losses = self._each(hidden, inputs)
         self.loss_sum += losses.sum()
         self.num_labels += len(inputs.labelled_rows)
         if self.token_losses:
             for (seq_id, start, stop), row in inputs.rows.runs():
                 self.token_losses[seq_id][start:stop] = losses[row : row + stop - start]
+
+    def _pulled(
+        self, hidden: Tensor, inputs: ChunkInputs, grad_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss, and the gradient (T, D) of `grad_scale` times it; see `tiled_loss`."""
+        return tiled_loss(
+            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
+            max_tile_tokens=self._max_tile_tokens, grad_scale=grad_scale,
+        )  # fmt: skip
+
+    def _each(self, hidden: Tensor, inputs: ChunkInputs) -> Tensor:
+        """The loss (T,) of every token, float64, 0 where there is no label."""
+        return token_losses(
+            self._model.logits, hidden, inputs.labels, rows=inputs.labelled_rows,
+            max_tile_tokens=self._max_tile_tokens,
+        )  # fmt: skip
 
     def _require_gradient(self, hidden: Tensor) -> None:
         """Raise ConfigError if neither the decoder nor the head leads to a trained parameter."""
@@ -109,3 +149,9 @@ class LossHead:
                 source="the model that was passed",
                 change="call unmerge_adapter() on merged adapters, or train parameters in use",
             )
+
+
+def loss_head(model: CausalLM, plan: ChunkPlan) -> LossHead:
+    """The head of a plan's loss; without backwards it keeps the loss of each token."""
+    seq_lens = () if plan.trained else plan.seq_lens
+    return LossHead(model, seq_lens, estimates=not plan.report_loss)

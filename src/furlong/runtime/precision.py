@@ -23,36 +23,39 @@ def compute_parameters(
     compute_dtype: torch.dtype | None,
     *,
     unchanged: Collection[nn.Parameter] = (),
+    returned: dict[int, Tensor] | None = None,
 ) -> Iterator[None]:
     """Within it the model's parameters are `compute_dtype` (None: as they are).
 
-    `unchanged`: parameters that keep their dtype. Gradients end in the `.grad` of the model's own
+    `unchanged`: parameters that keep their dtype. With `returned` all compute on leaves of their
+    own, and their gradients, summed in float32 or wider, end there by the parameter's id; no
+    `.grad` and no hook is touched. Otherwise gradients end in the `.grad` of the model's own
     parameters, added in place. Those of 16-bit computations are summed in float32; a parameter that
     is itself 16-bit gets its sum on exit, rounded once. Hooks of `Tensor.register_hook` see the sum
     of this call, once, on exit. On exit, also after an error, the model holds its own parameters
     again. Raises ConfigError for a hook that returns no gradient.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
+    places, parameters = _places(model)
     as_they_are = {id(parameter) for parameter in unchanged}
     sums: dict[int, Tensor] = {}
     """Gradients of this call that are added to `.grad` on exit."""
     handles = []
-    grads_before = {key: p.grad for key, p in parameters.items() if _is_apart(p)}
+    grads_before = {
+        key: p.grad for key, p in parameters.items() if returned is None and _is_apart(p)
+    }
     try:
         for key, parameter in parameters.items():
             dtype = parameter.dtype if key in as_they_are else compute_dtype or parameter.dtype
-            leaf = _leaf(parameter, dtype)
+            leaf = _leaf(parameter, dtype, is_own=returned is not None)
             for module, name in places[key]:
                 module._parameters[name] = leaf
             if not leaf.requires_grad:
                 continue
-            if key in grads_before:
+            if returned is not None:
+                handles.append(
+                    leaf.register_post_accumulate_grad_hook(partial(_sum, returned, key))
+                )
+            elif key in grads_before:
                 parameter.grad = None
                 handles.append(leaf.register_post_accumulate_grad_hook(partial(_sum, sums, key)))
             elif leaf is not parameter:
@@ -72,6 +75,20 @@ def compute_parameters(
         for key, parameter in parameters.items():
             for module, name in places[key]:
                 module._parameters[name] = parameter
+
+
+def _places(
+    model: nn.Module,
+) -> tuple[dict[int, list[tuple[nn.Module, str]]], dict[int, nn.Parameter]]:
+    """By id of each parameter: the modules that hold it, each with its name there; and itself."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+                parameters[id(parameter)] = parameter
+    return places, parameters
 
 
 @contextmanager
@@ -111,9 +128,11 @@ def made_gradients(model: nn.Module, *, keeps_zeros: bool = False) -> Iterator[N
                 parameter.grad = None
 
 
-def _leaf(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """The parameter that computes in a parameter's place: itself where nothing is changed."""
-    if not parameter.is_floating_point() or (parameter.dtype == dtype and not _hooks(parameter)):
+def _leaf(parameter: nn.Parameter, dtype: torch.dtype, *, is_own: bool) -> nn.Parameter:
+    """The parameter that computes in a parameter's place: itself where nothing is changed, or with
+    `is_own` an alias of it."""
+    is_own = is_own or parameter.dtype != dtype or bool(_hooks(parameter))
+    if not parameter.is_floating_point() or not is_own:
         return parameter
     return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
 

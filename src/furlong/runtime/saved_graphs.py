@@ -7,7 +7,7 @@ residual by a norm and an addition, q by rotary embedding and attention) goes ou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -83,3 +83,11 @@ class SavedGraph:
         for handle in self._handles:
             self.pool.drop(handle)
         self._handles.clear()
+
+
+def saving(graph: SavedGraph | None, model: nn.Module) -> AbstractContextManager[None]:
+    """Within it what autograd saves goes into the pool of a graph, but for the model's own tensors;
+    None: it stays where it is."""
+    if graph is None:
+        return nullcontext()
+    return graph.saving((*model.parameters(), *model.buffers()))

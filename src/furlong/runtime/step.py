@@ -29,6 +29,8 @@ from furlong.runtime.surroundings import drawn, untrainable
 def batch_for(followed: FollowedModel, plan: object, sequences: object) -> PlannedSequences:
     """The batch that a caller has passed to this process; see `batch_of` for `sequences`."""
     plan = require_plan(plan)
+    if plan.two_phases:
+        raise PlanError("a plan of two phases has no loss: Engine.token_values makes and obeys it")
     if followed.ranks is not None:
         require_layout(plan, followed.ranks)
     return batch_of(plan, sequences, followed.rank, lambda: followed.rows_of(plan))
@@ -65,7 +67,8 @@ def take_step(
                 num_valid_tokens=facts.divisor,
                 num_labels=facts.divisor if num_labels is None else num_labels,
                 backend=followed.kept.backend, pools=pools, comms=comms, rank=followed.rank,
-                process=followed.process, exchange=followed.exchange, **measuring,
+                process=followed.process, exchange=followed.exchange,
+                head=batch.make_head and batch.make_head(model, plan), **measuring,
             )  # fmt: skip
 
         executor = made_together(followed.ranks, make)

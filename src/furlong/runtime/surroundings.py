@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch._C._functorch import maybe_current_level
@@ -19,7 +22,7 @@ _NOT_RUN = (
 )
 
 
-def refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+def refuse_mode(model: nn.Module) -> None:
     """Raise ConfigError for a mode of torch around a call in which it would not be exact."""
     if maybe_current_level() is not None:
         raise ConfigError(
@@ -42,6 +45,10 @@ def refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
             source="the caller's code",
             change="use torch.no_grad, which is all that backward=False needs",
         )
+
+
+def refuse_autocast(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Raise ConfigError for an autocast around a call to another dtype than that of the compute."""
     kind = device_type(model)
     if torch.is_autocast_enabled(kind):
         wanted = torch.get_autocast_dtype(kind)
@@ -54,6 +61,24 @@ def refuse_mode(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
                 source="the caller's torch.autocast",
                 change=f"pass compute_dtype=torch.{_dtype_name(wanted)} and leave autocast out",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast of a caller, to be entered again: around passes, and around the head."""
+
+    kind: str
+    dtype: torch.dtype
+    enabled: bool
+
+    @staticmethod
+    def captured(model: nn.Module) -> Autocast:
+        kind = device_type(model)
+        return Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def __call__(self) -> AbstractContextManager[object]:
+        # casts that were made without a graph would have none in a pass with one
+        return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
 
 
 def device_type(model: nn.Module) -> str:

@@ -1,0 +1,206 @@
+"""The decoder's forward as a door: `chunked(model, options)`, for trainers that call a model whole.
+
+A trainer calls the model; the model calls its decoder; there the batch is cut into chunks, and what
+comes back are final hidden states with a graph. Head and loss are the caller's own, so a trainer
+runs unchanged. What makes no gradient and wants a cache, as generation does, goes the old way, and
+so does everything in a copy of the model.
+
+    B rows of a batch, T columns, D hidden size
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from furlong.errors import ConfigError
+from furlong.models.causal_lm import DecoderOutput
+from furlong.models.wrappers import bare_model
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.two_phases import require_two_phases
+from furlong.runtime.followed_model import FollowedModel
+from furlong.runtime.inputs import ShiftedSequence, require_options
+from furlong.runtime.pools import Storage
+from furlong.runtime.rows import Row, rows_of_batch
+from furlong.runtime.token_values import hidden_states
+
+_DOOR = "furlong_door"
+_READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+# Keywords that say nothing of which tokens meet or how, or what position_ids say already.
+_HARMLESS = {
+    "cache_position", "num_items_in_batch", "return_dict", "is_causal", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+}  # fmt: skip
+_REFUSED = {
+    "inputs_embeds": "a gradient by embeddings ends at the chunks (prompt tuning, images)",
+    "output_router_logits": "a router loss averages over all tokens of a batch: set "
+    "router_aux_loss_coef=0.0 in the trainer, or config.output_router_logits=False",
+    "output_hidden_states": "hidden states of every layer would be as long as the sequence",
+    "output_attentions": "attention weights of a whole sequence never exist",
+}
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def chunked(
+    model: _M,
+    options: ChunkOptions | None = None,
+    *,
+    max_seq_len: int | None = None,
+    storage: Storage | None = None,
+) -> _M:
+    """The model, whose forward goes through chunks where a gradient is wanted.
+
+    `options`: None: `keep="kv"` and the other defaults; graphs are not kept (`num_retained` is 0).
+    The other arguments are those of `furlong.Engine`. Call it before a trainer is made of the
+    model, for its reference model too, and before or after adapters are added; `unchunked` undoes
+    it, and another call sets other options. Autocast, hooks, data parallelism and
+    `torch.autograd.grad` work as ever. Logits are the model's own, of all tokens at once.
+
+    Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
+    model raises ConfigError or DataError for what the door does not know.
+    """
+    options = options or ChunkOptions(keep="kv")
+    require_options(options)
+    require_two_phases(options)
+    decoder: Any = bare_model(model).get_decoder()  # type: ignore[operator]
+    if "forward" in decoder.__dict__ and _DOOR not in decoder.__dict__:
+        raise ConfigError(
+            given=f"{type(decoder).__name__} with a forward that was set on it",
+            required="a decoder whose forward is its class's own",
+            source="the model passed to furlong.chunked",
+            change="call furlong.chunked first, then what wraps the decoder",
+        )
+    followed = FollowedModel(model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage)
+    decoder.__dict__[_DOOR] = _Door(followed, options)
+    decoder.__dict__["forward"] = MethodType(forward, decoder)
+    with followed.alone(takes_autocast=True):
+        try:
+            followed.follow(notes=False)
+        except BaseException:
+            _remove(decoder)
+            raise
+    return model
+
+
+def unchunked(model: _M) -> _M:
+    """The model, with the decoder's own forward again."""
+    _remove(bare_model(model).get_decoder())  # type: ignore[operator]
+    return model
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The decoder's forward: through chunks, or as it was."""
+    door = self.__dict__.get(_DOOR)
+    if door is None:  # a copy of the model, or one that was loaded
+        return type(self).forward(self, *args, **kwargs)
+    return door(self, *args, **kwargs)
+
+
+def _remove(decoder: Any) -> None:
+    if decoder.__dict__.pop(_DOOR, None) is not None:
+        decoder.__dict__.pop("forward", None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    followed: FollowedModel
+    options: ChunkOptions
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies of the model, and saved ones, have no door
+
+    def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _named(decoder, args, kwargs)
+        if self.followed.kept.busy.locked() or self._is_plain(decoder, given):
+            return type(decoder).forward(decoder, *args, **kwargs)
+        _refuse_unknown(decoder, given)
+        rows = rows_of_batch(
+            given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
+            has_cache=_makes_cache(decoder, given),
+        )  # fmt: skip
+        states = hidden_states(
+            self.followed, [_sequence(given["input_ids"], row) for row in rows], self.options,
+            notes=False,
+        )  # fmt: skip
+        output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], rows, states))
+        return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the call goes to the decoder's own forward: it makes no gradient, and wants a
+        cache or might."""
+        wants_gradients = torch.is_grad_enabled() and any(
+            p.requires_grad for p in self.followed.given.parameters()
+        )
+        use_cache, past = given.get("use_cache"), given.get("past_key_values")
+        is_new = use_cache is None and not decoder.training  # None is True to transformers
+        if not wants_gradients:
+            return bool(use_cache) or past is not None or is_new or given.get("input_ids") is None
+        if use_cache or past is not None:
+            raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
+        return False
+
+
+def _makes_cache(decoder: Any, given: Mapping[str, Any]) -> bool:
+    """Whether transformers would make a cache, beside which it does not look for packing."""
+    if getattr(decoder, "gradient_checkpointing", False) and decoder.training:
+        return False
+    use_cache = given.get("use_cache")
+    return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _named(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    if not args:
+        return kwargs
+    bound = inspect.signature(type(decoder).forward).bind_partial(decoder, *args).arguments
+    return {**dict(list(bound.items())[1:]), **kwargs}
+
+
+def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the arguments that the door does not know."""
+    config = decoder.config
+    asked = {name: True for name in _REFUSED if getattr(config, name, None) is True}
+    given = asked | {name: x for name, x in given.items() if x is not None}
+    for name in sorted(given.keys() - _READ - _HARMLESS):
+        if given[name] is not False:
+            raise _refusal(decoder, name, "leave it out", _REFUSED.get(name))
+    if torch.compiler.is_compiling():
+        raise _refusal(decoder, "torch.compile of the model", "compile the loss, or nothing")
+    if given.get("input_ids") is None:
+        raise _refusal(decoder, "no input_ids", "pass input_ids of shape (B, T)")
+
+
+def _sequence(input_ids: Tensor, row: Row) -> ShiftedSequence:
+    """Tokens of a row, of whose labels nobody asks."""
+    ids = input_ids[row.index, row.start : row.stop]
+    return ShiftedSequence(ids, torch.full(ids.shape, -100, device="cpu"), row.first_position)
+
+
+def _joined(input_ids: Tensor, rows: list[Row], states: list[Tensor]) -> Tensor:
+    """Hidden states (B, T, D) of the rows' tokens, 0 at all others."""
+    num_columns = input_ids.shape[1]
+    if len(rows) == 1 and input_ids.shape == (1, len(states[0])):
+        return states[0][None]
+    parts, end = [], 0
+    for row, own in zip(rows, states, strict=True):
+        start = row.index * num_columns + row.start
+        parts += [own.new_zeros((start - end, own.shape[1])), own]
+        end = row.index * num_columns + row.stop
+    parts.append(states[0].new_zeros((input_ids.numel() - end, states[0].shape[1])))
+    return torch.cat(parts).view(*input_ids.shape, -1)
+
+
+def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:
+    return ConfigError(
+        given=f"{type(decoder).__name__} called with {what}" + (f": {why}" if why else ""),
+        required="input_ids, attention_mask and position_ids of shape (B, T), without a cache",
+        source="a call of a model that furlong.chunked has changed",
+        change=f"{change}, or furlong.unchunked(model)",
+    )

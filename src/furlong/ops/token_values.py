@@ -1,0 +1,98 @@
+"""Values of tokens over tiles of their logits: forward, and the gradient of what is made of them.
+
+T tokens of the chunk, R rows of it that have a label, t rows of a tile, D hidden size,
+V vocabulary, k values per token; (R, ...) is (R,) or (R, k)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from furlong.errors import ConfigError
+from furlong.ops.loss import tiles, wide
+
+
+@dataclass(frozen=True, slots=True)
+class TiledValues:
+    """A function of the logits of single tokens, by which the head is called tile by tile."""
+
+    head: Callable[[Tensor], Tensor]
+    """Hidden states (t, D) -> logits (t, V)."""
+    function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+    """Logits (t, V) in float32 or wider, labels (t,), extras (t, ...) -> (t,) or (t, k)."""
+    max_tile_tokens: int
+    modes: Callable[[], AbstractContextManager[object]]
+    """torch's, within which the head runs."""
+    source: str = "fn"
+    """The argument that the function was, for messages."""
+    takes_columns: bool = True
+    """Whether a token may have several values."""
+
+    def values(
+        self, hidden: Tensor, labels: Tensor, rows: Tensor, extras: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """The values (R, ...) of `rows` (R,) of hidden states (T, D), without a graph; None of no
+        row. `labels` (T,); `extras` (R, ...) are in the order of the rows."""
+        with torch.no_grad():
+            found = [
+                self._of_tile(hidden[tile], labels[tile], some)
+                for tile, _, some in self._tiles(rows, extras)
+            ]
+        if any(x.shape[1:] != found[0].shape[1:] for x in found):
+            raise self._refusal(f"{found[0].shape[1:]} values per token, then others")
+        return torch.cat(found) if found else None
+
+    def gradient(
+        self, hidden: Tensor, labels: Tensor, rows: Tensor, extras: Mapping[str, Tensor],
+        cotangents: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The gradient (T, D) by the hidden states where the values' is `cotangents` (R, ...), and
+        the values again. The head's parameters get theirs."""
+        gradient, found = torch.zeros_like(hidden), []
+        for tile, at, some in self._tiles(rows, extras):
+            tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
+            with torch.enable_grad():
+                values = self._of_tile(tile_hidden, labels[tile], some)
+            if values.requires_grad:
+                torch.autograd.backward(values, cotangents[at].to(values.dtype))
+            if tile_hidden.grad is not None:
+                gradient[tile] = tile_hidden.grad
+            found.append(values.detach())
+        return gradient, torch.cat(found) if found else hidden.new_zeros(0)
+
+    def _tiles(
+        self, rows: Tensor, extras: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, slice, dict[str, Tensor]]]:
+        start = 0
+        for tile in tiles(rows, self.max_tile_tokens):
+            at = slice(start, start + len(tile))
+            yield tile, at, {name: x[at] for name, x in extras.items()}
+            start = at.stop
+
+    def _of_tile(self, hidden: Tensor, labels: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        with self.modes():
+            values = self.function(wide(self.head(hidden)), labels, extras)
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        widths = (1, 2) if self.takes_columns else (1,)
+        if (
+            not isinstance(values, Tensor)
+            or values.ndim not in widths
+            or len(values) != len(labels)
+            or not values.is_floating_point()
+        ):
+            raise self._refusal(f"{shape} for {len(labels)} tokens")
+        return values
+
+    def _refusal(self, given: str) -> ConfigError:
+        columns = ", or (t, k) for k of them" if self.takes_columns else ""
+        return ConfigError(
+            given=f"{self.source} returned {given}",
+            required=f"one floating-point value per token: a tensor of shape (t,){columns}",
+            source=f"{self.source}, called with logits (t, V), labels (t,) and extras (t, ...)",
+            change="reduce over the vocabulary alone: the loss is made of what comes back",
+        )

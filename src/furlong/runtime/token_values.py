@@ -1,0 +1,116 @@
+"""Calls of the engine that return tensors with a graph: values of tokens, and hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from furlong.errors import ConfigError
+from furlong.ops.loss import tile_tokens
+from furlong.ops.token_values import TiledValues
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.two_phases import plan_two_phases, require_two_phases
+from furlong.runtime.followed_model import FollowedModel
+from furlong.runtime.inputs import ShiftedSequence, check_ranges, no_data, require_options
+from furlong.runtime.outputs import HiddenStates, Outputs, TokenValues
+from furlong.runtime.surroundings import Autocast
+from furlong.runtime.token_inputs import TokenInputs, token_inputs
+from furlong.runtime.two_phases import Gradients, TwoPhases, differentiable
+from furlong.values import TokenFunction
+
+
+def token_values(
+    followed: FollowedModel,
+    sequences: object,
+    options: ChunkOptions,
+    fn: TokenFunction,
+    gradients: Gradients,
+) -> list[Tensor]:
+    """See `Engine.token_values`."""
+    require_one_device(followed, "token_values")
+    batch = token_inputs(sequences)
+    make = partial(_values_of, followed, batch, fn)
+    return outputs(followed, batch.sequences, options, make, gradients)
+
+
+def hidden_states(
+    followed: FollowedModel,
+    sequences: Sequence[ShiftedSequence],
+    options: ChunkOptions,
+    gradients: Gradients = "returned",
+    *,
+    notes: bool = True,
+) -> list[Tensor]:
+    """See `Engine.hidden_states`. `notes`: warn of what of the model does not run."""
+    require_one_device(followed, "hidden_states")
+    if not sequences:
+        raise no_data("no sequences", "at least one sequence")
+    lens = [len(sequence.input_ids) for sequence in sequences]
+
+    def make(_: Autocast) -> Outputs:
+        return HiddenStates(lens)
+
+    return outputs(followed, sequences, options, make, gradients, notes=notes)
+
+
+def outputs(
+    followed: FollowedModel,
+    sequences: Sequence[ShiftedSequence],
+    options: ChunkOptions,
+    make: Callable[[Autocast], Outputs],
+    gradients: Gradients,
+    *,
+    notes: bool = True,
+) -> list[Tensor]:
+    """The outputs of each sequence: what `make` makes of its final hidden states."""
+    require_options(options)
+    require_two_phases(options)
+    if gradients not in get_args(Gradients):
+        raise ConfigError(
+            given=f"gradients {gradients!r:.60}", required="returned or added",
+            source="the arguments of the engine",
+            change="added adds to .grad without a second copy; returned is what autograd expects",
+        )  # fmt: skip
+    autocast = Autocast.captured(followed.given)
+    with followed.alone(takes_autocast=True):
+        followed.follow(notes=notes)
+        model = followed.model
+        check_ranges(
+            sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
+            longest_tokens=model.longest_tokens,
+        )  # fmt: skip
+        lens = [len(sequence.input_ids) for sequence in sequences]
+        trains = any(parameter.requires_grad for parameter in model.model.parameters())
+        differs = torch.is_grad_enabled() and trains
+        plan = (
+            plan_two_phases(lens, options, num_layers=model.num_layers)
+            if differs
+            else plan_on_device(lens, options, num_layers=model.num_layers, backward=False)
+        )
+        run = TwoPhases(followed, plan, sequences, make(autocast), gradients, autocast)
+        return differentiable(run) if differs else run.first()
+
+
+def require_one_device(followed: FollowedModel, name: str) -> None:
+    """Raise ConfigError for an engine of several processes."""
+    if followed.ranks is not None:
+        raise ConfigError(
+            given=f"{name} of an engine with ranks of {followed.ranks.num_processes} processes",
+            required="an engine of one process on one device",
+            source="the ranks or process_group of furlong.Engine",
+            change="make an engine without ranks, or use forward_backward with its own loss",
+        )
+
+
+def _values_of(
+    followed: FollowedModel, batch: TokenInputs, fn: TokenFunction, autocast: Autocast
+) -> TokenValues:
+    model = followed.model
+    most = tile_tokens(model.vocab_size, model.device)
+    tiled = TiledValues(model.logits, fn, most, autocast)
+    return TokenValues(batch, tiled, model.device)

@@ -1,0 +1,130 @@
+"""Values of tokens: functions of the logits that `Engine.token_values` takes, and a way to join.
+
+Each is called with the logits (t, V) of a tile of tokens, in float32 or wider, their labels (t,),
+and what the sequences carry beside (`extras`, each (t, ...)); it returns (t,) or (t, k). A loss
+may be any function of what it returns. `forward_backward(token_loss=...)` takes the same functions,
+where the loss is their sum.
+
+    t tokens of a tile, V vocabulary, k values per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+
+from furlong.errors import ConfigError
+
+Extras = Mapping[str, Tensor]
+TokenFunction = Callable[[Tensor, Tensor, Extras], Tensor]
+
+
+def log_prob(temperature: float = 1.0) -> TokenFunction:
+    """The log-probability of each label, of logits divided by `temperature`."""
+    _require_temperature(temperature)
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        return -cross_entropy(_scaled(logits, temperature), labels, reduction="none")
+
+    return of_tile
+
+
+def entropy(temperature: float = 1.0) -> TokenFunction:
+    """The entropy of each token's distribution, in nats."""
+    _require_temperature(temperature)
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        log_probs = _scaled(logits, temperature).log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum(-1)
+
+    return of_tile
+
+
+def log_sum_exp() -> TokenFunction:
+    """The logarithm of the sum of each token's exponentiated logits; a z-loss is its square."""
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        return logits.logsumexp(-1)
+
+    return of_tile
+
+
+def mean_logit() -> TokenFunction:
+    """The mean logit of each token. With `log_sum_exp` it makes label smoothing: the mean of all
+    log-probabilities is the one less the other."""
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        return logits.mean(-1)
+
+    return of_tile
+
+
+def top_k_kl(
+    ids: str = "teacher_ids", log_probs: str = "teacher_log_probs", temperature: float = 1.0
+) -> TokenFunction:
+    """The divergence KL(teacher || model) of each token over the teacher's `k` best ids.
+
+    `ids`, `log_probs`: names of the extras, (T, k) int64 and (T, k). What the teacher's k ids lack
+    of probability 1 is one more outcome, whose log-probability in the model is that of all other
+    ids. Of logits divided by `temperature`, which the teacher's must have been too.
+    """
+    _require_temperature(temperature)
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        known = _extra(extras, log_probs).to(logits.dtype)
+        own = _scaled(logits, temperature).log_softmax(-1).gather(-1, _extra(extras, ids))
+        target, given = _with_rest(known), _with_rest(own)
+        return kl_div(given, target, reduction="none", log_target=True).sum(-1)
+
+    return of_tile
+
+
+def stack(*functions: TokenFunction) -> TokenFunction:
+    """The values of several functions side by side, (t, k), in one pass through the head."""
+    if not functions:
+        raise ConfigError(
+            given="furlong.values.stack()", required="at least one function",
+            source="the arguments of furlong.values.stack",
+            change="pass functions such as furlong.values.log_prob()",
+        )  # fmt: skip
+
+    def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
+        found = [function(logits, labels, extras) for function in functions]
+        return torch.cat([x[:, None] if x.ndim == 1 else x for x in found], dim=1)
+
+    return of_tile
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """Log-probabilities (t, k) and, behind them, that of everything else, (t, k + 1)."""
+    tiny = torch.finfo(log_probs.dtype).tiny
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
+    return torch.cat([log_probs, rest], dim=-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
+
+
+def _extra(extras: Extras, name: str) -> Tensor:
+    if name not in extras:
+        found = ", ".join(sorted(extras)) or "none"
+        raise ConfigError(
+            given=f"sequences with these extras: {found}",
+            required=f"{name}, which furlong.values.top_k_kl reads",
+            source="the sequences passed to token_values or forward_backward",
+            change=f'add "{name}" of shape (T, k) to each sequence',
+        )
+    return extras[name]
+
+
+def _require_temperature(temperature: float) -> None:
+    if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+        raise ConfigError(
+            given=f"temperature {temperature!r:.60}", required="a number above 0",
+            source="the arguments of a function of furlong.values",
+            change="pass the temperature that the tokens were sampled with, or leave it out",
+        )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Losses of post-training on per-token columns, and those columns by the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers.gradients import Batch, batch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import furlong
+
+COLUMNS = ("log_prob", "entropy", "log_sum_exp", "mean_logit", "kl")
+Columns = list[dict[str, Tensor]]
+"""By sequence: a value (T,) for each name; entry t is about token t."""
+
+TEMPERATURE = 0.7
+FUNCTION = furlong.values.stack(
+    furlong.values.log_prob(TEMPERATURE), furlong.values.entropy(), furlong.values.log_sum_exp(),
+    furlong.values.mean_logit(), furlong.values.top_k_kl(),
+)  # fmt: skip
+
+
+def answers() -> Batch:
+    """Two answers to each of two prompts, with what a teacher and an older policy said of them."""
+    sequences = batch([37, 30, 9, 6], masked=[range(20), range(20), range(4), range(4)])
+    generator = torch.Generator().manual_seed(1)
+    for sequence in sequences:
+        num_tokens = len(sequence["input_ids"])
+        scores = torch.randn(num_tokens, 96, generator=generator, dtype=torch.float64)
+        best = scores.log_softmax(-1).topk(5)
+        sequence["teacher_ids"], sequence["teacher_log_probs"] = best.indices, best.values
+        sequence["old"] = -4.5 + torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    return sequences
+
+
+def whole_columns(model: Any, sequences: Batch) -> Columns:
+    """The columns from the whole logits of the model's own forward."""
+    return [_whole(model, sequence) for sequence in sequences]
+
+
+def given_columns(values: list[Tensor]) -> Columns:
+    """The columns that furlong has computed by `FUNCTION`."""
+    return [dict(zip(COLUMNS, own.unbind(1), strict=True)) for own in values]
+
+
+def _whole(model: Any, sequence: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = sequence["input_ids"]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    probs = logits.softmax(-1)
+    warm = (logits / TEMPERATURE).softmax(-1)
+    rows = torch.arange(len(ids) - 1)
+    known = sequence["teacher_log_probs"][1:].exp()
+    own = probs.gather(1, sequence["teacher_ids"][1:])
+    found = {
+        "log_prob": warm[rows, ids[1:]].log(),
+        "entropy": -(probs * probs.log()).sum(-1),
+        "log_sum_exp": logits.exp().sum(-1).log(),
+        "mean_logit": logits.sum(-1) / logits.shape[-1],
+        "kl": (known * (known / own).log()).sum(-1)
+        + (1 - known.sum(-1)) * ((1 - known.sum(-1)) / (1 - own.sum(-1))).log(),
+    }
+    mask = sequence["labels"][1:] != -100
+    return {
+        name: torch.cat([x.new_zeros(1), torch.where(mask, x, torch.zeros_like(x))])
+        for name, x in found.items()
+    }
+
+
+def _sums(columns: Columns, sequences: Batch) -> list[Tensor]:
+    """The log-ratio of each answer to the older policy."""
+    return [
+        (own["log_prob"] - torch.where(s["labels"] != -100, s["old"], 0.0))[1:].sum()
+        for own, s in zip(columns, sequences, strict=True)
+    ]
+
+
+def dpo(columns: Columns, sequences: Batch) -> Tensor:
+    a, b, c, d = _sums(columns, sequences)
+    return -(logsigmoid(0.1 * (a - b)) + logsigmoid(0.1 * (c - d))) / 2
+
+
+def kto(columns: Columns, sequences: Batch) -> Tensor:
+    ratios = _sums(columns, sequences)
+    reference = torch.stack(ratios).mean().detach().clamp(min=0)
+    wanted = [1 - torch.sigmoid(0.1 * (r - reference)) for r in ratios[::2]]
+    unwanted = [1 - torch.sigmoid(0.1 * (reference - r)) for r in ratios[1::2]]
+    return torch.stack([*wanted, *unwanted]).mean()
+
+
+def grpo(columns: Columns, sequences: Batch) -> Tensor:
+    """Clipped ratios and the k3 estimate of the divergence, a mean over tokens."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for own, sequence, advantage in zip(columns, sequences, (1.3, -0.7, 0.4, -1.1), strict=True):
+        mask = sequence["labels"] != -100
+        mask[0] = False
+        log_ratio = (own["log_prob"] - sequence["old"])[mask]
+        ratio = log_ratio.exp()
+        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        total = total - (clipped - 0.04 * ((-log_ratio).exp() + log_ratio - 1)).sum()
+        count += int(mask.sum())
+    return total / count
+
+
+def entropy_bonus(columns: Columns, sequences: Batch) -> Tensor:
+    return sum((-own["log_prob"] - 0.01 * own["entropy"]).sum() for own in columns)  # type: ignore[return-value]
+
+
+def smoothing(columns: Columns, sequences: Batch) -> Tensor:
+    return sum(  # type: ignore[return-value]
+        (-0.9 * own["log_prob"] - 0.1 * (own["mean_logit"] - own["log_sum_exp"])).sum()
+        for own in columns
+    )
+
+
+def z_loss(columns: Columns, sequences: Batch) -> Tensor:
+    return sum((-own["log_prob"] + 1e-3 * own["log_sum_exp"] ** 2).sum() for own in columns)  # type: ignore[return-value]
+
+
+def distillation(columns: Columns, sequences: Batch) -> Tensor:
+    return sum(own["kl"].mean() for own in columns)  # type: ignore[return-value]
+
+
+LOSSES: dict[str, Callable[[Columns, Batch], Tensor]] = {
+    "dpo": dpo, "kto": kto, "grpo": grpo, "entropy bonus": entropy_bonus, "smoothing": smoothing,
+    "z-loss": z_loss, "distillation": distillation,
+}  # fmt: skip

@@ -1,0 +1,254 @@
+"""`furlong.chunked`: a model that trainers of others call whole; its decoder runs in chunks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import peft
+import pytest
+import torch
+from helpers.gradients import take_grads, worst_relative_error
+from helpers.tiny_families import build
+from helpers.wide_norms import widen_norms
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+import furlong
+from furlong.errors import ConfigError, UnsupportedModelError, UserError
+
+BOUND = 1e-12
+IDS = torch.randint(3, 96, (3, 29), generator=torch.Generator().manual_seed(0))
+RIGHT = torch.tensor([[1] * 29, [1] * 20 + [0] * 9, [1] * 3 + [0] * 26])
+LEFT = RIGHT.flip(1)
+PACKED = torch.cat([torch.arange(12), torch.arange(4), torch.arange(13)])[None]
+CALLS: dict[str, dict[str, Any]] = {
+    "whole rows": {"input_ids": IDS},
+    "padded behind": {"input_ids": IDS, "attention_mask": RIGHT},
+    "padded in front": {"input_ids": IDS, "attention_mask": LEFT},
+    "padded in front, with positions": {
+        "input_ids": IDS, "attention_mask": LEFT,
+        "position_ids": (LEFT.cumsum(1) - 1).clamp(min=0),
+    },
+    "packed": {"input_ids": IDS[:1], "position_ids": PACKED, "use_cache": False},
+    "packed rows": {
+        "input_ids": IDS, "position_ids": PACKED.expand(3, -1), "use_cache": False,
+    },
+    "positions from 5 on": {"input_ids": IDS[:1], "position_ids": torch.arange(5, 34)[None]},
+    "the last logits": {"input_ids": IDS, "logits_to_keep": 4, "use_cache": False},
+}  # fmt: skip
+OPTIONS = [
+    furlong.ChunkOptions(size=8, keep="kv"), furlong.ChunkOptions(size=5, keep="attention"),
+    furlong.ChunkOptions(size=64, keep="input"),
+]  # fmt: skip
+MODELS = {
+    "llama": lambda: widen_norms(build("llama")),
+    "mixtral": lambda: widen_norms(build("mixtral")),
+    "gpt2 tied": lambda: build("gpt2", tie_word_embeddings=True),
+}
+
+
+def loss_of(model: Any, call: dict[str, Any]) -> Tensor:
+    """A loss of all real tokens' logits."""
+    logits = model(**call).logits
+    mask = call.get("attention_mask", torch.ones_like(IDS))[: len(logits), -logits.shape[1] :]
+    labels = call["input_ids"][:, -logits.shape[1] :]
+    each = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() + logits[mask.bool()].logsumexp(-1).pow(2).mean()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (call, OPTIONS[i % 3])
+        for i, call in enumerate(CALLS)
+    ],
+)  # fmt: skip
+def test_calls_have_the_models_own_gradients(
+    model: Any, call: str, options: furlong.ChunkOptions
+) -> None:
+    expected = loss_of(model, CALLS[call])
+    expected.backward()
+    truth = take_grads(model)
+    assert furlong.chunked(model, options) is model
+    try:
+        found = loss_of(model, CALLS[call])
+        found.backward()
+    finally:
+        furlong.unchunked(model)
+    assert found.item() == pytest.approx(expected.item(), rel=BOUND)
+    assert worst_relative_error(take_grads(model), truth) <= BOUND
+    assert "forward" not in model.get_decoder().__dict__
+
+
+@pytest.fixture(scope="module")
+def chunked() -> Any:
+    return furlong.chunked(build("llama"), furlong.ChunkOptions(size=8, keep="kv"))
+
+
+def test_labels_go_through_the_models_own_loss(chunked: Any) -> None:
+    labels = IDS.masked_fill(LEFT == 0, -100)
+    labels[1:, :-2] = -100
+    call = {"input_ids": IDS, "attention_mask": LEFT, "labels": labels}
+    chunked(**call).loss.backward()
+    grads = take_grads(chunked)
+    furlong.unchunked(chunked)(**call).loss.backward()
+    furlong.chunked(chunked, furlong.ChunkOptions(size=8, keep="kv"))
+    assert worst_relative_error(grads, take_grads(chunked)) <= 2e-6  # it is float32
+
+
+def ran(model: Any, **call: Any) -> int:
+    """Rows of the longest call of a layer."""
+    rows: list[int] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[1]))
+    model(**call)
+    rows.clear()  # with a hook it was checked anew
+    model(**call)
+    hook.remove()
+    return max(rows)
+
+
+def test_what_wants_a_cache_and_no_gradient_goes_the_old_way(chunked: Any) -> None:
+    ids = IDS[:1]
+    assert ran(chunked, input_ids=ids) == 8
+    with torch.no_grad():
+        assert ran(chunked, input_ids=ids) == 8  # it trains
+        assert ran(chunked, input_ids=ids, use_cache=True) == 29
+        chunked.eval()
+        assert ran(chunked, input_ids=ids, use_cache=False) == 8
+        assert ran(chunked, input_ids=ids) == 29
+        cache = chunked(input_ids=ids).past_key_values
+        assert cache.get_seq_length() == 29
+        step = chunked(input_ids=ids[:, :1], past_key_values=cache).logits
+        tokens = chunked.generate(ids[:, :5], max_new_tokens=6, do_sample=False)
+    furlong.unchunked(chunked)
+    with torch.no_grad():
+        whole = chunked(input_ids=torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+        torch.testing.assert_close(step, whole, rtol=1e-10, atol=1e-10)
+        assert torch.equal(tokens, chunked.generate(ids[:, :5], max_new_tokens=6, do_sample=False))
+    furlong.chunked(chunked.train(), furlong.ChunkOptions(size=8, keep="kv"))
+
+
+def test_copies_have_no_door(chunked: Any, tmp_path: Any) -> None:
+    chunked.save_pretrained(tmp_path)
+    copies = [
+        copy.deepcopy(chunked), pickle.loads(pickle.dumps(chunked)),
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).train(),
+    ]  # fmt: skip
+    for other in copies:
+        assert ran(other, input_ids=IDS[:1]) == 29
+        torch.testing.assert_close(other(input_ids=IDS).logits, chunked(input_ids=IDS).logits)
+    assert ran(furlong.chunked(copies[0], furlong.ChunkOptions(size=4)), input_ids=IDS[:1]) == 4
+    assert ran(chunked, input_ids=IDS[:1]) == 8
+    assert "furlong" not in " ".join(chunked.state_dict())
+
+
+def test_adapters_before_and_after() -> None:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    for before in (False, True):
+        torch.manual_seed(0)
+        model = build("llama")
+        if before:
+            model = furlong.chunked(model, furlong.ChunkOptions(size=8))
+        model = peft.get_peft_model(model, config).double()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        if not before:
+            furlong.chunked(model, furlong.ChunkOptions(size=8))
+        loss_of(model, CALLS["padded in front"]).backward()
+        found = take_grads(model)
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=IDS, use_cache=False).logits
+        furlong.unchunked(model)
+        loss_of(model, CALLS["padded in front"]).backward()
+        assert worst_relative_error(found, take_grads(model)) <= BOUND
+        with torch.no_grad(), model.disable_adapter():
+            torch.testing.assert_close(reference, model(input_ids=IDS).logits)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a cache with gradients": ({"use_cache": True}, "a cache together with gradients"),
+    "embeddings": (
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 32).double()}, "inputs_embeds",
+    ),
+    "a router loss": ({"output_router_logits": True}, "router_aux_loss_coef=0.0"),
+    "all hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
+    "attentions": ({"output_attentions": True}, "output_attentions"),
+    "images": ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+    "token types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids"),
+    "a 4D mask": ({"attention_mask": torch.zeros(3, 1, 29, 29)}, "(3, 1, 29, 29)"),
+    "a mask of several kinds": ({"attention_mask": {"full_attention": RIGHT}}, "of type dict"),
+    "holes": ({"attention_mask": RIGHT - RIGHT * (IDS % 2)}, "holes in row 0"),
+    "an empty row": ({"attention_mask": RIGHT * torch.tensor([[1], [0], [1]])}, "no token"),
+    "packed beside a mask": (
+        {"attention_mask": torch.ones_like(IDS), "position_ids": PACKED.expand(3, -1)},
+        "jump within row 0, beside an attention_mask",
+    ),
+    "packed beside a cache": (
+        {"position_ids": PACKED.expand(3, -1)}, "jump within row 0, beside a cache",
+    ),
+    "positions of other rows": ({"position_ids": torch.arange(7)[None]}, "(1, 7)"),
+    "positions below 0": ({"position_ids": torch.arange(-1, 28)[None]}, "below 0"),
+    "ids beyond": ({"input_ids": torch.full((1, 4), 96)}, "token id 96"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_door_does_not_know_is_refused_by_name(chunked: Any, case: str) -> None:
+    call, told = REFUSED[case]
+    with pytest.raises(UserError) as error:
+        chunked.model(**{"input_ids": IDS, **call})
+    parts = error.value.given, error.value.required, error.value.source, error.value.change
+    assert all(parts) and told in f"{parts[0]} {parts[1]} {parts[3]}"
+    assert ran(chunked, input_ids=IDS[:1]) == 8
+
+
+def test_models_and_options_that_cannot_be_chunked_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="router loss"):
+        furlong.chunked(build("mixtral", output_router_logits=True))
+    with pytest.raises(ConfigError, match="keep = 'all'"):
+        furlong.chunked(build("llama"), furlong.ChunkOptions(keep="all"))
+    model = build("llama")
+    model.model.forward = model.model.forward
+    with pytest.raises(ConfigError, match="a forward that was set on it"):
+        furlong.chunked(model)
+
+
+def test_a_router_loss_that_is_asked_for_later_is_refused() -> None:
+    model = furlong.chunked(build("mixtral"), furlong.ChunkOptions(size=8))
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="router"):
+        model(input_ids=IDS)
+
+
+def test_a_forgotten_model_is_freed() -> None:
+    model = furlong.chunked(build("llama"), furlong.ChunkOptions(size=8))
+    model(input_ids=IDS).logits.sum().backward()
+    gone = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_autocast_and_checkpointing_of_the_caller() -> None:
+    """As transformers' Trainer calls a model in bf16 with gradient checkpointing."""
+    model = furlong.chunked(build("llama", torch.float32), furlong.ChunkOptions(size=8))
+    model.gradient_checkpointing_enable()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, CALLS["padded in front"])
+    loss.backward()
+    found = take_grads(model)
+    furlong.unchunked(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_of(model, CALLS["padded in front"]).backward()
+    assert 0 < worst_relative_error(found, take_grads(model)) < 0.2

@@ -1,0 +1,42 @@
+"""`docs/post-training.md`, run from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_families import build
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAGE = Path(__file__).parents[2] / "docs" / "post-training.md"
+
+
+def snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "wanted", ["without TRL", pytest.param("with TRL", marks=pytest.mark.slow)]
+)
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    build("llama", vocab_size=260).float().save_pretrained("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<end>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
+    ).save_pretrained("model")
+    found = snippets()
+    assert len(found) == 7 and "trl" in found[-1]
+    names: dict[str, Any] = {}
+    for snippet in found if wanted == "with TRL" else found[:-1]:
+        exec(compile(snippet, str(PAGE), "exec"), names)
+    assert names["result"].num_valid_tokens == 20
+    assert names["loss"].item() == pytest.approx(0.6931, abs=1e-3)
+    if wanted == "with TRL":
+        assert names["trainer"].state.global_step == 2
