@@ -32,11 +32,9 @@ from furlong.runtime.token_values import hidden_states
 
 _DOOR = "furlong_door"
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
-# Keywords that say nothing of which tokens meet or how, or what position_ids say already.
-_HARMLESS = {
-    "cache_position", "num_items_in_batch", "return_dict", "is_causal", "cu_seq_lens_q",
-    "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-}  # fmt: skip
+_HARMLESS = {"cache_position", "num_items_in_batch", "return_dict", "is_causal"}
+# What collators add for kernels that we do not call: all of it follows from position_ids.
+_IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 _REFUSED = {
     "inputs_embeds": "a gradient by embeddings ends at the chunks (prompt tuning, images)",
     "output_router_logits": "a router loss averages over all tokens of a batch: set "
@@ -168,7 +166,10 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
     config = decoder.config
     asked = {name: True for name in _REFUSED if getattr(config, name, None) is True}
     given = asked | {name: x for name, x in given.items() if x is not None}
-    for name in sorted(given.keys() - _READ - _HARMLESS):
+    if given.get("is_causal") is False:
+        raise _refusal(decoder, "is_causal=False", "train with causal attention")
+    known = _READ | _HARMLESS | (_IMPLIED if "position_ids" in given else set())
+    for name in sorted(given.keys() - known):
         if given[name] is not False:
             raise _refusal(decoder, name, "leave it out", _REFUSED.get(name))
     if torch.compiler.is_compiling():

@@ -185,6 +185,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "all hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
     "attentions": ({"output_attentions": True}, "output_attentions"),
     "images": ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+    "attention in both directions": ({"is_causal": False}, "is_causal=False"),
+    "packing without positions": ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q"),
     "token types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids"),
     "a 4D mask": ({"attention_mask": torch.zeros(3, 1, 29, 29)}, "(3, 1, 29, 29)"),
     "a mask of several kinds": ({"attention_mask": {"full_attention": RIGHT}}, "of type dict"),
