@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from trl import (
     DPOConfig,
     DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     SFTConfig,
@@ -130,24 +128,6 @@ def test_kto(tmp_path: Path, tokenizer: Any, loss_type: str) -> None:
                 **common(tmp_path, loss_type=loss_type, gradient_checkpointing=False)
             ),
             train_dataset=data, processing_class=tokenizer,
-        )  # fmt: skip
-
-    compare(make)
-
-
-def test_grpo(tmp_path: Path, tokenizer: Any) -> None:
-    def make(of: Any) -> Any:
-        return GRPOTrainer(
-            model=of(build("llama", vocab_size=260)),
-            reward_funcs=lambda completions, **_: [float(len(set(c)) % 5) for c in completions],
-            args=GRPOConfig(
-                **common(
-                    tmp_path, num_generations=4, per_device_train_batch_size=4, max_steps=3,
-                    max_completion_length=24, beta=0.04, gradient_checkpointing=False,
-                )
-            ),
-            train_dataset=Dataset.from_list([{"prompt": words(i, 6)} for i in range(8)]),
-            processing_class=tokenizer,
         )  # fmt: skip
 
     compare(make)
