@@ -118,7 +118,7 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> Non
         ({"num_key_value_heads": "two"}, "num_key_value_heads = 'two'"),
         ({"num_key_value_heads": -2}, "num_key_value_heads = -2"),
         ({"num_key_value_heads": 5}, "a divisor of the heads"),
-        ({"num_attention_heads": 4096, "num_key_value_heads": 1}, "4096 heads"),
+        ({"num_attention_heads": 4096, "num_key_value_heads": 1}, "4,096 heads"),
         ({"head_dim": [64]}, "head_dim = [64]"),
         ({"sliding_window": "far"}, "sliding_window = 'far'"),
         ({"layer_types": ["full_attention"]}, "a list of 24 names"),

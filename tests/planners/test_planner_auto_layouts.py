@@ -12,6 +12,7 @@ from furlong.cost.devices.hardware import THIS_CPU, hardware, one_of, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
+from furlong.plan.layout import Layout
 from furlong.plan.lengths import Lengths, count_lengths
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide, sample_steps
@@ -27,7 +28,7 @@ from furlong.planners.auto.steps import (
     one_list,
     plan_of,
 )
-from furlong.planners.layout import Layout, layouts
+from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict
 

@@ -14,9 +14,9 @@ from furlong.cost.lengths import sample_lengths
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
+from furlong.plan.layout import Layout
 from furlong.planners.budget import fit
 from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.group_order import improve_order, simple_order
 from furlong.planners.orders.pipeline import plan_1f1b

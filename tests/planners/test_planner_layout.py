@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
+from furlong.plan.layout import Layout
 from furlong.plan.values import Place
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys, round_numbers
+from furlong.planners.layout import cut_layers, layouts, mean_attended_keys, round_numbers
 from furlong.planners.options import ChunkOptions
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads

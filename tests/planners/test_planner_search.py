@@ -15,9 +15,10 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
+from furlong.plan.layout import Layout
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.chunks.balance import deal_sequences
-from furlong.planners.layout import Layout, cut_layers, layouts, mean_attended_keys
+from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.build import build, replica_model, settled
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED, chunkflow, combined, infinipipe

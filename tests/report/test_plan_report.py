@@ -10,11 +10,11 @@ from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
+from furlong.plan.layout import Layout
 from furlong.plan.text import format_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, Tiers
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.replicas import join_replicas

@@ -376,6 +376,9 @@ class Mailbox:
     def reduce(self, stage: int) -> None:
         self.told.append(("reduce", stage))
 
+    def settle(self) -> None: ...
+    def give_up(self, error: BaseException, rest: object) -> None: ...
+
 
 def two_ranks(options: ChunkOptions):
     """A pipeline of two stages, each on a copy of the model: its plan, the gradients of both

@@ -6,7 +6,7 @@ import pytest
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
-from furlong.planners.layout import Layout
+from furlong.plan.layout import Layout
 from furlong.train.processes.launch import Launch, layout_of, read_launch
 
 TORCHRUN = {

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.plan.check import check
+from furlong.plan.layout import Layout
 from furlong.plan.values import Backward, Forward, Unshard
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.train.plans import SharedPlans, Wanted, packed, plan_batch, unpacked
 from furlong.train.processes.together import ALONE

@@ -10,12 +10,13 @@ from furlong.cli.flag_types import refusal
 from furlong.cli.plan_subject import PlanSubject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
+from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.lengths import count_lengths
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.auto.search import MARGIN
-from furlong.planners.layout import ONE_DEVICE, Layout, layouts
+from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.search.build import build

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf, prod
 
@@ -12,28 +11,10 @@ import numpy.typing as npt
 
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
+from furlong.plan.layout import Layout
 from furlong.units import count_words
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Layout:
-    """`dp` replicas, each a pipeline of `pp` stages, each stage on a group of `sp` devices."""
-
-    dp: int = 1
-    sp: int = 1
-    pp: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        return self.dp * self.sp * self.pp
-
-    def __str__(self) -> str:
-        return f"dp {self.dp} x sp {self.sp} x pp {self.pp}"
-
-
-ONE_DEVICE = Layout()
 
 
 def layouts(

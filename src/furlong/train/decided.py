@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from furlong.plan.layout import Layout
 from furlong.planners.auto.decide import Decision
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
 from furlong.plan.check import check
+from furlong.plan.layout import Layout
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Action, ChunkPlan, Forward, Unshard
 from furlong.planners.chunks.balance import by_cost
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import idle_plan, join_replicas

@@ -26,9 +26,9 @@ from furlong.errors import ConfigError
 from furlong.models.build import build_model, read_config
 from furlong.models.check import check_model
 from furlong.models.folder import check_folder
+from furlong.plan.layout import Layout
 from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.layout import Layout
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.runtime.pools import Storage
 from furlong.train.architecture import architecture_of, check_architecture

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from furlong.data.loader import Batch
+from furlong.plan.layout import Layout
 from furlong.plan.text import format_action
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions
 from furlong.train.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes

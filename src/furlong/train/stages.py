@@ -10,7 +10,8 @@ from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.models.build import read_config
 from furlong.models.folder import check_folder
-from furlong.planners.layout import Layout, cut_layers, mean_attended_keys
+from furlong.plan.layout import Layout
+from furlong.planners.layout import cut_layers, mean_attended_keys
 from furlong.planners.orders.layer_first import stage_heights
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from furlong.cost.model import CostModel
+from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.values import Keep, Tier, Tiers
-from furlong.planners.layout import ONE_DEVICE, Layout
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of
 

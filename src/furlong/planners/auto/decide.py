@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
+from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.layouts import SearchedLayouts, search_layouts, space_of, whole_model
 from furlong.planners.auto.search import MARGIN, Budgets, Searched, search_device
 from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothing_fits, why
-from furlong.planners.layout import ONE_DEVICE, Layout
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.predict import Prediction, predict
 from furlong.planners.sampling.rules import Sampling

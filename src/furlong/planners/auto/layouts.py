@@ -16,10 +16,11 @@ from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
+from furlong.plan.layout import Layout
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.search import SLACK, Budgets, Searched, Tried, search_device
 from furlong.planners.auto.steps import Dealt, deal_steps, mean_step_s
-from furlong.planners.layout import Layout, cut_layers
+from furlong.planners.layout import cut_layers
 from furlong.planners.options import ChunkOptions
 from furlong.planners.search.bounds import least_s
 

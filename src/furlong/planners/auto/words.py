@@ -8,11 +8,11 @@ from math import ceil
 from furlong.cost.devices.hardware import are_links_measured
 from furlong.cost.memory.training import Training
 from furlong.errors import ConfigError
+from furlong.plan.layout import Layout
 from furlong.planners.auto.candidates import SMALLEST_CHUNK
 from furlong.planners.auto.layouts import SearchedLayouts, TooLarge
 from furlong.planners.auto.search import SLACK, Budgets, Searched
 from furlong.planners.budget import DoesNotFitError, advice
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 from furlong.planners.predict import Needs
 from furlong.units import count_words, format_bytes, format_seconds

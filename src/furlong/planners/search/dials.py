@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from furlong.cost.memory.training import ZeroStage
+from furlong.plan.layout import Layout
 from furlong.plan.values import Keep, Tier
 from furlong.planners.chunks.balance import Balance
 from furlong.planners.infinipipe.checkpointing import Mode
-from furlong.planners.layout import Layout
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 from furlong.planners.orders.group_order import GroupOrder
 

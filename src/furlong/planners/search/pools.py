@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from furlong.planners.layout import Layout, round_numbers
+from furlong.plan.layout import Layout
+from furlong.planners.layout import round_numbers
 from furlong.planners.search.catalogue import Method, combined, flexsp
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.problem import Problem

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError, PlanError, UserError
+from furlong.plan.layout import Layout
 from furlong.plan.values import Tier
 from furlong.planners.budget import MARGIN, DoesNotFitError, advice
-from furlong.planners.layout import Layout
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome
 from furlong.units import count_words, format_bytes

@@ -8,11 +8,11 @@ from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
+from furlong.plan.layout import Layout
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.planners.budget import fit
 from furlong.planners.chunks.balance import Balance, by_speed, deal_sequences, sequence_work
 from furlong.planners.chunks.micro_batches import fitting_tokens
-from furlong.planners.layout import Layout
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.bounds import least_s
 from furlong.planners.search.build import build, groups_of, replica_model
