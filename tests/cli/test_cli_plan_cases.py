@@ -131,7 +131,8 @@ def test_runnable_restricts_the_search_to_what_a_run_decides_for(plan: Any) -> N
     assert found["parallel"].startswith("dp {dp} x sp {sp} x pp {pp}".format(**sizes))
     assert {"size", "num_retained", "keep"} <= found["dials"].keys()
     staged = plan([9000, 3000], *flags, "--runnable", "--parallel.pp=2")
-    assert {"dp": 1, "sp": 1, "pp": 2}.items() <= staged["layout"].items() and len(staged["memory"]) == 2
+    assert {"dp": 1, "sp": 1, "pp": 2}.items() <= staged["layout"].items()
+    assert len(staged["memory"]) == 2
     message = plan([9000], *flags, "--runnable", "--parallel.pp=3")["message"]
     assert "dp auto x sp auto x pp 3" in message and "sizes that multiply to 2 devices" in message
     message = plan([9000], *flags, "--runnable", "--zero=3")["message"]
