@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError, UnsupportedModelError
 from furlong.models.causal_lm import DecoderOutput
 from furlong.models.wrappers import bare_model
 from furlong.planners.options import ChunkOptions
@@ -67,7 +67,7 @@ def chunked(
     options = options or ChunkOptions(keep="kv")
     require_options(options)
     require_two_phases(options)
-    decoder: Any = bare_model(model).get_decoder()  # type: ignore[operator]
+    decoder: Any = _decoder(model)
     if "forward" in decoder.__dict__ and _DOOR not in decoder.__dict__:
         raise ConfigError(
             given=f"{type(decoder).__name__} with a forward that was set on it",
@@ -89,7 +89,7 @@ def chunked(
 
 def unchunked(model: _M) -> _M:
     """The model, with the decoder's own forward again."""
-    _remove(bare_model(model).get_decoder())  # type: ignore[operator]
+    _remove(_decoder(model))
     return model
 
 
@@ -99,6 +99,18 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if door is None:  # a copy of the model, or one that was loaded
         return type(self).forward(self, *args, **kwargs)
     return door(self, *args, **kwargs)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    bare: Any = bare_model(model)
+    if not hasattr(bare, "get_decoder"):
+        raise UnsupportedModelError(
+            given=f"{type(bare).__name__}, which has no get_decoder()",
+            required="a causal decoder of transformers, also with adapters of peft",
+            source="the model that was passed",
+            change="pass the language model inside it",
+        )
+    return bare.get_decoder()  # type: ignore[no-any-return]
 
 
 def _remove(decoder: Any) -> None:
@@ -168,6 +180,12 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
     given = asked | {name: x for name, x in given.items() if x is not None}
     if given.get("is_causal") is False:
         raise _refusal(decoder, "is_causal=False", "train with causal attention")
+    embeddings = decoder.get_input_embeddings()
+    if decoder.training and getattr(embeddings, "neftune_noise_alpha", None) is not None:
+        raise _refusal(
+            decoder, "neftune_noise_alpha", "set neftune_noise_alpha=None in the trainer",
+            "its noise falls with the tokens of a call, which are those of a chunk here",
+        )  # fmt: skip
     known = _READ | _HARMLESS | (_IMPLIED if "position_ids" in given else set())
     for name in sorted(given.keys() - known):
         if given[name] is not False:
@@ -192,10 +210,29 @@ def _joined(input_ids: Tensor, rows: list[Row], states: list[Tensor]) -> Tensor:
     parts, end = [], 0
     for row, own in zip(rows, states, strict=True):
         start = row.index * num_columns + row.start
-        parts += [own.new_zeros((start - end, own.shape[1])), own]
+        parts += [_padding(start - end, own), own]
         end = row.index * num_columns + row.stop
-    parts.append(states[0].new_zeros((input_ids.numel() - end, states[0].shape[1])))
+    parts.append(_padding(input_ids.numel() - end, states[0]))
     return torch.cat(parts).view(*input_ids.shape, -1)
+
+
+def _padding(num_tokens: int, like: Tensor) -> Tensor:
+    """Zeros (num_tokens, D), of which no loss may be made."""
+    zeros = like.new_zeros((num_tokens, like.shape[1]))
+    if like.requires_grad and num_tokens:
+        zeros.requires_grad_().register_hook(_refuse_read_padding)
+    return zeros
+
+
+def _refuse_read_padding(grad: Tensor) -> None:
+    """Raise DataError where a loss has a gradient by padding; one that overflowed has none."""
+    if bool(grad.nan_to_num(0, 0, 0).any()):
+        raise DataError(
+            given="a loss of what tokens of padding predict",
+            required="a loss of real tokens alone: padding does not go through the chunks",
+            source="labels of padding, or of the first token of a row that is padded in front",
+            change="give padding, and such first tokens, the label -100, or pad behind",
+        )
 
 
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:

@@ -10,6 +10,7 @@ where the loss is their sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -74,10 +75,15 @@ def top_k_kl(
     _require_temperature(temperature)
 
     def of_tile(logits: Tensor, labels: Tensor, extras: Extras) -> Tensor:
-        known = _extra(extras, log_probs).to(logits.dtype)
-        own = _scaled(logits, temperature).log_softmax(-1).gather(-1, _extra(extras, ids))
-        target, given = _with_rest(known), _with_rest(own)
-        return kl_div(given, target, reduction="none", log_target=True).sum(-1)
+        scaled, best = _scaled(logits, temperature), _extra(extras, ids).long()
+        lowest = math.log(torch.finfo(logits.dtype).tiny)  # 0 times a log of 0 would be no number
+        known = _extra(extras, log_probs).to(logits.dtype).clamp(min=lowest)
+        # the rest is a sum over all other ids: 1 less the known would be rounding alone
+        others = scaled.scatter(-1, best, torch.finfo(logits.dtype).min)
+        total = scaled.logsumexp(-1, keepdim=True)
+        rest = (others.logsumexp(-1, keepdim=True) - total).clamp(min=lowest)
+        given = torch.cat([scaled.gather(-1, best) - total, rest], dim=-1)
+        return kl_div(given, _with_rest(known), reduction="none", log_target=True).sum(-1)
 
     return of_tile
 
@@ -98,11 +104,26 @@ def stack(*functions: TokenFunction) -> TokenFunction:
     return of_tile
 
 
+def require_function(function: object, name: str) -> None:
+    """Raise ConfigError for an argument `name` that is no function of logits, labels and extras,
+    or one of this module that was not called."""
+    uncalled = function in (log_prob, entropy, log_sum_exp, mean_logit, top_k_kl, stack)
+    if uncalled or not callable(function):
+        name_of = getattr(function, "__name__", "")
+        shown = f"furlong.values.{name_of}" if uncalled else repr(function)
+        raise ConfigError(
+            given=f"{name} {shown:.60}",
+            required="a function of logits (t, V), labels (t,) and extras (t, ...)",
+            source="the arguments of furlong.Engine's methods",
+            change=f"call it: {shown}()" if uncalled else "pass furlong.values.log_prob()",
+        )
+
+
 def _with_rest(log_probs: Tensor) -> Tensor:
     """Log-probabilities (t, k) and, behind them, that of everything else, (t, k + 1)."""
     tiny = torch.finfo(log_probs.dtype).tiny
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
-    return torch.cat([log_probs, rest], dim=-1)
+    rest = (1 - log_probs.double().exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
+    return torch.cat([log_probs, rest.to(log_probs.dtype)], dim=-1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -25,6 +25,16 @@ def fingerprint(model: nn.Module) -> int:
     return hash((text, getattr(config, "_attn_implementation", None), modules, weights))
 
 
+def adapter_states(model: nn.Module) -> tuple[Any, ...]:
+    """The active adapters of every module of peft, whether they are disabled, and what of them is
+    merged into the weights."""
+    return tuple(
+        (*_adapters(module), tuple(module.__dict__.get("merged_adapters") or ()))
+        for module in model.modules()
+        if "_active_adapter" in module.__dict__ or "merged_adapters" in module.__dict__
+    )
+
+
 def _put_in(module: nn.Module) -> tuple[Any, ...]:
     """The code of hooks and of a forward of its own: the same hook, put in anew, is the same."""
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

@@ -131,8 +131,10 @@ class OutputHead:
     ) -> Tensor:
         gradient, again = self.outputs.give(hidden, inputs, self.cotangents)
         met = self._met.pop(inputs.rows.tokens)
-        pairs = zip(met, (self._projected(hidden.detach()), *again), strict=False)
-        moved = [(now - then).norm() / then.norm().clamp(min=1e-30) for then, now in pairs]
+        moved = [_moved(met[0], self._projected(hidden.detach()), 1e-30)]
+        for then, now in zip(met[1:], again, strict=False):
+            # such as a log-ratio, which is all rounding while the policy is the one that sampled
+            moved.append(_moved(then, now, then.numel() ** 0.5))
         self._moved[inputs.rows.tokens] = torch.stack(moved).max()
         return gradient
 
@@ -167,3 +169,11 @@ class OutputHead:
             drawn = torch.randn(hidden.shape[1], generator=generator, device="cpu")
             self._projection = drawn.to(wide)
         return wide @ self._projection
+
+
+def _moved(then: Tensor, now: Tensor, least: float) -> Tensor:
+    """The distance of two tensors, relative to the norm of the first or to `least`. An infinity, or
+    what is no number, is as near as any other value to itself."""
+    same = (now == then) | (now.isnan() & then.isnan())
+    known = torch.where(then.isfinite(), then, 0)
+    return torch.where(same, 0, now - then).norm() / known.norm().clamp(min=least)

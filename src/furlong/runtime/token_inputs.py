@@ -26,6 +26,8 @@ from furlong.runtime.inputs import (
 )
 
 _OWN = {"input_ids", "labels"}
+# What tokenizers and collators make, and would be read by nobody.
+_NO_EXTRAS = {"attention_mask", "position_ids", "token_type_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,14 @@ def _require_extras(
             f"sequence {index}, which has not the same extras as sequence 0: {odd}",
             "the same names in all sequences of a call",
             "give each sequence every extra",
+        )
+    unread = ", ".join(sorted(_NO_EXTRAS & extras.keys()))
+    if unread:
+        raise refused_data(
+            f"sequence {index} with {unread}",
+            "input_ids, labels and extras of your own: padding, packing and positions are "
+            "furlong's own",
+            "leave padding tokens and these keys out",
         )
     for name, x in extras.items():
         if not isinstance(x, Tensor) or not x.ndim or len(x) != num_tokens:

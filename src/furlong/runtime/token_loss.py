@@ -18,11 +18,11 @@ from furlong.ops.token_values import TiledValues
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.chunk_inputs import ChunkInputs
 from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import ShiftedSequence
+from furlong.runtime.inputs import ShiftedSequence, refused_data
 from furlong.runtime.loss_head import LossHead
 from furlong.runtime.token_inputs import TokenInputs, token_inputs
 from furlong.runtime.token_values import require_one_device
-from furlong.values import Extras, TokenFunction, log_prob
+from furlong.values import Extras, TokenFunction, log_prob, require_function
 
 WEIGHTS = "token_weights"
 
@@ -50,9 +50,19 @@ def own_loss(
     if token_loss is None and not _is_weighted(sequences):
         return None
     require_one_device(followed, "token_loss" if token_loss else WEIGHTS)
-    batch = token_inputs(sequences)
     plain = token_loss or _cross_entropy
-    return OwnLoss(batch, _weighted(plain) if WEIGHTS in batch.extras[0] else plain)
+    require_function(plain, "token_loss")
+    batch = token_inputs(sequences)
+    if WEIGHTS not in batch.extras[0]:
+        return OwnLoss(batch, plain)
+    for index, extras in enumerate(batch.extras):
+        if extras[WEIGHTS].ndim != 1:
+            raise refused_data(
+                f"sequence {index} with {WEIGHTS} {tuple(extras[WEIGHTS].shape)}",
+                "one weight per token: a tensor of shape (T,)",
+                "pass a vector",
+            )
+    return OwnLoss(batch, _weighted(plain))
 
 
 class _TokenLossHead(LossHead):

@@ -21,7 +21,7 @@ from furlong.runtime.outputs import HiddenStates, Outputs, TokenValues
 from furlong.runtime.surroundings import Autocast
 from furlong.runtime.token_inputs import TokenInputs, token_inputs
 from furlong.runtime.two_phases import Gradients, TwoPhases, differentiable
-from furlong.values import TokenFunction
+from furlong.values import TokenFunction, require_function
 
 
 def token_values(
@@ -33,6 +33,7 @@ def token_values(
 ) -> list[Tensor]:
     """See `Engine.token_values`."""
     require_one_device(followed, "token_values")
+    require_function(fn, "fn")
     batch = token_inputs(sequences)
     make = partial(_values_of, followed, batch, fn)
     return outputs(followed, batch.sequences, options, make, gradients)

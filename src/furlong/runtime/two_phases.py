@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.errors import ConfigError
+from furlong.models.fingerprint import adapter_states
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan, Forward
 from furlong.runtime.comms import Alone
@@ -51,6 +52,7 @@ class TwoPhases:
         self._model = followed.model
         self._parameters = tuple(self._model.model.parameters())
         self._modes = [(module, module.training) for module in self._model.model.modules()]
+        self._adapters = adapter_states(self._model.model)
         self._head = OutputHead(outputs, is_rounded=autocast.enabled)
         kept = followed.kept
         # pools of its own: other calls may come, and fail, between the phases
@@ -88,7 +90,9 @@ class TwoPhases:
         now = {id(p) for p in model.model.parameters()}
         try:
             if now != {id(p) for p in self._parameters}:
-                raise _other_parameters()
+                raise _changed("parameters")
+            if adapter_states(model.model) != self._adapters:
+                raise _changed("active, disabled or merged adapters")
             if returned is None:
                 refuse_hooks(model.model)
             made = made_gradients(model.model) if returned is None else nullcontext()
@@ -177,10 +181,10 @@ def _as_then(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
             module.training = training
 
 
-def _other_parameters() -> ConfigError:
+def _changed(what: str) -> ConfigError:
     return ConfigError(
-        given="a model whose parameters are others than in the forward",
+        given=f"a model whose {what} are others than in the forward",
         required="the model that the values were computed with",
         source="the backward of token_values, hidden_states or a chunked model",
-        change="add adapters or resize embeddings before the forward, or after the backward",
+        change="add, merge or switch adapters, or resize embeddings, after the backward",
     )
