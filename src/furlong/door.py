@@ -220,7 +220,7 @@ def _padding(num_tokens: int, like: Tensor) -> Tensor:
     """Zeros (num_tokens, D), of which no loss may be made."""
     zeros = like.new_zeros((num_tokens, like.shape[1]))
     if like.requires_grad and num_tokens:
-        zeros.requires_grad_().register_hook(_refuse_read_padding)
+        zeros.requires_grad_().register_hook(_refuse_read_padding)  # type: ignore[no-untyped-call]
     return zeros
 
 
