@@ -505,6 +505,12 @@ def test_an_empty_section_is_one_without_keys(run_file: Path) -> None:
     assert parse_run([str(run_file), "--train.steps=1"]).train.steps == 1
 
 
+def test_all_linear_as_a_flag_is_that_of_a_file(run_file: Path) -> None:
+    config = parse_run([str(run_file), "--model.lora.target_modules=all-linear"])
+    assert config.model.lora is not None
+    assert config.model.lora.target_modules == "all-linear"
+
+
 def test_settings_of_the_library_are_no_keys(run_file: Path) -> None:
     for key in ("_cli_settings_source", "_cli_parse_args", "_env_file"):
         run_file.write_text(f"model: {{name: x}}\ndata: {{train: x}}\n{key}: [--train.steps=5]\n")

@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -51,6 +52,12 @@ class LoraConfig(BaseModel):
     """Dropout before the adapters; above 0 the draw depends on how sequences are cut."""
     target_modules: Literal["all-linear"] | Names = "all-linear"
     """all-linear (every linear layer but the head) or the names of the modules."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_linear_in_a_list(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        # a flag is read as a list, and no module has this name
+        return "all-linear" if value == ("all-linear",) else value
 
 
 class ModelConfig(BaseModel):
