@@ -29,6 +29,7 @@ def test_the_variables_of_torchrun():
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ("2 processes of mpirun", "--nproc-per-node 2 -m furlong")),
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE = 2", "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR")),
         (TORCHRUN | {"RANK": "x"}, ("without a number in RANK",)),
+        (TORCHRUN | {"MASTER_PORT": "0"}, ("MASTER_PORT = 0", "--standalone")),
     ],
 )
 def test_variables_that_do_not_suffice(environment, parts):

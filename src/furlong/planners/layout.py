@@ -74,7 +74,7 @@ def _no_layout(
     pp, layers = sizes["pp"] or 1, shape.num_layers
     if pp > layers:
         required = f"a parallel.pp of at most the model's {count_words(layers, 'layer')}"
-        change = f"set parallel.pp to {layers} or less, or auto"
+        change = f"set parallel.pp to {layers}{' or less, or auto' if layers > 1 else ''}"
     else:
         required = f"sizes that multiply to {count_words(num_devices, 'device')}"
         change = f"use {count_words(product, 'device')}, or change the sizes"

@@ -154,8 +154,10 @@ def no_layout_fits(found: SearchedLayouts, *, alone: bool) -> ConfigError:
             source="the search over the plans of a layout",
             change=advice("state", training, num_devices=nearest.layout.num_devices, alone=alone),
         )
-    given, layouts = error.given, [one.layout for one in found.too_large]
+    given, source = error.given, error.source
+    layouts = [one.layout for one in found.too_large]
     if len(layouts) > 1:
+        source = f"the search over {len(layouts)} layouts"
         given = (
             f"in none of {len(layouts)} layouts a plan fits; nearest is {nearest.layout}: {given}"
         )
@@ -165,6 +167,6 @@ def no_layout_fits(found: SearchedLayouts, *, alone: bool) -> ConfigError:
         named = " and ".join(f"parallel.{name}" for name in fixed)
         ways.insert(0, f"set {named} to auto")
     return ConfigError(
-        given=given, required=error.required, source=error.source,
+        given=given, required=error.required, source=source,
         change=f"{', '.join(ways)}; or {error.change}",
     )  # fmt: skip

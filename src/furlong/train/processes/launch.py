@@ -60,6 +60,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
             source="the environment",
             change=f"start the processes by {_COMMAND.format(count)}, or unset WORLD_SIZE",
         )
+    if int(environment["MASTER_PORT"]) == 0:
+        raise ConfigError(
+            given="MASTER_PORT = 0, where each process would look for the others on its own port",
+            required="one port that all processes know",
+            source="the environment, or --master-port of torchrun",
+            change="start torchrun with --standalone, or name a port that is free",
+        )
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     num_local = environment.get("LOCAL_WORLD_SIZE", count)
     return Launch(
