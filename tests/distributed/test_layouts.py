@@ -206,5 +206,5 @@ def test_more_stages_than_layers_are_told_once(tiny_run: TinyRun, tmp_path: Path
     arguments = tiny_run.arguments(tmp_path / "run", *sizes(pp=3))
     ended = Launched(tmp_path / "out", command, arguments, num_processes=3).ended(120)
     assert [process.code for process in ended] == [2, 2, 2], ended
-    assert "parallel.pp = 3 for a model of 2 layers" in ended[0].said
+    assert "a parallel.pp of at most the model's 2 layers" in ended[0].said
     assert ended[0].said.count("given:") == 1 and ended[1].said == ended[2].said == ""

@@ -106,8 +106,8 @@ def with_attention_of_another_layer(monkeypatch):
 
 
 def without_the_last_tile(monkeypatch):
-    plain = loss_ops._tiles
-    monkeypatch.setattr(loss_ops, "_tiles", lambda *given: list(plain(*given))[:-1])
+    plain = loss_ops.tiles
+    monkeypatch.setattr(loss_ops, "tiles", lambda *given: list(plain(*given))[:-1])
 
 
 def with_graphs_of_zeros(monkeypatch):
