@@ -123,7 +123,8 @@ def test_two_processes_train_as_one(tmp_path: Path, runs: dict[str, Run]) -> Non
         assert len(first.losses) == len(truth.losses) and ends, name
         sums, true_sums = by_update(first, ends), by_update(truth, ends)
         assert sums == pytest.approx(true_sums, rel=BOUND), name
-        assert first.train_loss == pytest.approx(truth.train_loss, rel=BOUND), name
+        # transformers adds it up in float32
+        assert first.train_loss == pytest.approx(truth.train_loss, rel=1e-6), name
         for key in ("loss", "grad_norm", "eval_rows" if run.metrics else "eval_loss"):
             assert logged(first, key) == pytest.approx(logged(truth, key), rel=1e-6), (name, key)
         if not run.lora:
