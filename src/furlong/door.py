@@ -24,10 +24,10 @@ from furlong.models.causal_lm import DecoderOutput
 from furlong.models.wrappers import bare_model
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.two_phases import require_two_phases
+from furlong.runtime.batch_rows import BatchRow, rows_of_batch
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, require_options
 from furlong.runtime.pools import Storage
-from furlong.runtime.rows import Row, rows_of_batch
 from furlong.runtime.token_values import hidden_states
 
 _DOOR = "furlong_door"
@@ -196,13 +196,13 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
         raise _refusal(decoder, "no input_ids", "pass input_ids of shape (B, T)")
 
 
-def _sequence(input_ids: Tensor, row: Row) -> ShiftedSequence:
+def _sequence(input_ids: Tensor, row: BatchRow) -> ShiftedSequence:
     """Tokens of a row, of whose labels nobody asks."""
     ids = input_ids[row.index, row.start : row.stop]
     return ShiftedSequence(ids, torch.full(ids.shape, -100, device="cpu"), row.first_position)
 
 
-def _joined(input_ids: Tensor, rows: list[Row], states: list[Tensor]) -> Tensor:
+def _joined(input_ids: Tensor, rows: list[BatchRow], states: list[Tensor]) -> Tensor:
     """Hidden states (B, T, D) of the rows' tokens, 0 at all others."""
     num_columns = input_ids.shape[1]
     if len(rows) == 1 and input_ids.shape == (1, len(states[0])):

@@ -26,7 +26,7 @@ from furlong.planners.search.bounds import least_s
 
 
 @dataclass(frozen=True)
-class Fitting:
+class FittingLayout:
     """A layout with its best dials."""
 
     space: Space
@@ -76,7 +76,7 @@ class Slower:
 class SearchedLayouts:
     """The outcome over all layouts."""
 
-    fitting: tuple[Fitting, ...]
+    fitting: tuple[FittingLayout, ...]
     """The chosen one first, then by their seconds."""
     too_large: tuple[TooLarge, ...]
     slower: tuple[Slower, ...]
@@ -84,7 +84,7 @@ class SearchedLayouts:
     budgets: Budgets
 
     @property
-    def best(self) -> Fitting:
+    def best(self) -> FittingLayout:
         return self.fitting[0]
 
     @property
@@ -107,7 +107,7 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
         own = space_of(space, layout)
         dealt = deal_steps(own)
         bounded.append((_least_s(own, dealt), len(bounded), own, dealt))
-    fitting: list[Fitting] = []
+    fitting: list[FittingLayout] = []
     too_large: list[TooLarge] = []
     slower: list[Slower] = []
     for bound_s, _, own, dealt in sorted(bounded, key=lambda entry: entry[:2]):
@@ -120,7 +120,7 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
             searched = search_device(own, budgets)
             if searched.tried:
                 step_s = mean_step_s(own, dealt, searched.best.options)
-                fitting.append(Fitting(own, searched, step_s))
+                fitting.append(FittingLayout(own, searched, step_s))
             else:
                 too_large.append(TooLarge(own, state_bytes, searched))
     return SearchedLayouts(_ranked(fitting), tuple(too_large), tuple(slower), budgets)
@@ -152,7 +152,7 @@ def whole_model(model: CostModel) -> CostModel:
     return replace(model, training=replace(model.training, replicas=1))
 
 
-def _ranked(fitting: Sequence[Fitting]) -> tuple[Fitting, ...]:
+def _ranked(fitting: Sequence[FittingLayout]) -> tuple[FittingLayout, ...]:
     if not fitting:
         return ()
     limit_s = min(f.step_s for f in fitting) * (1 + SLACK)

@@ -15,7 +15,7 @@ from furlong.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """The columns [start, stop) of row `index`: one sequence."""
 
     index: int
@@ -30,7 +30,7 @@ def rows_of_batch(
     position_ids: Tensor | None,
     *,
     has_cache: bool,
-) -> list[Row]:
+) -> list[BatchRow]:
     """The sequences of a batch of token ids (B, T), in order.
 
     `attention_mask` (B, T): ones, with zeros in front of them or behind. `position_ids` (B, T) or
@@ -53,7 +53,7 @@ def rows_of_batch(
                 "leave the attention_mask out of packed rows, and pass use_cache=False",
             )
         ends = [start, *(breaks + start).tolist(), stop]
-        rows += [Row(index, a, b, int(positions[index, a])) for a, b in pairwise(ends)]
+        rows += [BatchRow(index, a, b, int(positions[index, a])) for a, b in pairwise(ends)]
     if any(row.first_position < 0 for row in rows):
         raise _unreadable("position_ids below 0", "positions from 0 on")
     return rows
