@@ -174,10 +174,11 @@ def measure(engine: str, run: Path) -> None:
     cpu = torch.device("cpu")
     if engine == "furlong":
         from furlong.api import Engine
-        from furlong.planners.options import ChunkOptions
+        from furlong.train.decided import decision_of
 
         chunkwise = Engine(model, max_seq_len=config.data.max_seq_len)
-        options = ChunkOptions(**json.loads((run / "options.json").read_text(encoding="utf-8")))
+        decided = json.loads((run / "options.json").read_text(encoding="utf-8"))
+        options = decision_of(decided).options
 
         def run_pass(batch: list[dict[str, Any]]) -> None:
             chunkwise.forward_backward(batch, options)
