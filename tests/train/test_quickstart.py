@@ -15,7 +15,8 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 def test_the_table_of_a_run(tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run)) == 0
+    held_out = f"--data.eval={tiny_run.folder / 'texts'}"
+    assert main(tiny_run.arguments(run, held_out)) == 0
     ended = subprocess.run(
         [sys.executable, str(QUICKSTART), "report", str(run)],
         capture_output=True, text=True, timeout=300,
