@@ -151,7 +151,7 @@ def measure(step: Step) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from furlong.calibrate.measure import Bench, merged
-    from furlong.runtime.pools import Storage
+    from furlong.runtime.memory.pools import Storage
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

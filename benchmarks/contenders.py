@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from measuring import Measurement, measure
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import furlong
 
@@ -42,7 +42,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1,
         "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512,
     },
+    "qwen3_5": {
+        "num_hidden_layers": 8, "hidden_size": 384, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 4096,
+        "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
 }  # fmt: skip
+"""By name, the sizes of a Qwen2 model, or of a Qwen3.5 (every fourth layer has attention)."""
+_MODEL_TYPES = {"qwen3_5": "qwen3_5_text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +93,14 @@ class Trial:
 
 
 def build(shape: str, device: str = "cpu", dtype: str = "float32") -> PreTrainedModel:
-    """A Qwen2 model with random weights, in train mode."""
+    """A model of the shape with random weights, in train mode."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[shape], max_position_embeddings=_MAX_POSITIONS, use_cache=False,
-        attn_implementation="sdpa",
+    config = AutoConfig.for_model(
+        _MODEL_TYPES.get(shape, "qwen2"), **SHAPES[shape],
+        max_position_embeddings=_MAX_POSITIONS, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
-    return Qwen2ForCausalLM(config).to(device, getattr(torch, dtype)).train()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(device, getattr(torch, dtype)).train()
 
 
 def run(trial: Trial) -> Measurement:

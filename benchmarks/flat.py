@@ -171,7 +171,7 @@ def run_step(
     from measuring import Timer, release
 
     import furlong
-    from furlong.runtime.memory import reset_peak_memory
+    from furlong.runtime.memory.measure import reset_peak_memory
 
     model = build("flat")
     batch = Trial("furlong", "flat", num_tokens).batch()

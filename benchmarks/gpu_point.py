@@ -81,7 +81,7 @@ def run(setting: Setting) -> Point:
     from measuring import Timer, release
 
     import furlong
-    from furlong.runtime.memory import peak_memory_bytes, reset_peak_memory
+    from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
 
     start_s = time.perf_counter()
     device = torch.device(setting.device)
@@ -209,7 +209,7 @@ def _device_spans(
 def _mfu(
     config: dict[str, Any], setting: Setting, name: str, step_s: float, *, is_lora: bool
 ) -> float | None:
-    from furlong.train.mfu import MfuMeter
+    from furlong.train.figures.mfu import MfuMeter
 
     peak = setting.peak_flops_per_s
     if peak is None and name in EXACT_NAMES:

@@ -117,7 +117,7 @@ def learn(
     import torch
 
     import furlong
-    from furlong.train.optimizer import build_optimizer, lr_factor
+    from furlong.train.setup.optimizer import build_optimizer, lr_factor
 
     started_s = time.process_time()
     model = _model(curve.seed)

@@ -59,7 +59,7 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
     from measuring import release
 
     import furlong
-    from furlong.runtime.memory import memory_bytes
+    from furlong.runtime.memory.measure import memory_bytes
 
     model = build(arguments.shape)
     batch = Trial("furlong", arguments.shape, arguments.tokens).batch()

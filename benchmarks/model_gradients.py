@@ -4,14 +4,16 @@ The truth is the model's own unchunked forward and backward, in train mode and f
 sequence at a time. Two controls keep a row from being right by chance: the truth is computed twice,
 and sequences that are cut without anything handed on from chunk to chunk must give other gradients.
 A family whose truth moves, or whose gradients do not, is "unprovable". Whether transformers rounds
-to float32 is not taken from a list: `own_rounding` measures it.
+to float32 is not taken from a list: `own_rounding` measures it. A family that rounds so much that
+nothing can be told of it is measured again in a process where its modeling file says float64.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
+from helpers import float64_twin
 from helpers.gradients import Batch, reference_loss, take_grads
 from small_models import FIRST_PLAIN_TOKEN, VOCAB_SIZE, small_config
 from torch import Tensor, nn
@@ -35,6 +38,10 @@ CHUNK_SIZE = 13
 KEEPS = ("kv", "attention", "all")
 CUT_KEEPS = ("input", "attention")
 """What is kept layer-first, one layer after the other."""
+WIDENED = 1e-9
+"""The bound where transformers' float32 is float64: deep scans lose a few digits of 16."""
+ROUNDS = "rounds"
+"""Not an outcome: the model has to be measured with its float32 widened."""
 _ATTENTION_AGREES = 1e-4
 _CONTROL_MOVES = 1e-3
 _NUM_MORE = 7
@@ -45,6 +52,8 @@ OUTCOMES = {
     "exact": f"the model's own gradients to at most {EXACT:g}",
     "rounded": f"at most {ROUNDED:g}, where transformers itself rounds to float32: its own "
     "gradients move too when its sequences go through it at once",
+    "widened": f"at most {WIDENED:g} where the float32 in transformers' modeling file is made "
+    "float64; as it is, its own gradients move by more than can be told from an error",
     "refused": "refused by furlong, with its own reason",
     "unprovable": "taken by furlong, but its own gradients are no truth to compare with",
     "not run": "transformers' own model does not run alone, small, or in float64",
@@ -72,14 +81,32 @@ class _NotRunError(Exception):
     """transformers' own model could not be asked."""
 
 
-def measure(model_type: str) -> Row:
-    """Build a small model of that type and compare furlong's gradients with its own."""
+def measure(model_type: str, *, wide: bool = False) -> Row:
+    """Build a small model of that type and compare furlong's gradients with its own; ROUNDS in the
+    place of an outcome asks for `wide`: modeling files that say float64 for float32, which must
+    not have been loaded yet."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    outcome, detail, *cut = _outcome(model_type)
+    if not wide:
+        outcome, detail, *cut = _outcome(model_type)
+        return Row(model_type, class_name, outcome, _one_line(detail), *cut)
+    float64_twin.install()
+    with _default_float64():
+        outcome, detail, *cut = _outcome(model_type, wide=True)
     return Row(model_type, class_name, outcome, _one_line(detail), *cut)
 
 
-def _outcome(model_type: str) -> tuple[str, ...]:
+@contextmanager
+def _default_float64() -> Iterator[None]:
+    """Tables that a model makes as it is built are float64, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _outcome(model_type: str, *, wide: bool = False) -> tuple[str, ...]:
     """Outcome and detail, and for a model that is right the outcome of its cut."""
     sequences = _sequences()
     try:
@@ -101,18 +128,22 @@ def _outcome(model_type: str) -> tuple[str, ...]:
     control, _ = worst_error(_true_gradients(model, cut(sequences))[1], truth)
     if not control > _CONTROL_MOVES:
         return "unprovable", f"cut without a relay its gradients move by {control:.1e} only"
-    may_round = own_rounding(model, sequences, truth) > EXACT
-    outcome = _judged(worst, may_round)
+    own = own_rounding(model, sequences, truth)
+    may_round = not wide and own > EXACT
+    outcome = _judged(worst, may_round, wide)
     if outcome == "wrong":
-        return outcome, f"{worst:.1e} ({where})"
-    cut_outcome, told = _cut_outcome(model, sequences, truths, may_round)
+        told = f"{worst:.1e} ({where}), its own {own:.1e}"
+        return ROUNDS if may_round else outcome, told
+    cut_outcome, told = _cut_outcome(model, sequences, truths, may_round, wide)
+    if cut_outcome == "wrong" and may_round:
+        return ROUNDS, told
     if cut_outcome in ("wrong", "crash"):
         return cut_outcome, f"layer by layer: {told}"
     return outcome, f"{worst:.1e}; {told} layer by layer", cut_outcome
 
 
 def _cut_outcome(
-    model: nn.Module, sequences: Batch, truths: _Truths, may_round: bool
+    model: nn.Module, sequences: Batch, truths: _Truths, may_round: bool, wide: bool
 ) -> tuple[str, str]:
     """Outcome and detail of the same model whose layers run one after the other."""
     options = [
@@ -125,11 +156,13 @@ def _cut_outcome(
         return "refused", f"refused ({error.given})"
     except Exception as error:  # a crash is a finding, whatever it is
         return "crash", f"{type(error).__name__}: {error}"
-    outcome = _judged(worst, may_round)
+    outcome = _judged(worst, may_round, wide)
     return outcome, f"{worst:.1e}" + (f" ({where})" if outcome == "wrong" else "")
 
 
-def _judged(worst: float, may_round: bool) -> str:
+def _judged(worst: float, may_round: bool, wide: bool) -> str:
+    if wide:
+        return "widened" if worst <= WIDENED else "wrong"
     if worst <= EXACT:
         return "exact"
     return "rounded" if worst <= ROUNDED and may_round else "wrong"

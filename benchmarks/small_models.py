@@ -46,6 +46,7 @@ _RULES: tuple[tuple[str, Any], ...] = (
      r"|num_dense_layers", 1),
     (r"(.*_)?(sliding_window(_size)?|window_size|local_attention|attention_chunk_size"
      r"|window_len|mem_len)", WINDOW),
+    (r"floor_scale|(mamba_)?chunk_size", 8),
     (r"index_topk|index_topk_blocks|keep_window_size", 4),
     (r"index_block_size|block_size", 4),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"
@@ -81,12 +82,16 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots3_note_text": {"per_layer_config": None, "head_dim": 12},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         **_SHARED_KV, "intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.95, 0.0] * 3,
     },
     "gemma4_text": _SHARED_KV,
     "gemma4_unified_text": _SHARED_KV,
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": _INDEXER,

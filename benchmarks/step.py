@@ -18,6 +18,9 @@ Promises, at the default sizes:
              16,384), chunks of 2,048: at least 1.2x the tokens/s of gradient checkpointing one
              sequence at a time, and at least 1.0x those of TRL's packing with checkpointing at no
              more than 0.5x its extra peak memory.
+With `--model qwen3_5` one other part:
+  hybrid     16,384 tokens, 8 layers, six of them Gated DeltaNet, chunks of 512, keep=kv: at most
+             0.9x the time and 0.4x the extra peak memory of gradient checkpointing.
 All contenders of a part must agree in loss and gradient norm. Exits 1 on a miss.
 
 Takes about an hour on two cores; `--warmup-tokens 2048`, which shortens the step before the
@@ -71,6 +74,8 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """ChunkOptions by name."""
 
+_HYBRID_CHUNK_TOKENS = 512
+
 Results = Mapping[str, list[Measurement]]
 
 
@@ -83,6 +88,8 @@ def main() -> int:
         return 0
     report = Report("step", vars(arguments))
     parts = {"step": step, "growth": growth, "long-tail": long_tail}
+    if arguments.model == "qwen3_5":
+        parts = {"hybrid": hybrid}
     for name, part in parts.items():
         if arguments.only in (None, name):
             part(report, arguments)
@@ -127,6 +134,30 @@ def step(report: Report, arguments: argparse.Namespace) -> None:
             f"extra peak: {ours} / {slack_free} ({_settings(_SLACK_FREE_ALLOCATOR)}): "
             f"{statistics.median(values):.3g}"
         )
+
+
+def hybrid(report: Report, arguments: argparse.Namespace) -> None:
+    """One sequence through a model most of whose layers are recurrent."""
+    trials = {
+        "HF checkpointing": Trial("hf-checkpointing", "qwen3_5", arguments.tokens),
+        "furlong keep=kv": Trial(
+            "furlong", "qwen3_5", arguments.tokens,
+            dials={"keep": "kv", "size": _HYBRID_CHUNK_TOKENS},
+        ),
+    }  # fmt: skip
+    commands = {
+        name: replace(trial, warmup_tokens=arguments.warmup_tokens).command()
+        for name, trial in trials.items()
+    }
+    results = run_rounds(commands, arguments.rounds)
+    part = f"hybrid: {arguments.tokens:,} tokens"
+    report.add(part, results)
+    report.check_agreement(part)
+    theirs, ours = results
+    report.promises += [
+        _at_most("time", results, ours, theirs, 0.9),
+        _at_most("extra peak", results, ours, theirs, 0.4),
+    ]
 
 
 def growth(report: Report, arguments: argparse.Namespace) -> None:
@@ -221,6 +252,7 @@ def _parse() -> argparse.Namespace:
     )
     add_common_arguments(parser)
     parser.add_argument("--only", choices=("step", "growth", "long-tail"), default=None)
+    parser.add_argument("--model", choices=("qwen2", "qwen3_5"), default="qwen2")
     parser.add_argument(
         "--tokens", type=int, default=_TOKENS,
         help="length of the step part; growth and long-tail scale with it",

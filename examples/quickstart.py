@@ -164,7 +164,7 @@ def measure(engine: str, run: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from furlong.config.sources import load_run
-    from furlong.runtime.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
+    from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes, reset_peak_memory
 
     disable_progress_bar()
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def measure(engine: str, run: Path) -> None:
     cpu = torch.device("cpu")
     if engine == "furlong":
         from furlong.api import Engine
-        from furlong.train.decided import decision_of
+        from furlong.train.setup.decided import decision_of
 
         chunkwise = Engine(model, max_seq_len=config.data.max_seq_len)
         decided = json.loads((run / "options.json").read_text(encoding="utf-8"))

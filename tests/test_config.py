@@ -44,7 +44,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def test_growth_of_the_schema_is_a_decision() -> None:
-    assert len(leaves(RunConfig)) == 42
+    assert len(leaves(RunConfig)) == 46
 
 
 def test_every_leaf_has_a_help_text() -> None:
@@ -523,3 +523,24 @@ def test_the_help_of_a_verb_says_what_it_does(capsys):
         with contextlib.suppress(SystemExit):
             main([verb, "--help"])
         assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--train.beta=0.2"], "train.beta = 0.2 with train.loss: sft"),
+        (["--train.loss_type=ipo"], "train.loss_type = ipo with train.loss: sft"),
+        (["--data.format=preference"], "data.format = 'preference' with train.loss: sft"),
+        (["--train.loss=dpo", "--data.format=chat"], "data.format = 'chat' with train.loss: dpo"),
+        (
+            ["--train.loss=dpo", "--train.loss_type=ipo", "--train.label_smoothing=0.1"],
+            "train.label_smoothing = 0.1 with train.loss_type: ipo",
+        ),
+    ],
+)
+def test_options_of_a_loss_that_is_not_asked_for(flags: list[str], said: str) -> None:
+    given = ["--model.name=m", "--data.train=t", *flags]
+    with pytest.raises(ConfigError, match=said):
+        parse_run(given)
+    pairs = parse_run([*given[:2], "--train.loss=dpo", "--train.beta=0.2"])
+    assert (pairs.train.loss_type, pairs.train.beta) == ("sigmoid", 0.2)

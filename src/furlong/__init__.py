@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from furlong.planners.options import ChunkOptions
     from furlong.planners.sampling.rules import Sampling
-    from furlong.runtime.pools import Storage
+    from furlong.runtime.memory.pools import Storage
     from furlong.runtime.result import StepResult
 
 __all__ = [
@@ -51,7 +51,7 @@ _HOME = {
     "ChunkOptions": "furlong.planners.options",
     "Sampling": "furlong.planners.sampling.rules",
     "StepResult": "furlong.runtime.result",
-    "Storage": "furlong.runtime.pools",
+    "Storage": "furlong.runtime.memory.pools",
 }
 
 

@@ -26,18 +26,18 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
+from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.parallel.planning import Planned, planned, planned_together
-from furlong.runtime.parallel.ranks import Ranks
+from furlong.runtime.parallel.ranks import Ranks, not_copied
 from furlong.runtime.plans import planner_of, with_draw
-from furlong.runtime.pools import Storage
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
-from furlong.runtime.step import batch_for, take_step
-from furlong.runtime.token_inputs import bare_inputs
-from furlong.runtime.token_loss import own_loss
-from furlong.runtime.token_values import hidden_states, token_values
-from furlong.runtime.two_phases import Gradients
+from furlong.runtime.step import take_step
+from furlong.runtime.tokens.inputs import bare_inputs
+from furlong.runtime.tokens.loss import own_loss, weighted_batch
+from furlong.runtime.tokens.two_phases import Gradients
+from furlong.runtime.tokens.values import hidden_states, token_values
 from furlong.values import TokenFunction, log_prob
 
 
@@ -137,6 +137,7 @@ class Engine:
         sequences: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]],
         num_valid_tokens: int | None = None,
         *,
+        weights: Sequence[float] | None = None,
         watch: Callable[[], None] = _nothing,
         **measuring: Unpack[Measuring],
     ) -> StepResult:
@@ -144,7 +145,8 @@ class Engine:
 
         `sequences`: those of the whole batch, or a mapping of `seq_id` to each whose tokens this
         process reads, which a middle stage does of none; then `num_valid_tokens`, of the whole
-        batch, is required. `measuring`: see
+        batch, is required. `weights`: by sequence of the plan, how often its loss counts in the
+        gradient; losses are told as they are. `measuring`: see
         `Measuring`; the other arguments and the outcome are as in `furlong.forward_backward`.
         Raises PlanError for a plan that breaks a rule or is of other ranks, DataError for sequences
         of other lengths.
@@ -152,7 +154,7 @@ class Engine:
         followed = self._followed
         with followed.alone():
             followed.follow()
-            find = partial(batch_for, followed, plan, sequences)
+            find = partial(weighted_batch, followed, plan, sequences, weights)
             return take_step(followed, find, num_valid_tokens, watch, **measuring)
 
     def forward_backward(
@@ -207,6 +209,8 @@ class Engine:
         fn: TokenFunction | None = None,
         *,
         gradients: Gradients = "returned",
+        share_prompts: bool = True,
+        watch: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
         """Values of each sequence's tokens, (T,) or (T, k), that a loss may be made of: its
         `backward` walks the chunks, as exactly as `forward_backward`.
@@ -218,8 +222,14 @@ class Engine:
         `options.keep` says of all sequences of the call, and no graph (`num_retained` is 0). Under
         `torch.no_grad` there is no graph at all. A tensor that `fn` closes over gets no gradient
         but what is added to its `.grad`.
+
+        `share_prompts`: sequences whose first tokens are equal, at least a chunk of them, share
+        their computation. It changes no value but by rounding. `watch`: see `run` of `Executor`.
         """
-        return token_values(self._followed, sequences, options, fn or log_prob(), gradients)
+        return token_values(
+            self._followed, sequences, options, fn or log_prob(), gradients,
+            share_prompts=share_prompts, watch=watch,
+        )  # fmt: skip
 
     def hidden_states(
         self,
@@ -227,17 +237,24 @@ class Engine:
         options: ChunkOptions,
         *,
         gradients: Gradients = "returned",
+        share_prompts: bool = True,
     ) -> list[Tensor]:
         """Final hidden states (T, D) of each sequence, for a head of the caller's own; see
         `token_values`. Labels are not needed."""
-        return hidden_states(self._followed, bare_inputs(sequences), options, gradients)
+        return hidden_states(
+            self._followed, bare_inputs(sequences), options, gradients,
+            share_prompts=share_prompts,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is an engine of the model's copy, with buffers and checks of its own."""
+        """A copy is an engine of the model's copy, with buffers and checks of its own. Raises
+        ConfigError where several processes call it."""
         followed = self._followed
+        if followed.ranks is not None:
+            raise not_copied(followed.ranks.num_processes)
         return partial(
             type(self), max_seq_len=self.max_seq_len, compute_dtype=self.compute_dtype,
-            storage=followed.storage, ranks=followed.ranks,
+            storage=followed.storage,
         ), (followed.given,)  # fmt: skip
 
 

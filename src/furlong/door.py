@@ -11,7 +11,8 @@ so does everything in a copy of the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -20,28 +21,42 @@ import torch
 from torch import Tensor, nn
 
 from furlong.errors import ConfigError, DataError, UnsupportedModelError
-from furlong.models.causal_lm import DecoderOutput
+from furlong.models.head_stub import DecoderOutput
+from furlong.models.held import decoder_of
 from furlong.models.wrappers import bare_model
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.two_phases import require_two_phases
-from furlong.runtime.batch_rows import BatchRow, rows_of_batch
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, require_options
-from furlong.runtime.pools import Storage
-from furlong.runtime.token_values import hidden_states
+from furlong.runtime.memory.pools import Storage
+from furlong.runtime.tokens.rows import BatchRow, rows_of_batch
+from furlong.runtime.tokens.values import hidden_states
 
 _DOOR = "furlong_door"
+_SET = (_DOOR, "forward")  # what a door adds to a decoder
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
-_HARMLESS = {"cache_position", "num_items_in_batch", "return_dict", "is_causal"}
+# logits_to_keep is for a head: no decoder reads it, but some trainers pass it on
+_HARMLESS = {
+    "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep",
+}  # fmt: skip
 # What collators add for kernels that we do not call: all of it follows from position_ids.
 _IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_IMAGES = "chunks are made of token ids, so that embeddings of images would get no gradient"
 _REFUSED = {
-    "inputs_embeds": "a gradient by embeddings ends at the chunks (prompt tuning, images)",
-    "output_router_logits": "a router loss averages over all tokens of a batch: set "
-    "router_aux_loss_coef=0.0 in the trainer, or config.output_router_logits=False",
-    "output_hidden_states": "hidden states of every layer would be as long as the sequence",
-    "output_attentions": "attention weights of a whole sequence never exist",
-}
+    "inputs_embeds": (
+        "chunks are made of token ids, so that embeddings would get no gradient",
+        "pass input_ids; prompt tuning and images train without furlong",
+    ),
+    "pixel_values": (_IMAGES, "train on text alone"),
+    "output_router_logits": (
+        "a router loss averages over all tokens of a batch",
+        "set router_aux_loss_coef=0.0 in the trainer, or config.output_router_logits=False",
+    ),
+    "output_hidden_states": (
+        "those of every layer would be as long as the sequence", "read last_hidden_state",
+    ),
+    "output_attentions": ("attention weights of a whole sequence never exist", "leave it out"),
+}  # fmt: skip
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -52,19 +67,23 @@ def chunked(
     *,
     max_seq_len: int | None = None,
     storage: Storage | None = None,
+    share_prompts: bool = True,
 ) -> _M:
     """The model, whose forward goes through chunks where a gradient is wanted.
 
-    `options`: None: `keep="kv"` and the other defaults; graphs are not kept (`num_retained` is 0).
-    The other arguments are those of `furlong.Engine`. Call it before a trainer is made of the
-    model, for its reference model too, and before or after adapters are added; `unchunked` undoes
-    it, and another call sets other options. Autocast, hooks, data parallelism and
-    `torch.autograd.grad` work as ever. Logits are the model's own, of all tokens at once.
+    `options`: None: `keep="auto"`, which is what memory has room for, and the other defaults;
+    graphs are not kept (`num_retained` is 0). `share_prompts`: rows of a call whose first tokens
+    are equal, at least a chunk of them, share their computation. The other arguments are those of
+    `furlong.Engine`. Call it before a trainer is made of the model, for its reference model too,
+    and before or after adapters are added; `unchunked` undoes it, and another call sets other
+    options. Autocast, hooks, data parallelism and `torch.autograd.grad` work as ever. Logits are
+    the model's own, of all tokens at once.
 
     Raises UnsupportedModelError, by name, for a model that cannot be trained exactly; a call of the
-    model raises ConfigError or DataError for what the door does not know.
+    model raises ConfigError or DataError for what the door does not know. The head may be any, such
+    as that of a reward model.
     """
-    options = options or ChunkOptions(keep="kv")
+    options = options or ChunkOptions(keep="auto")
     require_options(options)
     require_two_phases(options)
     decoder: Any = _decoder(model)
@@ -75,8 +94,10 @@ def chunked(
             source="the model passed to furlong.chunked",
             change="call furlong.chunked first, then what wraps the decoder",
         )
-    followed = FollowedModel(model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage)
-    decoder.__dict__[_DOOR] = _Door(followed, options)
+    followed = FollowedModel(
+        model, max_seq_len=max_seq_len, compute_dtype=None, storage=storage, needs_head=False
+    )
+    decoder.__dict__[_DOOR] = _Door(followed, options, share_prompts)
     decoder.__dict__["forward"] = MethodType(forward, decoder)
     with followed.alone(takes_autocast=True):
         try:
@@ -91,6 +112,25 @@ def unchunked(model: _M) -> _M:
     """The model, with the decoder's own forward again."""
     _remove(_decoder(model))
     return model
+
+
+@contextmanager
+def chunked_within(
+    model: nn.Module,
+    options: ChunkOptions,
+    *,
+    max_seq_len: int | None = None,
+    storage: Storage | None = None,
+) -> Iterator[None]:
+    """Within it the model is `chunked` with these options; a backward may come later."""
+    decoder = _decoder(model)
+    before = {name: decoder.__dict__[name] for name in _SET if name in decoder.__dict__}
+    chunked(model, options, max_seq_len=max_seq_len, storage=storage)
+    try:
+        yield
+    finally:
+        _remove(decoder)
+        decoder.__dict__.update(before)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +150,7 @@ def _decoder(model: nn.Module) -> nn.Module:
             source="the model that was passed",
             change="pass the language model inside it",
         )
-    return bare.get_decoder()  # type: ignore[no-any-return]
+    return decoder_of(bare)
 
 
 def _remove(decoder: Any) -> None:
@@ -122,6 +162,7 @@ def _remove(decoder: Any) -> None:
 class _Door:
     followed: FollowedModel
     options: ChunkOptions
+    share_prompts: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of the model, and saved ones, have no door
@@ -137,7 +178,7 @@ class _Door:
         )  # fmt: skip
         states = hidden_states(
             self.followed, [_sequence(given["input_ids"], row) for row in rows], self.options,
-            notes=False,
+            notes=False, share_prompts=self.share_prompts,
         )  # fmt: skip
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], rows, states))
         return output.to_tuple() if given.get("return_dict") is False else output
@@ -189,7 +230,8 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
     known = _READ | _HARMLESS | (_IMPLIED if "position_ids" in given else set())
     for name in sorted(given.keys() - known):
         if given[name] is not False:
-            raise _refusal(decoder, name, "leave it out", _REFUSED.get(name))
+            why, change = _REFUSED.get(name, (None, "leave it out"))
+            raise _refusal(decoder, name, change, why)
     if torch.compiler.is_compiling():
         raise _refusal(decoder, "torch.compile of the model", "compile the loss, or nothing")
     if given.get("input_ids") is None:

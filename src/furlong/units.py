@@ -64,4 +64,4 @@ def plural(number: float, noun: str) -> str:
     """The noun as it stands behind that number."""
     if number == 1:
         return noun
-    return noun + ("es" if noun.endswith("s") else "s")
+    return noun + ("es" if noun.endswith(("s", "ch")) else "s")

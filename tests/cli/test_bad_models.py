@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "an image model": ("ViTConfig", {}, "model type vit"),
     "an encoder": ("BertConfig", TINY, "BertLMHeadModel"),
-    "a state-space model": ("MambaConfig", {**TINY, "state_size": 4}, "Mamba"),
+    "states outside of caches": ("xLSTMConfig", TINY, "outside of transformers' cache"),
     "no door for attention": ("BloomConfig", {**TINY, "n_head": 2}, "Bloom"),
     "attention dropout": (
         "LlamaConfig", {**TINY, "attention_dropout": 0.1}, "attention dropout 0.1",

@@ -119,3 +119,22 @@ def test_help_is_light() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "--tokenizer T" in finished.stdout
+
+
+def test_of_pairs_both_answers_are_counted(tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
+    pairs, out = tmp_path / "pairs.jsonl", tmp_path / "lengths.json"
+    record = {"prompt": "xxxx", "chosen": "yyyyy", "rejected": "zz"}
+    pairs.write_text(2 * (json.dumps(record) + "\n"))
+    run = tmp_path / "run.yaml"
+    settings = {
+        "model": {"name": str(tokenizer)},
+        "data": {"train": str(pairs), "max_seq_len": 8, "cache_dir": str(tmp_path)},
+        "train": {"loss": "dpo"},
+    }
+    run.write_text(json.dumps(settings))
+    assert main(["lengths", str(run), f"--out={out}"]) == 0
+    assert read_lengths(out).counts == ((7, 2), (10, 2))
+    assert "2 pairs, format preference" in capsys.readouterr().out
+    flags = [f"--tokenizer={tokenizer}", "--format=preference", f"--out={out}"]
+    assert main(["lengths", str(pairs), *flags]) == 0
+    assert read_lengths(out).counts == ((7, 2), (10, 2))

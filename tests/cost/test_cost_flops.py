@@ -57,7 +57,7 @@ def test_stages_sum_to_the_model():
     parts = [stage_flops(shape, (10, 11, 7), s) for s in range(3)]
     assert sum(part.forward(100, keys).total for part in parts) == whole.total
     assert [part.head_per_token > 0 for part in parts] == [False, False, True]
-    left_out = 2 * (shape.layer_active_parameters(27) - shape.qkv_parameters)
+    left_out = 2 * (shape.layer_active_parameters(27) - shape.mixers[27].before_kv)
     assert parts[-1].tail_per_token == left_out
 
 
@@ -111,7 +111,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
     # the last token of a sequence has no label, so the head does not see it
     counted -= len(lens) * (2 if lora else 3) * 2 * shape.embedding_parameters
     # under LoRA torch skips the gradient of the bottom layer's input: of q, k, v and their adapters
-    skipped = (2 * shape.qkv_parameters + 3 * 2 * 4 * 32) * sum(lens) if lora else 0
+    skipped = (2 * shape.mixers[0].before_kv + 3 * 2 * 4 * 32) * sum(lens) if lora else 0
     # left out of the count: the rotary table of every pass, a product of one column and one row.
     assert counter.get_total_flops() == pytest.approx(counted - skipped, rel=4e-3)
 
@@ -128,7 +128,7 @@ def test_attention_flops_of_every_action():
         keys = {None: float(attended_keys(piece.start, piece.stop))}
         forward = stage.forward(n, keys)
         # a first pass stops at the last layer's K,V
-        tail = stage.tail_per_token * n + stage.attention_per_key * keys[None]
+        tail = stage.tail_per_token * n + stage.attention_per_key[0] * keys[None]
         expected = {
             "Forward": forward.total - (0 if piece.stop == 10 else tail),
             "Recompute": forward.total,

@@ -131,7 +131,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
 
     from furlong.api import Engine
     from furlong.kv.arena import Arena
-    from furlong.runtime.pools import Pools, Storage
+    from furlong.runtime.memory.pools import Pools, Storage
 
     class Watched(Arena):
         peak_bytes = 0
@@ -166,14 +166,14 @@ def remembered_bytes(plan, shape):
     for action in plan.actions[0]:
         tokens = plan.chunks[action.chunk].num_tokens if hasattr(action, "chunk") else 0
         if isinstance(action, Forward) and action.keep == "attention":
-            now += plan.continues[action.chunk] * 3 * tokens * cell.attention
+            now += plan.continues[action.chunk] * tokens * cell.attention(range(3))
         during.append(now)
         if isinstance(action, Backward) and plan.continues[action.chunk]:
             kept = next(
                 a.keep for a in plan.actions[0]
                 if isinstance(a, Forward) and a.chunk == action.chunk
             )  # fmt: skip
-            now -= 3 * tokens * cell.attention * (kept == "attention")
+            now -= tokens * cell.attention(range(3)) * (kept == "attention")
     return during
 
 

@@ -278,7 +278,7 @@ def test_copies_hide_behind_computation_until_they_are_longer():
 def test_a_rebuild_of_one_layer_costs_a_projection():
     plan = plan_fpdt([65_536], num_layers=32, chunk_size=8192)
     costs = CostModel(SHAPE, EXACT).costs(plan)
-    seconds = 2 * SHAPE.qkv_parameters * 8192 / (0.5 * 312e12)
+    seconds = 2 * SHAPE.mixers[0].before_kv * 8192 / (0.5 * 312e12)
     assert costs.compute_s(RebuildKV(3, 0), 0) == pytest.approx(seconds)
     # of taller stages all layers but the last attend, unless their attention is remembered
     taller = {

@@ -13,8 +13,10 @@ from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
+from furlong.plan.pieces import piece_lens
 from furlong.plan.values import Reduce, Tiers
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 
 HEADS, HEAD_DIM = 2, 64
 CONFIG = {
@@ -43,8 +45,8 @@ class Driven:
 
         self.arena = Watched(torch.device("cpu"))
         self.pool = None if plan.tiers.kv == "device" else make_pool(torch.device("cpu"))
-        self.lens = [chunk.num_tokens for chunk in plan.chunks]
-        self.store = KVStore(self.arena, {0: self.lens}, self.pool)
+        self.lens, self.continues = piece_lens(plan)[0], plan.continues
+        self.store = KVStore(self.arena, {0: self.lens}, self.pool, trees=plan.trees)
         self.windows, self.zeros = windows, torch.zeros
         self.arena_bytes = 0
 
@@ -57,7 +59,7 @@ class Driven:
         num_layers = len(self.windows)
         stop = num_layers - (what.computes == "to last kv")
         for layer, window in enumerate(self.windows):
-            if what.writes_kv and piece < len(self.lens) - 1:
+            if what.writes_kv and self.continues[piece]:
                 kv = self.zeros(2, HEADS, self.lens[piece], HEAD_DIM)
                 self.store.write(0, layer, piece, kv[0], kv[1], window)
             attends = what.remembered <= layer < stop
@@ -84,15 +86,30 @@ class Driven:
      (11_000, 5000, "kv", 1), (9_100, 700, "input", 2)],
 )  # fmt: skip
 def test_the_walk_is_what_the_store_does(tier, windows, length, size, keep, num_retained):
-    pools = pytest.importorskip("furlong.kv.pools.host")
+    options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
+    plan = plan_chunkflow((length,), options, stages=(len(windows),))
+    compare(replace(plan, tiers=Tiers(kv=tier)), windows)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("windows", [(None, None), (None, 700)], ids=str)
+@pytest.mark.parametrize("keep", ["kv", "input"])
+def test_the_walk_of_branches_is_what_the_store_does(tier, windows, keep):
+    """Two long branches, the second of which branches again, and short ones."""
+    forks = {0: [(8000, 5000), (11_500, 10_000), (12_000, 10_000), (14_500, 5000)]}
+    options = ChunkOptions(size=900, keep=keep, num_retained=0)
+    plan = plan_on_device([15_000], options, num_layers=len(windows), forks=forks)
+    compare(replace(plan, stages=(len(windows),), tiers=Tiers(kv=tier)), windows)
+
+
+def compare(plan, windows):
+    """Bytes of every action, by the walk and by the store."""
+    pools, tier = pytest.importorskip("furlong.kv.pools.host"), plan.tiers.kv
     num_layers = len(windows)
     shape = ModelShape.from_config(CONFIG | {"num_hidden_layers": num_layers})
     memory = PlanMemory(
         replace(shape, windows=windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
     )
-    options = ChunkOptions(size=size, keep=keep, num_retained=num_retained)
-    plan = plan_chunkflow((length,), options, stages=(num_layers,))
-    plan = replace(plan, tiers=Tiers(kv=tier))
     curve, traffic = memory.walk(plan, 0)
     driven = Driven(plan, windows, pools.HostPool)
     arena, held = [], []

@@ -35,7 +35,8 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
     torch = pytest.importorskip("torch")
     from furlong.kv.arena import Arena
     from furlong.kv.store import KVStore
-    from furlong.runtime.layout import piece_lens, trained_pieces
+    from furlong.plan.pieces import piece_lens
+    from furlong.runtime.cells.layout import trained_pieces
 
     window, drawn = 33, (0, 4, 7)
     plan = plan_chunkflow((512,), ChunkOptions(size=64, keep="kv", num_retained=0), stages=(1,))

@@ -169,7 +169,7 @@ def test_kv_by_the_formulas_of_the_store(window, length, chunk):
     ends, before = stored.bounds[1:], stored.offsets
     size = [1024 * (stop - start) for start, stop in pairwise(stored.bounds)]
     last = len(lens) - 1
-    seen = [list(stored.segments(stored.seen_from(p, window))) for p in range(len(lens))]
+    seen = [list(stored.seen_segments(p, window)) for p in range(len(lens))]
     written = {}
     for p in range(len(lens)):
         # one layer: a forward writes its K,V and stops before any attention

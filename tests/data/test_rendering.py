@@ -95,7 +95,7 @@ def test_any_thread_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_rendered_apart_is_the_same() -> None:
     tokenizer = byte_tokenizer()
     conversations = [record(TURNS * n, n) for n in range(4)]
-    with rendering(tokenizer) as render:
+    with rendering(tokenizer, render_conversation) as render:
         apart = [render(one) for one in conversations]
         with pytest.raises(DataError, match="of role 'bot'"):
             render(record([{"role": "bot", "content": "x"}]))
@@ -105,7 +105,7 @@ def test_what_is_rendered_apart_is_the_same() -> None:
 
 
 def test_a_process_that_is_killed_is_told() -> None:
-    with rendering(byte_tokenizer()) as render:
+    with rendering(byte_tokenizer(), render_conversation) as render:
         psutil.Process().children()[0].kill()
         with pytest.raises(DataError, match="ends its process with -9"):
             render(record(TURNS))
@@ -139,7 +139,7 @@ def test_a_conversation_that_is_nested_too_deeply_is_told() -> None:
     for _ in range(5000):
         tool = {"a": tool}
     one = SourceRecord({"messages": TURNS, "tools": [tool]}, 0, 7, "a.jsonl:7")
-    with rendering(byte_tokenizer()) as render:
+    with rendering(byte_tokenizer(), render_conversation) as render:
         with pytest.raises(DataError, match=r"no copy can be made: RecursionError[\s\S]*jsonl:7"):
             render(one)
         assert render(record(TURNS)) is not None

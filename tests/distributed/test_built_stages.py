@@ -18,14 +18,14 @@ from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.runtime.checks.self_check import self_check
 from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
+from furlong.runtime.memory.pools import Pools, Storage
 from furlong.runtime.parallel.links import Parcel, open_links
 from furlong.runtime.parallel.tied import open_tied
-from furlong.runtime.pools import Pools, Storage
 from furlong.runtime.precision import compute_parameters
-from furlong.runtime.self_check import self_check
 
 LENS = (23, 4, 2, 17)
 LORA = {"rank": 2, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}

@@ -28,7 +28,7 @@ from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 
 N, K, H = 4, 2, 8
 NESTED = Chunk(

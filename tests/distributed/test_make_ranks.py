@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 
 from furlong.errors import ConfigError
+from furlong.plan.layout import Layout, first_device
 from furlong.runtime.parallel.ranks import (
     make_ranks,
     ranks_of_group,
@@ -58,10 +59,13 @@ def test_a_pool_of_24_has_places_up_to_8_and_all_of_it():
 
 
 def test_replicas_of_pipelines_are_numbered_as_their_lists():
-    """Lists of replica 1 come after all of replica 0, whose stages follow each other."""
+    """Lists of replica 1 come after all of replica 0, whose stages follow each other; the numbers
+    of processes are those that the cost model takes for devices."""
+    layout = Layout(dp=2, sp=2, pp=3)
     (seen,) = run_ranks(of_one, 12, 7, (2, 2, 3), num_ranks=1)
     assert seen["at"] == (1, 1, 1, 4)
     assert seen["peers"] == [1, 5, 9, 3, 7, 11]
+    assert seen["peers"] == [first_device(rank, layout) + 1 for rank in range(6)]
     assert seen["places"] == {2: [6, 7]} and seen["shards"] == [4, 5, 6, 7]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def measured(
         hold(model, stand_ins(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
     engine = furlong.Engine(model, ranks=ranks)
     shape = ModelShape.from_config(config_of("llama", **SETTINGS).to_dict())
-    memory = CostModel(shape, hardware("A100-80"), Training.in_dtype("float32")).memory()
+    training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
+    memory = CostModel(shape, hardware("A100-80"), training).memory()
     found = []
     for given in options:
         plan = engine.plan(LENS, furlong.ChunkOptions(size=128 * ranks.sp, **given))
@@ -46,9 +48,11 @@ def measured(
             engine.run(plan, sequences)
         model.zero_grad()
         curve = memory.curve(plan, ranks.plan_rank)
-        state = memory.training.state_bytes(shape, plan.stages, frozenset({ranks.stage}), 1)
-        # weights that a pool shares are gathered within the step
-        before_bytes = state.optimizer + (state.weights if ranks.sp == 1 else 0)
+        held = plan.stages, frozenset({ranks.stage})
+        state = memory.training.state_bytes(shape, *held, ranks.sp)
+        # weights that a pool shares are gathered within the step, from shards that are there
+        whole_bytes = 4 * training.held_parameters(shape, *held) if ranks.sp > 1 else 0
+        before_bytes = state.optimizer + state.weights - whole_bytes
         found.append((live.peak, max(curve.device_bytes) - before_bytes))
     return found
 

@@ -20,7 +20,7 @@ from furlong.ops.chunk_attention import chunk_attention
 from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Place, Slice
-from furlong.runtime.exchange import AllToAll
+from furlong.runtime.parallel.exchange import AllToAll
 
 OWN_S, BACKWARD = 0.03, 2.5
 """Seconds of a process's own slices, forward, and how many times that backward."""

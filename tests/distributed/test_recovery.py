@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from distributed.layout_cases import Case, whole_grads
 from distributed.test_pipeline_engine import BOUND
+from distributed.test_pool_engine import NESTED, NESTED_LENS
 from helpers.gradients import num_labels, reference_loss, take_grads, worst_relative_error
+from helpers.placed import plan_of
 from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import ElsewhereError, NoMemoryElsewhereError
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks.placement import shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
@@ -177,3 +180,66 @@ def test_an_evaluation_and_tied_weights():
     check((evaluated, Case(pipelined(8))), drawn_faults(evaluated.plan, 2, 3), (1, 1, 2))
     cases = Case(pipelined(8), settings=tied), Case(pipelined(4), settings=tied)
     check(cases, drawn_faults(cases[0].plan, 2, 3), (1, 1, 2))
+
+
+def pooled(size: int, **settings: Any) -> ChunkPlan:
+    groups = shard(group_chunks(LENS, ChunkOptions(size=size)), 2)
+    dials = {"num_retained": 1, "keep": "kv"} | settings
+    return plan_1f1b(LENS, groups, stages=(3,), sp_size=2, **dials)
+
+
+POOLED = (pooled(8), pooled(8, keep="attention"), pooled(8, keep="input", recompute_layers=2),
+          pooled(8, keep="all", recompute_layers=1))  # fmt: skip
+
+
+def pool_faults(plan: ChunkPlan, num: int, seed: int = 0) -> list[Fault]:
+    """Faults of both processes of a pool, before the last backward."""
+    random, found = Random(seed), []
+    stop = len(plan.actions[0]) - 2
+    for rank in range(2):
+        for at in sorted(random.sample(range(1, stop), num)):
+            how = random.choice(("begins", "is over"))
+            found.append(Fault(rank, at, how, random.choice((MemoryError, ValueError))))
+        found += [Fault(rank, random.randrange(3, 12), "attends") for _ in range(2)]
+    return found
+
+
+def test_a_pool_goes_on_after_an_error_of_one_process():
+    check((Case(POOLED[1]), Case(pooled(4))), pool_faults(POOLED[1], 3), (1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_pools_with_other_keeps(number: int):
+    plan = POOLED[number]
+    check((Case(plan), Case(pooled(4))), pool_faults(plan, 4, number), (1, 2, 1))
+
+
+def of_four(size: int, sizes: tuple[int, int, int]) -> ChunkPlan:
+    """Pools of two in a pipeline, or of two replicas; or a pool of four with nested places."""
+    dp, sp, pp = sizes
+    if sp == 4:
+        return plan_of(NESTED_LENS, NESTED, 4, ChunkOptions(size=12, keep="kv"), num_layers=3)
+    stages = HEIGHTS if pp > 1 else (3,)
+    dealt = [(23, 4), (9, 17, 3)] if dp > 1 else [LENS]
+    plans = [
+        plan_1f1b(
+            lens, shard(group_chunks(lens, ChunkOptions(size=size)), 2), stages=stages, sp_size=2
+        )
+        for lens in dealt
+    ]
+    firsts = [sum(map(len, dealt[:i])) for i in range(dp)]
+    ids = [range(first, first + len(lens)) for first, lens in zip(firsts, dealt, strict=True)]
+    return join_replicas(plans, ids, [n for lens in dealt for n in lens])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (1, 4, 1)])
+def test_four_processes_with_pools(sizes: tuple[int, int, int]):
+    plan, random, faults = of_four(8, sizes), Random(1), []
+    for rank in range(4):
+        own = plan.actions[(rank // sizes[1]) % len(plan.actions)]
+        ats = random.sample(range(1, len(own) - 3), 2)
+        faults += [Fault(rank, at, "begins") for at in ats]
+        faults.append(Fault(rank, random.randrange(2, 6), "attends"))
+    check((Case(plan), Case(of_four(4, sizes))), faults, sizes)

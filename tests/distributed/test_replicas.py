@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.train.metrics import MetricsLog
+from furlong.train.figures.metrics import MetricsLog
 from furlong.train.step import TrainedStep
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -170,16 +170,20 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
 
 
 @pytest.mark.parametrize(
-    ("at", "sizes"),
-    [pytest.param(1, (256, 128, 64), marks=pytest.mark.slow), (3, (128, 64))],
+    ("at", "sizes", "layout"),
+    [
+        pytest.param(1, (256, 128, 64), "--parallel.dp=2", marks=pytest.mark.slow),
+        (3, (128, 64), "--parallel.dp=2"),
+        pytest.param(3, (128, 64), "--parallel.sp=2", marks=pytest.mark.slow),
+    ],
 )
 def test_lack_of_memory_on_one_is_answered_by_all(
-    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple
+    tiny_run: TinyRun, tmp_path: Path, at: int, sizes: tuple, layout: str
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     flags = (f"--chunks.size={sizes[0]}", "--train.steps=2", "--train.epochs=null")
     assert main(tiny_run.arguments(whole, *flags)) == 0
-    arguments = tiny_run.arguments(run, *flags)
+    arguments = tiny_run.arguments(run, *flags, layout)
     ended = Launched(tmp_path / "out", has_no_memory, arguments, at, len(sizes) - 1).ended(120)
     assert [process.code for process in ended] == [0, 0], ended
     for size, before in zip(sizes[1:], sizes, strict=False):
@@ -195,7 +199,7 @@ def test_lack_of_memory_on_one_is_answered_by_all(
 
 def diverges(arguments: list[str]) -> None:
     """The loss of one process is not a number."""
-    from furlong.runtime.loss_head import LossHead
+    from furlong.runtime.cells.loss_head import LossHead
 
     gradient = LossHead.gradient
 
@@ -241,7 +245,6 @@ def differs_in_version(arguments: list[str]) -> None:
         pytest.param(
             command, (), ("--data.max_seq_len=20",), "a sequence of", marks=pytest.mark.slow
         ),
-        (command, (), ("--chunks.sample.rate=0.5",), "chunks.sample with 2 processes"),
     ],
 )
 def test_a_wrong_input_is_told_once(

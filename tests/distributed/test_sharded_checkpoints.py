@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from furlong.errors import CheckpointError
-from furlong.train import checkpoint as module
-from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
-from furlong.train.checkpoint_folder import check_checkpoint, list_checkpoints
-from furlong.train.optimizer import build_optimizer, make_state
+from furlong.train.checkpoints import checkpoint as module
+from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
+from furlong.train.checkpoints.folder import check_checkpoint, list_checkpoints
+from furlong.train.checkpoints.state import all_tensors, restore_tensors
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
-from furlong.train.state import all_tensors, restore_tensors
+from furlong.train.setup.optimizer import build_optimizer, make_state
 
 
 class Tiny(nn.Module):

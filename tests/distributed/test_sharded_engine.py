@@ -26,7 +26,8 @@ import furlong
 from furlong.errors import FurlongError
 from furlong.plan.values import Backward, Chunk, Forward, Reduce
 from furlong.planners.orders.one_device import plan_on_device
-from furlong.runtime.cell import Cell, _LayerView
+from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cells.layer_view import LayerView
 from furlong.runtime.parallel.ranks import make_ranks
 from furlong.runtime.result import StepResult
 
@@ -134,7 +135,7 @@ def fails_and_works(rank: int) -> list[float]:
     grads = truth_of(model, sequences)[1]
     engine = furlong.Engine(model, ranks=make_ranks(2, 1, 1, "cpu"))
     errors = []
-    places = [(Cell, "attend", n) for n in (2, 4, 8)] + [(_LayerView, "relayed", n) for n in (1, 5)]
+    places = [(Cell, "attend", n) for n in (2, 4, 8)] + [(LayerView, "relayed", n) for n in (1, 5)]
     for options in ({}, {"order": "layer-first"}):
         plan = replace(step, options=options).plan(model)
         engine.run(plan, sequences)  # checked once more in these stages

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.tiny_runs import TinyRun, build_tiny_run
+
+from furlong.train.processes.flight import read_flights
 
 NUM_STEPS = 12
 LIMIT_S = 180
@@ -161,14 +164,45 @@ def test_kills_in_a_pipeline_and_in_a_pool(tiny_run: TinyRun, tmp_path: Path, fl
     survive(tiny_run, tmp_path, (1,), 1, flag)
 
 
-def test_a_signal_to_torchrun_leaves_a_checkpoint(tiny_run: TinyRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--parallel.pp=2", "--parallel.sp=2"])
+def test_a_kill_ends_all_and_leaves_the_last_actions(
+    tiny_run: TinyRun, tmp_path: Path, flag: str
+) -> None:
     run = tmp_path / "run"
-    started = Torchrun(tiny_run.arguments(run, *STEPS), tmp_path / "said.txt")
+    started = Torchrun(tiny_run.arguments(run, *STEPS, flag), tmp_path / "said.txt")
+    while len(steps_of(run)) < 3 or (worker := started.worker(1)) is None:
+        assert started.process.poll() is None, started.said
+        time.sleep(0.01)
+    worker.kill()
+    killed_s = time.monotonic()
+    assert started.wait() == 1, started.said
+    assert time.monotonic() - killed_s < 60
+    last = read_flights(run)
+    assert last.keys() == {0, 1}
+    assert re.match(r"step \d+ |a checkpoint|evaluation", last[1]), last
+    assert "exitcode  : -9" in started.said and "rank      : 1" in started.said
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ((), signal.SIGTERM),
+        (("--parallel.pp=2",), signal.SIGINT),
+        (("--parallel.sp=2",), signal.SIGINT),
+    ],
+)
+def test_a_signal_to_torchrun_leaves_a_checkpoint(
+    tiny_run: TinyRun, tmp_path: Path, flags: tuple[str, ...], number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    started = Torchrun(tiny_run.arguments(run, *STEPS, *flags), tmp_path / "said.txt")
     while len(steps_of(run)) < 3:
         assert started.process.poll() is None, started.said
         time.sleep(0.01)
-    os.kill(started.process.pid, signal.SIGTERM)
+    os.kill(started.process.pid, number)
+    asked_s = time.monotonic()
     started.wait()
-    assert "stopped by SIGTERM after step" in started.said
+    assert time.monotonic() - asked_s < 60
+    assert f"stopped by {number.name} after step" in started.said
     steps = len(steps_of(run))
     assert (run / "checkpoints" / f"step-{steps:08d}").is_dir() or steps == NUM_STEPS

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.runtime.cell import Cell
+from furlong.runtime.cells.cell import Cell
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -105,9 +105,9 @@ def test_dropout_is_allowed_with_a_note_and_replayed(keep, monkeypatch):
     keys_of: dict[tuple, list[torch.Tensor]] = {}
     plain = Cell.attend
 
-    def attend(self, what, layer, q, k, v, rule, sinks):
+    def attend(self, what, layer, q, k, *others):
         keys_of.setdefault((self.pieces[0].index, layer), []).append(k.detach())
-        return plain(self, what, layer, q, k, v, rule, sinks)
+        return plain(self, what, layer, q, k, *others)
 
     options = furlong.ChunkOptions(size=8, keep=keep, num_retained=0)
     with pytest.warns(UserWarning, match="dropout modules are active"):
@@ -160,7 +160,7 @@ REFUSED = {
         "llama", {"layer_types": ["chunked_attention", "full_attention"]},
         "chunked_attention",
     ),
-    "state space": ("mamba", {"state_size": 4}, "Mamba"),
+    "states of an own cache": ("xlstm", {"num_heads": 4}, "xLSTM"),
 }  # fmt: skip
 
 

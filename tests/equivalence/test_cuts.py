@@ -19,7 +19,7 @@ import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.stage import _Capture
 from furlong.plan.values import Recompute
-from furlong.runtime.cell import Cell
+from furlong.runtime.cells.cell import Cell
 from furlong.verify.subject import spread_weights
 
 LENS = [21, 4, 17]

@@ -22,11 +22,11 @@ from furlong.kv.pools.contract import Lease
 from furlong.kv.pools.disk import NamelessFile
 from furlong.kv.pools.staged import StagedPool
 from furlong.ops import loss as loss_ops
-from furlong.runtime.cell import Cell
+from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cells.stage_inputs import StageInputs
 from furlong.runtime.executor import Executor
-from furlong.runtime.pools import Storage
-from furlong.runtime.saved_graphs import SavedGraph
-from furlong.runtime.stage_inputs import StageInputs
+from furlong.runtime.memory.pools import Storage
+from furlong.runtime.memory.saved_graphs import SavedGraph
 
 POISONED = Storage(poison=True)
 
@@ -76,7 +76,7 @@ LAYER_FIRST = replace(PLAIN, stage_layers=1, keep="input")
 
 
 def without_relay(monkeypatch):
-    monkeypatch.setattr("furlong.runtime.cell._LayerView.relayed", lambda *_: None)
+    monkeypatch.setattr("furlong.runtime.cells.layer_view.LayerView.relayed", lambda *_: None)
 
 
 def without_gradient_of_inputs(monkeypatch):

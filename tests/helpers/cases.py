@@ -82,9 +82,9 @@ class Case:
     def small_sizes(self) -> Iterator[None]:
         """Within it tiles and segments have the case's sizes, and graphs leave nothing behind as
         too small."""
-        sizes: dict[str, Any] = {"furlong.runtime.saved_graphs._MIN_BYTES": 1}
+        sizes: dict[str, Any] = {"furlong.runtime.memory.saved_graphs._MIN_BYTES": 1}
         if self.tile_tokens:
-            sizes["furlong.runtime.loss_head.tile_tokens"] = lambda *_: self.tile_tokens
+            sizes["furlong.runtime.cells.loss_head.tile_tokens"] = lambda *_: self.tile_tokens
         if self.segment_tokens:
             sizes["furlong.kv.store.segment_tokens"] = lambda *_: self.segment_tokens
         with ExitStack() as stack:

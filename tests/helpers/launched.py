@@ -3,6 +3,7 @@ of them ended."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import socket
@@ -85,6 +86,8 @@ def _begin(variables: dict[str, str], output: str, call: bytes) -> None:
     import torch
 
     os.environ |= variables
+    # it ends with the tests, and may have processes of its own as torchrun's may
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
     opened = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(opened, 1)
     os.dup2(opened, 2)

@@ -22,9 +22,9 @@ from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import Action, ChunkPlan, Recv, Send
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
+from furlong.runtime.memory.pools import Pools, Storage
 from furlong.runtime.parallel.links import Links, Parcel, open_links
 from furlong.runtime.parallel.tied import open_tied
-from furlong.runtime.pools import Pools, Storage
 from helpers.gradients import batch, num_labels, reference_loss, take_grads
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms

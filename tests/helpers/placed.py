@@ -20,7 +20,7 @@ from furlong.planners.orders.one_device import stages_of, walk_group
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 from helpers.gradients import Batch, num_labels
 
 

@@ -44,11 +44,25 @@ def weight(chunk, earlier):
 
 
 def prefixes(plan):
-    """For each chunk, all earlier chunks of the sequences that it continues."""
+    """For each chunk, all earlier chunks of the sequences that it continues, on its path."""
     return [
-        sorted({plan.groups[seq_id][i] for seq_id, position in links for i in range(position)})
+        sorted({plan.groups[seq_id][i] for seq_id, at in links for i in path(plan, seq_id, at)})
         for links in plan.links
     ]
+
+
+def path(plan, seq_id, position):
+    """By the slices: what each goes on from, and what that goes on from."""
+    if all(piece.parent is None for chunk in plan.chunks for piece in chunk.slices):
+        return range(position)
+    found, group = [], plan.groups[seq_id]
+    own = {s.stop: i for i, c in enumerate(group) for s in plan.chunks[c].slices
+           if s.seq_id == seq_id}  # fmt: skip
+    while position is not None:
+        piece = next(s for s in plan.chunks[group[position]].slices if s.seq_id == seq_id)
+        position = own.get(piece.start if piece.parent is None else piece.parent)
+        found.append(position)
+    return found[:-1]
 
 
 def gradient(plan):

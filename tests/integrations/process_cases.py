@@ -23,7 +23,7 @@ from trl import SFTConfig
 
 import furlong
 from furlong.errors import UserError
-from furlong.integrations import Trainer
+from furlong.integrations import TokenLoss, Trainer
 
 OPTIONS = furlong.ChunkOptions(size=16)
 
@@ -59,6 +59,8 @@ class Run:
     metrics: bool = False
     """Whether an evaluation asks for logits."""
     sft: bool = False
+    loss: Any = None
+    """A `compute_loss_func` of its own."""
 
     def trainer(self, folder: Path, trainer_class: type = Trainer) -> Any:
         number, num_processes = (
@@ -70,7 +72,8 @@ class Run:
             **self.arguments,
         }  # fmt: skip
         is_plain = not issubclass(trainer_class, Trainer)
-        own = {"compute_loss_func": wide_loss} if is_plain else {"chunk_options": OPTIONS}
+        loss = self.loss or (wide_loss if is_plain else None)
+        own = {"compute_loss_func": loss} | ({} if is_plain else {"chunk_options": OPTIONS})
         if self.sft:
             return recording(trainer_class)(
                 model=build("llama", vocab_size=260),
@@ -94,6 +97,14 @@ class Run:
             compute_metrics=num_rows if self.metrics else None,
             **own,
         )
+
+
+def squared(logits: torch.Tensor, labels: torch.Tensor, extras: Any) -> torch.Tensor:
+    own = furlong.values.log_prob()(logits, labels, extras)
+    return -own + 1e-2 * own**2
+
+
+SQUARED = TokenLoss(squared)
 
 
 def num_rows(prediction: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import furlong
-from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.errors import UnsupportedModelError
 from furlong.integrations import Trainer
 
 OPTIONS = furlong.ChunkOptions(size=16)
@@ -79,8 +79,6 @@ def test_what_sft_trainer_adds_to_the_loss_is_refused_by_name(
             processing_class=tokenizer,
         )
 
-    with pytest.raises(ConfigError, match="loss_type=dft"):
-        make("llama", loss_type="dft")
     with pytest.raises(UnsupportedModelError, match="router loss"):
         make("mixtral", router_aux_loss_coef=0.01)
     make("mixtral", router_aux_loss_coef=0.0)

@@ -18,8 +18,9 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from helpers.launched import Launched
-from process_cases import Found, Run, refused, take
+from process_cases import SQUARED, Found, Run, refused, take
 from torch.distributed.fsdp import CPUOffloadPolicy
+from trainers import wide_loss
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
@@ -73,6 +74,7 @@ RUNS = {
     "adapters": Run({"max_steps": 3}, lora=True),
     "mostly without labels": Run({"max_steps": 4}, num_muted=18),
     "sft": Run({"max_steps": 4}, sft=True),
+    "a loss of one's own": Run({"max_steps": 3}, loss=SQUARED),
 }
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 DIVIDED = {
@@ -141,6 +143,7 @@ REFUSED = {
         {"gradient_accumulation_steps": 2, "accelerator_config": {"even_batches": False}},
         num_records=9,
     ),
+    "a compute_loss_func or compute_loss of": Run(loss=wide_loss),
     "FSDP on cpu": Run(FSDP),
 }
 

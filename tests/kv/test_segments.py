@@ -215,7 +215,7 @@ def counted(walk, layer=0):
     written = kv * tokens.offsets[-1]
     read = 0
     for p in range(1, last + 1):
-        seen = list(tokens.segments(tokens.seen_from(p, window)))
+        seen = list(tokens.seen_segments(p, window))
         closed = [i for i in seen if tokens.bounds[i + 1] <= tokens.offsets[min(p + 1, last)]]
         read += kv * (sum(size[i] for i in closed) + sum(size[i] for i in seen))
         cold = wide * sum(size[i] for i in seen[: max(0, len(seen) - walk.store._num_hot)])

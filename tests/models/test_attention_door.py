@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.models.attention import CELL, attention
+from furlong.models.attention import attention, bound
 from furlong.plan.passes import NOTHING
 
 OPTIONS = furlong.ChunkOptions(size=8)
@@ -29,9 +29,9 @@ class NoCell:
 def call(**given: Any) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0
-    module.__dict__[CELL] = NoCell(), NOTHING
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
-    attention(module, q, k, k, given.pop("attention_mask", None), **given)
+    with bound([module], NoCell(), NOTHING, torch.arange(3)):
+        attention(module, q, k, k, given.pop("attention_mask", None), **given)
 
 
 @pytest.mark.parametrize(

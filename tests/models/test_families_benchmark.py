@@ -9,7 +9,7 @@ import torch
 from model_gradients import Row, cut, measure, worst_error
 
 import furlong
-from furlong.runtime.stage_inputs import StageInputs
+from furlong.runtime.cells.stage_inputs import StageInputs
 
 
 def test_a_right_model():
@@ -34,6 +34,20 @@ def test_an_engine_that_hands_nothing_on_is_wrong(monkeypatch):
     monkeypatch.setattr(furlong, "forward_backward", without_relay)
     row = measure("llama")
     assert row.outcome == "wrong" and float(row.detail.split()[0]) > 0.1
+
+
+def test_an_error_within_a_family_s_own_rounding_asks_for_wider_numbers(monkeypatch):
+    monkeypatch.setattr(model_gradients, "own_rounding", lambda *given: 1e-3)
+    monkeypatch.setattr(model_gradients, "_worst", lambda *given: (1e-3, "a weight"))
+    row = measure("llama")
+    assert row.outcome == model_gradients.ROUNDS not in model_gradients.OUTCOMES
+    assert "its own 1.0e-03" in row.detail
+
+
+@pytest.mark.slow
+def test_wider_numbers_are_measured_in_a_process_of_their_own(monkeypatch):
+    (row,) = families.measure_all(["mamba2"], jobs=1, limit_s=120)
+    assert row.outcome in ("refused", "widened")
 
 
 def test_a_model_that_is_wrong_in_stages_alone_is_wrong(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from furlong.errors import UnsupportedModelError
@@ -78,6 +79,42 @@ def test_longrope_keeps_its_choice(max_seq_len: int, is_long: bool) -> None:
 def test_dropout_is_off_but_attention_dropout_is_told_by_the_engine() -> None:
     small = shrink("Phi3Config", resid_pdrop=0.1, attention_dropout=0.2, pad_token_id=0)
     assert (small.resid_pdrop, small.attention_dropout) == (0.0, 0.2)
+
+
+_LONG = ["linear_attention"] * 9 + ["full_attention"] + ["linear_attention"] * 10
+_OTHERS = ("full_attention", "moe")
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": _LONG, "num_hidden_layers": 20},
+    "nemotron_h": {"layers_block_type": [*("linear_attention", "mlp") * 9, *_OTHERS]},
+    "mamba": {}, "mamba2": {}, "falcon_mamba": {}, "zamba": {}, "zamba2": {}, "jamba": {},
+    "falcon_h1": {}, "qwen3_next": {}, "qwen3_5_text": {}, "qwen3_5_moe_text": {},
+    "olmo_hybrid": {}, "kimi_linear": {"linear_attn_config": {"head_dim": 128, "num_heads": 32}},
+    "bailing_hybrid": {}, "lfm3": {}, "minimax": {}, "recurrent_gemma": {},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("all_layers", [False, True])
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_models_with_recurrent_layers_become_small_and_run(
+    model_type: str, all_layers: bool
+) -> None:
+    whole = transformers.AutoConfig.for_model(model_type, **HYBRIDS[model_type])
+    small = shrink_config(whole, max_seq_len=4096, all_layers=all_layers)
+    types, kinds = getattr(small, "layer_types", None), getattr(whole, "layer_types", None)
+    assert types is None or set(types) == set(kinds or ())
+    if all_layers:
+        assert small.num_hidden_layers == whole.num_hidden_layers
+    else:
+        assert small.num_hidden_layers <= 8
+        model = transformers.AutoModelForCausalLM.from_config(small)
+        assert sum(p.numel() for p in model.parameters()) < 1_000_000
+        ids = torch.arange(4, 24)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        lacking = [name for name, p in model.named_parameters() if p.grad is None]
+        assert not [name for name in lacking if "expert" not in name], lacking
 
 
 def test_what_is_no_decoder_is_refused() -> None:

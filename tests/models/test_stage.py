@@ -20,7 +20,7 @@ from furlong.ops.choose import ProbedBackend
 from furlong.plan.passes import Pass
 from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Slice
-from furlong.runtime.cell import Cell
+from furlong.runtime.cells.cell import Cell
 
 NUM_TOKENS = 9
 GRAPH = Pass("graph")
@@ -85,6 +85,7 @@ def test_a_stage_has_the_gradient_of_its_input_and_of_its_own_layers_only():
 def test_the_model_is_afterwards_as_it_was_also_after_an_error():
     base = build("llama")
     model = CausalLM(base)
+    assert not model.probed.mixers  # looked for once, before the hook
     own = list(base.modules())
     attributes = [set(vars(m)) for m in own]
     stages = model.stages((1, 1, 1))

@@ -125,8 +125,11 @@ def dense(q, k, v, rule, sinks):
     scores = q @ k.mT * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    behind = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    at = torch.arange(q.shape[1])
+    behind = at[:, None] - at
     seen = (behind >= 0) & (behind < (rule.window or q.shape[1]))
+    if rule.block is not None:
+        seen &= (at // rule.block)[:, None] == at // rule.block
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
@@ -207,6 +210,15 @@ def check_plan(
 def test_chunks_give_the_whole_and_all_its_gradients(plan, window, with_sinks, is_known):
     sinks = draw(4) if with_sinks else None
     check_plan(PLANS[plan], AttentionRule(0.4, window), sinks, Reference(), is_known=is_known)
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 30])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_attention_blocks(plan, is_known, block):
+    """A token sees those of its own block: some are open between chunks, some lie within one."""
+    rule = AttentionRule(0.4, block=block)
+    check_plan(PLANS[plan], rule, draw(4), Reference(), is_known=is_known)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])

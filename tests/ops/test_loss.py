@@ -39,7 +39,7 @@ def test_tiles_give_the_loss_and_both_gradients(max_tile_tokens):
         return own(tile)
 
     loss, grad = tiled_loss(
-        watched, HIDDEN, LABELS, rows=ROWS, max_tile_tokens=max_tile_tokens, grad_scale=0.25
+        watched, HIDDEN, LABELS[ROWS], rows=ROWS, max_tile_tokens=max_tile_tokens, grad_scale=0.25
     )
     assert loss.dtype == torch.float64 and loss.shape == () and not loss.requires_grad
     assert float(loss) == pytest.approx(float(expected), rel=1e-14)
@@ -51,7 +51,7 @@ def test_tiles_give_the_loss_and_both_gradients(max_tile_tokens):
 def test_the_loss_of_every_token():
     head = make_head()
     expected = cross_entropy(head(HIDDEN), LABELS, ignore_index=IGNORE_INDEX, reduction="none")
-    given = token_losses(head, HIDDEN, LABELS, rows=ROWS, max_tile_tokens=3)
+    given = token_losses(head, HIDDEN, LABELS[ROWS], rows=ROWS, max_tile_tokens=3)
     torch.testing.assert_close(given, expected.detach())
     assert not given.requires_grad and float(given[2]) == 0
 
@@ -60,7 +60,7 @@ def test_half_precision_logits_are_summed_in_float32():
     logits = (8 * HIDDEN[:, :5]).bfloat16()
     expected = cross_entropy(logits.float(), LABELS, ignore_index=IGNORE_INDEX, reduction="sum")
     loss, _ = tiled_loss(
-        lambda tile: tile[:, :5], (8 * HIDDEN).bfloat16(), LABELS, rows=ROWS,
+        lambda tile: tile[:, :5], (8 * HIDDEN).bfloat16(), LABELS[ROWS], rows=ROWS,
         max_tile_tokens=100, grad_scale=1.0,
     )  # fmt: skip
     assert float(loss) == float(expected)
@@ -73,9 +73,9 @@ def refuse(tile):
 def test_a_chunk_without_labels_never_touches_the_head():
     labels = torch.full_like(LABELS, IGNORE_INDEX)
     rows = labelled_rows(labels)
-    loss, grad = tiled_loss(refuse, HIDDEN, labels, rows=rows, max_tile_tokens=3, grad_scale=1.0)
+    loss, grad = tiled_loss(refuse, HIDDEN, rows, rows=rows, max_tile_tokens=3, grad_scale=1.0)
     assert float(loss) == 0 and torch.all(grad == 0) and grad.shape == HIDDEN.shape
-    losses = token_losses(refuse, HIDDEN, labels, rows=rows, max_tile_tokens=3)
+    losses = token_losses(refuse, HIDDEN, rows, rows=rows, max_tile_tokens=3)
     assert losses.shape == labels.shape and torch.all(losses == 0)
 
 
@@ -92,9 +92,10 @@ def test_nothing_waits_for_the_device():
     head = make_head()
     with pytest.raises(AssertionError), NoHostReads():
         labelled_rows(LABELS)  # the check can fail
+    labels = LABELS[ROWS]
     with NoHostReads():
-        tiled_loss(head, HIDDEN, LABELS, rows=ROWS, max_tile_tokens=3, grad_scale=1.0)
-        token_losses(head, HIDDEN, LABELS, rows=ROWS, max_tile_tokens=3)
+        tiled_loss(head, HIDDEN, labels, rows=ROWS, max_tile_tokens=3, grad_scale=1.0)
+        token_losses(head, HIDDEN, labels, rows=ROWS, max_tile_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,19 @@ def test_nothing_waits_for_the_device():
 def test_rows_of_a_tile(vocab_size, on_cpu, on_cuda):
     assert tile_tokens(vocab_size, torch.device("cpu")) == on_cpu
     assert tile_tokens(vocab_size, torch.device("cuda")) == on_cuda
+
+
+@pytest.mark.parametrize("max_tile_tokens", [1, 2, 100])
+def test_a_row_that_several_tokens_follow_counts_with_each(max_tile_tokens):
+    """The last token of a prompt, before the first ones of its answers."""
+    rows, labels = torch.tensor([2, 2, 5, 2]), torch.tensor([3, 1, 4, 1])
+    head, hidden = make_head(), HIDDEN.clone().requires_grad_()
+    expected = cross_entropy(head(hidden[rows]), labels, reduction="sum")
+    expected.backward()
+    loss, grad = tiled_loss(
+        make_head(), HIDDEN, labels, rows=rows, max_tile_tokens=max_tile_tokens, grad_scale=1.0
+    )
+    torch.testing.assert_close(grad, hidden.grad, rtol=1e-13, atol=1e-15)
+    losses = token_losses(head, HIDDEN, labels, rows=rows, max_tile_tokens=max_tile_tokens)
+    assert float(losses.sum()) == pytest.approx(float(loss), rel=1e-13)
+    assert set(losses.nonzero().flatten().tolist()) == {2, 5}

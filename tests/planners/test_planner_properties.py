@@ -28,6 +28,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders.two_phases import plan_two_phases
 from furlong.planners.sampling.plans import sampled
 from furlong.planners.sampling.rules import Sampling
 from furlong.simulate.clock import time_actions
@@ -142,6 +143,36 @@ def one_device(rng):
     )
 
 
+def random_forks(rng):
+    """The tokens of a sequence of some segments, and where they go on from an earlier one."""
+    ends, path, forks = [0], [0], []
+    for _ in range(rng.randint(1, 7)):
+        del path[rng.randint(1, len(path)) :]
+        if path[-1] != ends[-1] and path[-1] > 0:
+            forks.append((ends[-1], path[-1]))
+        ends.append(ends[-1] + rng.randint(1, 15))
+        path.append(ends[-1])
+    return ends[-1], forks
+
+
+def trees(rng):
+    """Sequences that branch, among others, in either order of one device."""
+    found = [random_forks(rng) for _ in range(rng.randint(1, 3))]
+    lens = [n for n, _ in found] + lengths(rng, most=3)
+    forks = {i: own for i, (_, own) in enumerate(found) if own}
+    num_layers = rng.randint(1, 3)
+    dials = {"tier": tiers(rng)}
+    if rng.random() < 0.4:
+        dials |= {"order": "layer-first", "stage_layers": rng.randint(1, num_layers)}
+    elif rng.random() < 0.5:
+        dials["keep"] = rng.choice(KEEPS[:3])
+        chosen = replace(options(rng), **dials)
+        return plan_two_phases(lens, chosen, num_layers=num_layers, forks=forks)
+    chosen = replace(options(rng), **dials)
+    backward = rng.random() < 0.9
+    return plan_on_device(lens, chosen, num_layers=num_layers, forks=forks, backward=backward)
+
+
 def data_parallel(rng):
     seq_lens = [*lengths(rng), 3, 5]
     return plan_ulysses(seq_lens, MODEL, sp_size=1, dp_size=rng.choice((1, 2)))
@@ -186,6 +217,7 @@ PLANNERS = {
     "spaco": spaco,
     "fpdt": fpdt,
     "one device": one_device,
+    "trees": trees,
     "sampled chunkflow": drawn_from(chunkflow),
     "sampled pipeline": drawn_from(chunkflow_pipeline),
     "sampled seq1f1b": drawn_from(seq1f1b),

@@ -53,9 +53,9 @@ def test_packing_is_worth_more_where_sequences_are_short():
 
 def test_larger_groups_hold_longer_sequences():
     with pytest.raises(ConfigError, match="spread a sequence over") as error:
-        plan_ulysses([4096 * K] * 4, MODEL, dp_size=4, sp_size=8)
-    assert error.value.given.startswith("sequence 0 of 4,194,304 tokens, 524,288 on each of 8")
-    assert plan_ulysses([4096 * K], MODEL, dp_size=1, sp_size=32).chunks
+        plan_ulysses([3072 * K] * 4, MODEL, dp_size=4, sp_size=8)
+    assert error.value.given.startswith("sequence 0 of 3,145,728 tokens, 393,216 on each of 8")
+    assert plan_ulysses([3072 * K], MODEL, dp_size=1, sp_size=32).chunks
 
 
 def test_skrull_beats_one_sequence_at_a_time():

@@ -8,6 +8,7 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.report.pictures.colours import (
     PACKED_COLOURS,
     PART_COLOURS,
@@ -116,6 +117,14 @@ def test_a_cut_sequence_keeps_its_hue_and_goes_from_dark_to_light():
     assert hues.keys() == {0, 3} and abs(hues[0] - hues[3]) > 0.1
 
 
+def test_branches_that_are_equally_far_look_alike():
+    forks = {0: [(16, 8), (24, 8)]}
+    plan = plan_on_device([32], ChunkOptions(size=4), num_layers=1, forks=forks)
+    colours = [look.colour for look in scene_of(plan).chunks]
+    assert [c.slices[0].start for c in plan.chunks] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert len(set(colours[:4])) == 4 and colours[2:4] == colours[4:6] == colours[6:]
+
+
 def test_a_sequence_that_another_plan_cuts_has_its_hue_where_it_is_whole():
     panels = []
     for size in (4, 20):
@@ -150,7 +159,7 @@ def test_the_legend_of_many_sequences_stays_short(lens):
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize(
-    "colours", [PACKED_COLOURS, SEQUENCE_COLOURS, list(PART_COLOURS.values())[:8]]
+    "colours", [PACKED_COLOURS, SEQUENCE_COLOURS, list(PART_COLOURS.values())[:9]]
 )
 def test_any_two_colours_of_a_group_differ_for_every_eye(colours, eye):
     for one, other in combinations(colours, 2):

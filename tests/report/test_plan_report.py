@@ -16,6 +16,7 @@ from furlong.plan.values import Backward, ChunkPlan, Forward, Tiers
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.replicas import join_replicas
 from furlong.planners.search.dials import Dials
@@ -123,6 +124,12 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     assert moved["attention"]["read_bytes"] == int(traffic.read[:, traffic.of("disk")].sum()) > 0
     on_device = format_report(report_plan(build(), model()))
     assert "all memory on the device" in on_device and "moved" not in on_device
+
+
+def test_branches_are_told():
+    forks = {0: [(6000, 5000), (7000, 5000)]}
+    plan = plan_on_device([8000], ChunkOptions(size=1024), num_layers=24, forks=forks)
+    assert "2 branches of 1 sequence" in format_report(report_plan(plan, model()))
 
 
 def pool_of(chunks, num_processes):

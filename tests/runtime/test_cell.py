@@ -15,7 +15,8 @@ from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Slice
-from furlong.runtime.cell import Cell, Piece, require_each_layer
+from furlong.runtime.cells.cell import Cell, require_each_layer
+from furlong.runtime.cells.layer_view import Piece
 
 CPU = torch.device("cpu")
 T, N, K, H = 5, 4, 2, 8
@@ -134,13 +135,13 @@ def test_the_next_layer_is_on_its_way_while_this_one_computes(cell, pool):
         for layer in LAYERS:
             attend(cell, Pass("values", remembers=2), layer)
     what = Pass("graph", remembered=2)
-    cell.expect(what)
+    cell.begin_pass(what)
     assert pool.prefetched == list(cell.known[2])
     attend(cell, what, 2)
     assert pool.prefetched == [*cell.known[2], *cell.known[3]]
     attend(cell, what, 3)
     assert len(pool.prefetched) == 4, "the third layer is not remembered"
-    cell.expect(Pass("graph"))
+    cell.begin_pass(Pass("graph"))
     assert len(pool.prefetched) == 4
 
 

@@ -42,7 +42,7 @@ from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
 from furlong.runtime.kept import Kept
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 
 LENS = [21, 4]
 OPTIONS = ChunkOptions(size=8)
@@ -135,7 +135,7 @@ def test_what_is_no_plan_is_refused(plan) -> None:
 @pytest.mark.parametrize("options", [OPTIONS, LAYER_FIRST], ids=lambda o: o.order)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_nothing_is_left_at_the_end(options, tier, monkeypatch) -> None:
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.memory.saved_graphs._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = CausalLM(build("llama"))
     pools = Pools(Arena(model.device, poison=True), Storage(poison=True))
@@ -171,7 +171,7 @@ FAILING = [
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatch) -> None:
     """In the middle layer of the middle stage, while a lease and a graph are alive."""
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.memory.saved_graphs._MIN_BYTES", 1)
     monkeypatch.setattr("furlong.kv.store.segment_tokens", lambda *_: 3)
     model = build("llama")
     engine = furlong.Engine(model)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from furlong.runtime.ledger import Ledger
+from furlong.runtime.memory.ledger import Ledger
 
 
 def test_what_is_held_is_held_once_and_released_once():

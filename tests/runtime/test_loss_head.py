@@ -12,9 +12,9 @@ from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Slice
-from furlong.runtime.chunk_inputs import chunk_inputs
+from furlong.runtime.cells.chunk_inputs import chunk_inputs
+from furlong.runtime.cells.loss_head import LossHead
 from furlong.runtime.inputs import shift_labels
-from furlong.runtime.loss_head import LossHead
 
 LENS = [7, 4]
 CHUNK = Chunk((Slice(0, 2, 7), Slice(1, 0, 4)))
@@ -33,10 +33,10 @@ def subject():
 
 @pytest.mark.parametrize("num_tile_tokens", [1, 3, 100])
 def test_the_gradient_is_that_of_the_whole_head(subject, num_tile_tokens, monkeypatch):
-    monkeypatch.setattr("furlong.runtime.loss_head.tile_tokens", lambda *_: num_tile_tokens)
+    monkeypatch.setattr("furlong.runtime.cells.loss_head.tile_tokens", lambda *_: num_tile_tokens)
     model, inputs, hidden = subject
     logits = model.logits(hidden)
-    loss = cross_entropy(logits, inputs.labels, ignore_index=-100, reduction="sum")
+    loss = cross_entropy(logits[inputs.labelled_rows], inputs.labels, reduction="sum")
     (0.25 * loss).backward()
     loss = loss.detach()
     weight = model.base.get_output_embeddings().weight
@@ -55,9 +55,9 @@ def test_losses_of_tokens_lie_where_the_plan_says(subject):
     head = LossHead(model, LENS)
     with torch.no_grad():
         head.evaluate(hidden, inputs)
-        each = cross_entropy(
-            model.logits(hidden), inputs.labels, ignore_index=-100, reduction="none"
-        )
+        each = torch.zeros(9, dtype=torch.float64)
+        logits = model.logits(hidden)[inputs.labelled_rows]
+        each[inputs.labelled_rows] = cross_entropy(logits, inputs.labels, reduction="none")
     first, second = head.token_losses
     torch.testing.assert_close(first[2:], each[:5])
     torch.testing.assert_close(second, each[5:])

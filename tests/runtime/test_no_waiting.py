@@ -15,11 +15,11 @@ from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
 from furlong.planners.orders.one_device import plan_on_device
-from furlong.runtime import loss_head
+from furlong.runtime.cells import loss_head
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 
 LENS = [21, 4, 17]
 ORDERS = {

@@ -12,7 +12,7 @@ from furlong.kv.pools.contract import Lease
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.staged import StagedPool
 from furlong.runtime.kept import Kept
-from furlong.runtime.pools import Storage
+from furlong.runtime.memory.pools import Storage
 
 POISONED = Storage(poison=True)
 

@@ -8,7 +8,7 @@ import torch
 from furlong.kv.arena import Arena
 from furlong.plan.values import Backward, Forward
 from furlong.runtime import recorder, stopwatch
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 from furlong.runtime.recorder import Recorder
 from furlong.runtime.stopwatch import CUDAStopwatch, HostStopwatch
 

@@ -13,8 +13,8 @@ from helpers.tiny_families import bound, build
 import furlong
 from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
-from furlong.runtime import saved_graphs
-from furlong.runtime.saved_graphs import SavedGraph
+from furlong.runtime.memory import saved_graphs
+from furlong.runtime.memory.saved_graphs import SavedGraph
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -17,7 +17,8 @@ from furlong.errors import UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
 from furlong.ops.layer_kv import Relayed
-from furlong.runtime import cell, self_check
+from furlong.runtime.cells import layer_view
+from furlong.runtime.checks import self_check
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -55,14 +56,14 @@ def test_a_dropped_relay_is_seen(
     lost: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden states and the loss are right then: only gradients show it."""
-    plain = cell._LayerView.relayed
+    plain = layer_view.LayerView.relayed
 
     def relayed(self: Any, slice_index: int) -> Relayed | None:
         if lost == "of the first piece" and self.cell.pieces[0].index > 0:
             return plain(self, slice_index)
         return None
 
-    monkeypatch.setattr(cell._LayerView, "relayed", relayed)
+    monkeypatch.setattr(layer_view.LayerView, "relayed", relayed)
     with pytest.raises(UnsupportedModelError, match="other gradients in chunks than whole"):
         check(build("llama", dtype))
 
@@ -158,7 +159,7 @@ def test_a_model_of_few_positions_is_checked_too(num_positions: int) -> None:
 def test_a_short_run_is_checked_on_as_many_tokens_as_a_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cell._LayerView, "relayed", lambda *_: None)
+    monkeypatch.setattr(layer_view.LayerView, "relayed", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other gradients"):
         furlong.Engine(build("llama"), max_seq_len=2)
 

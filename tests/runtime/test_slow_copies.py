@@ -25,7 +25,7 @@ from furlong.planners.orders.one_device import plan_on_device
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
-from furlong.runtime.pools import Pools, Storage
+from furlong.runtime.memory.pools import Pools, Storage
 
 CPU = torch.device("cpu")
 LENS = [29, 4, 17]
@@ -51,7 +51,7 @@ MIXTURES = {
 @pytest.fixture(autouse=True)
 def _small_graphs(monkeypatch):
     """Graphs leave nothing behind as too small."""
-    monkeypatch.setattr("furlong.runtime.saved_graphs._MIN_BYTES", 1)
+    monkeypatch.setattr("furlong.runtime.memory.saved_graphs._MIN_BYTES", 1)
 
 
 def step(options: ChunkOptions, folder: Path) -> tuple[float, dict[str, Tensor]]:

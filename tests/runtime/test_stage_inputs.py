@@ -10,8 +10,8 @@ from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.plan.values import Forward
-from furlong.runtime.ledger import Ledger
-from furlong.runtime.stage_inputs import StageInputs
+from furlong.runtime.cells.stage_inputs import StageInputs
+from furlong.runtime.memory.ledger import Ledger
 
 CPU = torch.device("cpu")
 CELL = (3, 1)

@@ -13,8 +13,9 @@ from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.held import hold, stand_ins
 from furlong.ops.choose import ProbedBackend
-from furlong.runtime import cell, self_check, twin
-from furlong.runtime.twin import held_by, tiny_twin
+from furlong.runtime.cells import layer_view
+from furlong.runtime.checks import self_check, twin
+from furlong.runtime.checks.twin import held_by, tiny_twin
 
 # Values off the neutral ones: a stage that applied them again, or not at all, would show.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ def test_a_module_that_a_stage_lacks_is_seen(name, monkeypatch):
 
 
 def test_a_relay_that_is_dropped_is_seen(monkeypatch):
-    monkeypatch.setattr(cell._LayerView, "relayed", lambda *_: None)
+    monkeypatch.setattr(layer_view.LayerView, "relayed", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other gradients in chunks"):
         check(of_stage("llama", range(1)))
 

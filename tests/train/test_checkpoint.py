@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from furlong.errors import CheckpointError
-from furlong.train import checkpoint as module
-from furlong.train import checkpoint_folder
-from furlong.train.checkpoint import load_tensors, save_checkpoint, stored_tensors
-from furlong.train.checkpoint_folder import (
+from furlong.train.checkpoints import checkpoint as module
+from furlong.train.checkpoints import folder as checkpoint_folder
+from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
+from furlong.train.checkpoints.folder import (
     DamagedCheckpointError,
     check_checkpoint,
     list_checkpoints,
@@ -220,8 +220,8 @@ FULL_DISK = """
 import sys, torch
 from pathlib import Path
 from furlong.errors import CheckpointError
-from furlong.train.checkpoint import save_checkpoint
-from furlong.train.checkpoint_folder import list_checkpoints, newest_checkpoint
+from furlong.train.checkpoints.checkpoint import save_checkpoint
+from furlong.train.checkpoints.folder import list_checkpoints, newest_checkpoint
 folder = Path(sys.argv[1])
 tensors = {f"model.{i}": torch.full((100_000,), float(i)) for i in range(10)}
 saved = []

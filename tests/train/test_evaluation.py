@@ -14,9 +14,9 @@ from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import evaluate
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.replicas import Replicas
-from furlong.train.used_memory import UsedMemory
 
 LENS = (300, 1, 65, 64, 130)
 

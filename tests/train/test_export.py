@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
 from furlong.errors import CheckpointError
-from furlong.train.export import export
-from furlong.train.exportable import find_exportable
+from furlong.train.checkpoints.export import export
+from furlong.train.checkpoints.exportable import find_exportable
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

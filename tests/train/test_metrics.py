@@ -14,9 +14,9 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import metrics, trackers
 from furlong.train.evaluation import Evaluation, PositionBucket
-from furlong.train.metrics import MetricsLog, format_position, open_bar
+from furlong.train.figures import metrics, trackers
+from furlong.train.figures.metrics import MetricsLog, format_position, open_bar
 from furlong.train.sample_check import SampleCheck
 from furlong.train.step import TrainedStep
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from furlong.train.mfu import build_meter
+from furlong.train.figures.mfu import build_meter
 
 CONFIG = LlamaConfig(
     vocab_size=1000,

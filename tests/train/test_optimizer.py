@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from furlong.train.optimizer import LRSchedule, build_optimizer, build_schedule, lr_factor
+from furlong.train.setup.optimizer import LRSchedule, build_optimizer, build_schedule, lr_factor
 
 HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 

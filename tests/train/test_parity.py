@@ -17,12 +17,12 @@ from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
 from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
+from furlong.train.figures.metrics import MetricsLog
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
-from furlong.train.metrics import MetricsLog
-from furlong.train.optimizer import build_optimizer, build_schedule
 from furlong.train.replicas import Replicas
-from furlong.train.used_memory import UsedMemory
+from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 NUM_STEPS = 30
 WARMUP_STEPS = 3

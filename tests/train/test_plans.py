@@ -10,7 +10,7 @@ from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.values import Backward, Forward, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.plans import SharedPlans, Wanted, packed, plan_batch, unpacked
+from furlong.train.plans import BatchPlan, SharedPlans, Wanted, packed, plan_batch, unpacked
 from furlong.train.processes.together import ALONE
 
 
@@ -28,7 +28,7 @@ def made(wanted, num_replicas, frozen_layers=0, **division):
     layout = Layout(num_replicas, division.pop("sp", 1), len(division.get("stages", ())) or 1)
     return plan_batch(
         wanted, layout=layout, work=squares, num_layers=3, frozen_layers=frozen_layers, **division
-    )
+    ).plan
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,15 +99,15 @@ def test_a_plan_is_made_once_and_named_by_its_batch():
 
     def make(wanted):
         asked.append(wanted)
-        return made(wanted, 1)
+        return BatchPlan(made(wanted, 1))
 
     plans = SharedPlans(ALONE, make)
     one, other = Wanted((5, 7), ChunkOptions(size=4)), Wanted((7, 5), ChunkOptions(size=4))
     assert one.name != other.name != Wanted((7, 5), ChunkOptions(size=4), backward=False).name
     plans.expect(one)
     plans.expect(other)
-    assert plans.get(one).seq_lens == (5, 7)
-    assert plans.get(other).seq_lens == (7, 5)
+    assert plans.get(one).plan.seq_lens == (5, 7)
+    assert plans.get(other).plan.seq_lens == (7, 5)
     assert asked == [one, other]
     plans.get(one)
     assert asked == [one, other, one]

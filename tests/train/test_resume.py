@@ -210,7 +210,7 @@ def test_a_resumed_run_does_not_decide_again(
     def decide(*_: Any) -> None:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr("furlong.train.prepare.decide_options", decide)
+    monkeypatch.setattr("furlong.train.setup.prepare.decide_options", decide)
     assert main(tiny_run.arguments(run, "--resume")) == 0
 
 

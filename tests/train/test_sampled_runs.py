@@ -13,7 +13,7 @@ from helpers.tiny_runs import TinyRun
 from furlong.cli.main import main
 from furlong.planners.sampling.rules import Sampling
 from furlong.runtime.executor import Executor
-from furlong.train.metrics import MetricsLog
+from furlong.train.figures.metrics import MetricsLog
 from furlong.train.run_folder import CONFIG
 
 HALF = (

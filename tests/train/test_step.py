@@ -25,12 +25,12 @@ from furlong.planners.sampling.rules import EXACT
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.figures.metrics import MetricsLog
+from furlong.train.figures.mfu import MfuMeter
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Progress, run_steps
-from furlong.train.metrics import MetricsLog
-from furlong.train.mfu import MfuMeter
-from furlong.train.optimizer import build_optimizer, build_schedule
 from furlong.train.replicas import Replicas
+from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 OPTIONS = ChunkOptions(size=8)
 

@@ -17,9 +17,11 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.train import checkpoint, finish, prepare
-from furlong.train.checkpoint_folder import newest_checkpoint
+from furlong.train import finish
+from furlong.train.checkpoints import checkpoint
+from furlong.train.checkpoints.folder import newest_checkpoint
 from furlong.train.loop import MetricsLog
+from furlong.train.setup import prepare
 from furlong.train.stop import STOP_SIGNALS, StopRequest
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"

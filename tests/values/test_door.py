@@ -11,12 +11,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+from helpers import hybrids
 from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import furlong
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
@@ -179,16 +180,17 @@ def test_adapters_before_and_after() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache with gradients": ({"use_cache": True}, "a cache together with gradients"),
     "embeddings": (
-        {"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 32).double()}, "inputs_embeds",
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 32).double()},
+        "prompt tuning and images train without furlong",
     ),
     "a router loss": ({"output_router_logits": True}, "router_aux_loss_coef=0.0"),
     "all hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
     "attentions": ({"output_attentions": True}, "output_attentions"),
-    "images": ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+    "images": ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "train on text alone"),
     "attention in both directions": ({"is_causal": False}, "is_causal=False"),
     "packing without positions": ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q"),
     "token types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids"),
-    "a 4D mask": ({"attention_mask": torch.zeros(3, 1, 29, 29)}, "(3, 1, 29, 29)"),
+    "a 4D mask": ({"attention_mask": torch.zeros(3, 1, 29, 29)}, "attention is causal"),
     "a mask of several kinds": ({"attention_mask": {"full_attention": RIGHT}}, "of type dict"),
     "holes": ({"attention_mask": RIGHT - RIGHT * (IDS % 2)}, "holes in row 0"),
     "an empty row": ({"attention_mask": RIGHT * torch.tensor([[1], [0], [1]])}, "no token"),
@@ -226,6 +228,25 @@ def test_models_and_options_that_cannot_be_chunked_are_refused() -> None:
         furlong.chunked(model)
 
 
+def test_another_head_than_a_language_models() -> None:
+    """A reward model: its scores of the last tokens, chosen against rejected."""
+    config = build("llama").config
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).double().train()
+    call = {"input_ids": IDS[:2] * RIGHT[:2], "attention_mask": RIGHT[:2]}  # 0 is padding
+    grads = []
+    for options in (None, furlong.ChunkOptions(size=8, keep="attention")):
+        if options is not None:
+            furlong.chunked(model, options)
+            assert ran(model, **call) == 8
+        scores = model(**call).logits[:, 0]
+        (scores[0] - scores[1]).sigmoid().log().backward()
+        grads.append(take_grads(model))
+    assert worst_relative_error(grads[1], grads[0]) <= BOUND
+    with pytest.raises(UnsupportedModelError, match="no causal language-model head"):
+        furlong.Engine(model)
+
+
 def test_a_router_loss_that_is_asked_for_later_is_refused() -> None:
     model = furlong.chunked(build("mixtral"), furlong.ChunkOptions(size=8))
     model.config.output_router_logits = True
@@ -254,3 +275,21 @@ def test_autocast_and_checkpointing_of_the_caller() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss_of(model, CALLS["padded in front"]).backward()
     assert 0 < worst_relative_error(found, take_grads(model)) < 0.2
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_states_of_recurrent_layers_are_relayed_behind_a_door(family: str) -> None:
+    """They are found in the decoder's cache, of which the door's own signature says nothing.
+
+    transformers' scans round to float32.
+    """
+    model: Any = hybrids.build(family)
+    for call in ("whole rows", "padded behind"):
+        loss_of(model, CALLS[call]).backward()
+        truth = take_grads(model)
+        furlong.chunked(model, furlong.ChunkOptions(size=8, keep="kv"))
+        try:
+            loss_of(model, CALLS[call]).backward()
+        finally:
+            furlong.unchunked(model)
+        assert worst_relative_error(take_grads(model), truth) <= 2e-6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
-from furlong.runtime.outputs import _moved
+from furlong.runtime.tokens.outputs import _moved
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="kv")
 IDS = torch.randint(3, 96, (2, 19), generator=torch.Generator().manual_seed(0))

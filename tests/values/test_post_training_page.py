@@ -32,7 +32,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: 
         tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
     ).save_pretrained("model")
     found = snippets()
-    assert len(found) == 7 and "trl" in found[-1]
+    assert len(found) == 8 and "trl" in found[-1]
     names: dict[str, Any] = {}
     for snippet in found if wanted == "with TRL" else found[:-1]:
         exec(compile(snippet, str(PAGE), "exec"), names)

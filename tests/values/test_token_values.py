@@ -88,6 +88,7 @@ def test_a_head_of_ones_own_on_hidden_states(subject: Any, options: furlong.Chun
     assert taken_bytes(engine) == 0
 
 
+TIERS: list[Any] = ["device", "host", {"attention": "host"}, "disk"]
 POLYNOMIALS = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=3),
@@ -97,16 +98,32 @@ POLYNOMIALS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
-@given(
+CALLS = st.tuples(
     st.lists(st.integers(2, 40), min_size=3, max_size=3), st.integers(3, 50),
-    st.sampled_from(["kv", "attention", "input"]), POLYNOMIALS,
+    st.sampled_from(["kv", "attention", "input"]), st.sampled_from(TIERS), POLYNOMIALS,
+    st.sampled_from(sorted(MODELS)),
 )  # fmt: skip
-def test_any_polynomial_of_log_probs(
-    lens: list[int], size: int, keep: Any, terms: list[tuple[list[tuple[int, int]], float]]
-) -> None:
+
+
+@settings(max_examples=12, deadline=None)
+@given(CALLS)
+def test_any_polynomial_of_log_probs(drawn: tuple[Any, ...]) -> None:
+    check_polynomial(*drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(CALLS)
+def test_many_polynomials_of_log_probs(drawn: tuple[Any, ...]) -> None:
+    check_polynomial(*drawn)
+
+
+def check_polynomial(
+    lens: list[int], size: int, keep: Any, tier: Any,
+    terms: list[tuple[list[tuple[int, int]], float]], family: str,
+) -> None:  # fmt: skip
     """Terms: log-probabilities of (sequence, token) multiplied, times a factor."""
-    model, engine = _shared()
+    model, engine = _shared(family)
     sequences = batch(lens)
 
     def loss(values: list[Tensor]) -> Tensor:
@@ -126,7 +143,7 @@ def test_any_polynomial_of_log_probs(
         whole.append(torch.cat([own.new_zeros(1), own]))
     loss(whole).backward()
     truth = take_grads(model)
-    options = furlong.ChunkOptions(size=size, keep=keep)
+    options = furlong.ChunkOptions(size=size, keep=keep, tier=tier)
     loss(engine.token_values(sequences, options)).backward()
     found = take_grads(model)
     scale = max(float(x.abs().max()) for x in truth.values())
@@ -134,15 +151,15 @@ def test_any_polynomial_of_log_probs(
         assert float((found[name] - x).abs().max()) <= BOUND * max(scale, 1e-3), name
 
 
-_SHARED: list[Any] = []
+_SHARED: dict[str, Any] = {}
 
 
-def _shared() -> Any:
-    """One model for all examples."""
-    if not _SHARED:
-        model = widen_norms(build("llama"))
-        _SHARED.extend((model, furlong.Engine(model)))
-    return _SHARED
+def _shared(family: str = "llama") -> Any:
+    """One model of a family for all examples."""
+    if family not in _SHARED:
+        model = widen_norms(MODELS[family]())
+        _SHARED[family] = model, furlong.Engine(model)
+    return _SHARED[family]
 
 
 def test_values_are_about_their_own_token() -> None:
@@ -175,52 +192,79 @@ def a(**changes: Any) -> dict[str, Tensor]:
     return {"input_ids": torch.arange(3, 9), **changes}
 
 
-BAD = {
-    "labels of another length": ([a(labels=torch.arange(5))], {}, "labels int64 (5,)"),
-    "extras of another length": ([a(old=torch.zeros(5))], {}, "6 tokens with old (5,)"),
-    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old list"),
-    "extras of one sequence alone": ([a(), a(old=torch.zeros(6))], {}, "same extras"),
+Bad = tuple[Any, dict[str, Any], str, str]
+BAD: dict[str, Bad] = {
+    "labels of another length": (
+        [a(labels=torch.arange(5))], {}, "labels int64 (5,)", "give each token a label",
+    ),
+    "labels of a batch": (
+        [a(labels=torch.arange(6)[None])], {}, "labels int64 (1, 6)", "without a batch axis",
+    ),
+    "no ids": ([{"ids": torch.arange(6)}], {}, "without input_ids, with ids", "one dict"),
+    "extras of another length": (
+        [a(old=torch.zeros(5))], {}, "6 tokens with old (5,)", "pad old with zeros",
+    ),
+    "an extra that is no tensor": ([a(old=[0.0] * 6)], {}, "old list", "torch.tensor(old)"),
+    "extras of one sequence alone": (
+        [a(), a(old=torch.zeros(6))], {}, "same extras", "each sequence every extra",
+    ),
     "an extra with a graph": (
         [a(old=torch.zeros(6, requires_grad=True))], {}, "old, which requires a gradient",
+        "pass old.detach()",
     ),
-    "an empty answer": ([a(labels=torch.full((6,), -100))], {}, "no token with a label"),
-    "only a first token": ([{"input_ids": torch.tensor([4])}], {}, "no token with a label"),
-    "no sequence": ([], {}, "no sequences"),
-    "no list": (a(), {}, "sequences of type dict"),
+    "an empty answer": (
+        [a(labels=torch.full((6,), -100))], {}, "no token with a label", "leave such sequences out",
+    ),
+    "only a first token": (
+        [{"input_ids": torch.tensor([4])}], {}, "which nothing predicts", "leave such sequences out"
+    ),
+    "no sequence": ([], {}, "no sequences", "leave the call out"),
+    "no list": (a(), {}, "sequences of type dict", "one dict per sequence"),
     "a function of another shape": (
         [a()], {"fn": lambda logits, labels, extras: logits.mean()}, "fn returned () for 5 tokens",
+        "reduce over the vocabulary alone",
     ),
     "a function of three axes": (
         [a()], {"fn": lambda logits, labels, extras: logits[:, None]}, "fn returned (5, 1, 96)",
+        "reduce over the vocabulary alone",
     ),
     "a function of labels": (
-        [a()], {"fn": lambda logits, labels, extras: labels}, "fn returned (5,)",
+        [a()], {"fn": lambda logits, labels, extras: labels}, "fn returned int64 (5,)",
+        "reduce over the vocabulary alone",
     ),
-    "no teacher": ([a()], {"fn": furlong.values.top_k_kl()}, "these extras: none"),
+    "no teacher": (
+        [a()], {"fn": furlong.values.top_k_kl()}, "these extras: none", 'add "teacher_ids"',
+    ),
     "graphs between the phases": (
         [a()], {"options": furlong.ChunkOptions(keep="all")}, "chunks.keep = 'all'",
+        "leave keep out",
     ),
     "layer-first": (
         [a()], {"options": furlong.ChunkOptions(order="layer-first")}, "'layer-first'",
+        "leave order out",
     ),
     "a sample": (
         [a()], {"options": furlong.ChunkOptions(sample={"chunks": 2})}, "chunks.sample",
+        "leave sample out",
     ),
-    "other gradients": ([a()], {"gradients": "summed"}, "gradients 'summed'"),
-    "no options": ([a()], {"options": None}, "options of type NoneType"),
-    "an id without an embedding": ([{"input_ids": torch.tensor([4, 96])}], {}, "token id 96"),
+    "other gradients": ([a()], {"gradients": "summed"}, "gradients 'summed'", "added adds"),
+    "no options": ([a()], {"options": None}, "options of type NoneType", "ChunkOptions(size="),
+    "an id without an embedding": (
+        [{"input_ids": torch.tensor([4, 96])}], {}, "token id 96", "resize_token_embeddings",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_four_parts(case: str) -> None:
     _, engine = _shared()
-    sequences, changes, told = BAD[case]
+    sequences, changes, told, mended = BAD[case]
     arguments = {"options": OPTIONS[0], **changes}
     with pytest.raises(UserError) as error:
         engine.token_values(sequences, **arguments)
     parts = error.value.given, error.value.required, error.value.source, error.value.change
-    assert all(parts) and told in f"{parts[0]} {parts[1]}"
+    assert all(parts) and told in f"{parts[0]} {parts[1]}" and mended in parts[3]
+    assert "forward_backward" not in str(error.value) or "token_values" in str(error.value)
     assert isinstance(error.value, DataError | ConfigError)
     assert taken_bytes(engine) == 0
 

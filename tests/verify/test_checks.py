@@ -21,8 +21,9 @@ from furlong.kv.store import KVStore
 from furlong.models.shrink import shrink_config
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.plan.values import Chunk, Slice
-from furlong.runtime import chunk_inputs, executor
-from furlong.runtime.cell import Cell
+from furlong.runtime import executor
+from furlong.runtime.cells import chunk_inputs
+from furlong.runtime.cells.cell import Cell
 from furlong.verify import run as verify_run
 from furlong.verify.checks import (
     Bound,
@@ -42,6 +43,7 @@ from furlong.verify.subject import (
 )
 
 OPTIONS = furlong.ChunkOptions(size=16)
+RECURRENT = ("qwen3_next", "mamba2", "olmo_hybrid", "jamba")
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
 FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 8}, EXACT),
@@ -220,3 +222,14 @@ def test_the_runs_own_dials_are_proved(
     assert all(finding.passed for finding in findings), findings
     assert told in capsys.readouterr().out
     assert set(opened) == ({"HostPool", "DiskPool"} if "order" in chunks else {"HostPool"})
+
+
+@pytest.mark.parametrize(
+    "model_type", ["zamba2", *(pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT)]
+)
+def test_recurrent_layers_are_proved_without_their_float32(model_type: str) -> None:
+    config = transformers.AutoConfig.for_model(model_type)
+    subject = build_subject(shrink_config(config, max_seq_len=4096), OPTIONS, None)
+    for check in (check_gradients, check_isolation, check_accumulation):
+        finding = check(subject, bound_of(subject))
+        assert finding.passed and finding.name, finding

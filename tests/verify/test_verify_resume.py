@@ -10,7 +10,8 @@ import transformers
 
 from furlong.cli.main import main
 from furlong.config.data import DataConfig
-from furlong.config.schema import ModelConfig, RunConfig, TrainConfig
+from furlong.config.schema import ModelConfig, RunConfig
+from furlong.config.train import TrainConfig
 from furlong.models.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding
@@ -18,7 +19,7 @@ from furlong.verify.resume import FURLONG, check_resume
 
 FORGETS_THE_MOMENTS = """
 import sys
-from furlong.train import state
+from furlong.train.checkpoints import state
 restore = state.restore_tensors
 def forget(checkpoint, model, optimizer, *others):
     restore(checkpoint, model, optimizer, *others)

@@ -18,12 +18,13 @@ import furlong
 from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.data import DataConfig
-from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig, TrainConfig
+from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig
 from furlong.config.sources import build_run
+from furlong.config.train import TrainConfig
 from furlong.models.shrink import shrink_config
 from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
-from furlong.runtime import cell
-from furlong.runtime.loss_head import LossHead
+from furlong.runtime.cells import layer_view
+from furlong.runtime.cells.loss_head import LossHead
 from furlong.verify import run as verify_run
 from furlong.verify import sampling
 from furlong.verify.checks import Finding
@@ -127,7 +128,7 @@ def test_relays_without_their_factor_are_found(
             return None
         return view.cell.store.relayed(piece.seq_id, view.layer, piece.index)
 
-    monkeypatch.setattr(cell._LayerView, "relayed", unscaled)
+    monkeypatch.setattr(layer_view.LayerView, "relayed", unscaled)
     finding = check_draws(neox, Sampling(rate=0.3), LONGEST)
     assert not finding.passed, finding
 

@@ -16,7 +16,7 @@ from furlong.cost.devices.links import Collective, Link
 from furlong.ops.exchange import received, returned, send_back, send_in
 from furlong.plan.rows import rows_of
 from furlong.plan.values import Chunk, Place, Slice
-from furlong.runtime.exchange import AllToAll
+from furlong.runtime.parallel.exchange import AllToAll
 
 _BYTES = (2**14, 2**18, 2**21, 2**23)
 """At the wide end of a collective."""

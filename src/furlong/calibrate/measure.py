@@ -17,8 +17,8 @@ from torch import Tensor
 from furlong.api import Engine
 from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import memory_bytes
-from furlong.runtime.pools import Storage
+from furlong.runtime.memory.measure import memory_bytes
+from furlong.runtime.memory.pools import Storage
 from furlong.runtime.stopwatch import Clock
 
 

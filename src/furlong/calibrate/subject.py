@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from furlong.cost.shapes.shape import ModelShape
-from furlong.families import SPECIAL_TOKENS, cut_layers
+from furlong.families import SPECIAL_TOKENS
 from furlong.models.build import build_model, read_config
 from furlong.models.folder import check_folder
+from furlong.models.shrink_layers import cut_layers
 
 VOCABULARY = 4096
 """Largest vocabulary of a measured model: a head is a matrix as any other, and takes long."""
@@ -43,7 +44,7 @@ def config_of(name: str) -> Any:
 def own_config(config: Any, num_layers: int) -> Any:
     """The config with few layers and a small vocabulary, without dropout."""
     values = copy.deepcopy(config.to_dict())
-    cut_layers(config, values, num_layers)
+    cut_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
     for key, value in values.items():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
             values[key] = 0.0

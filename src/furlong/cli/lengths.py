@@ -12,7 +12,7 @@ from furlong.errors import ConfigError
 from furlong.units import count_words
 
 if TYPE_CHECKING:
-    from furlong.config.schema import PlannedRun
+    from furlong.config.schema import RunConfig
     from furlong.plan.lengths import Lengths
 
 _PICTURES = (".png", ".svg")
@@ -76,7 +76,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", metavar="T", help="hub id or folder; default: the run's")
     parser.add_argument(
-        "--format", choices=("auto", "text", "chat", "completion", "tokens"),
+        "--format", choices=("auto", "text", "chat", "completion", "tokens", "preference"),
         help="shape of the records of DATA (default: auto)",
     )  # fmt: skip
     parser.add_argument("--split", help="which split of folders that hold several")
@@ -105,21 +105,22 @@ def _of_run(chosen: argparse.Namespace) -> _Found:
     return _Found(lengths, f"{chosen.data[0]}: data.train", limit)
 
 
-def count_run(config: PlannedRun, tokenizer: str | None = None) -> Lengths:
+def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
-    from furlong.train.prepare import load_splits
+    from furlong.train.setup.prepare import load_splits
 
     limit = config.data.max_seq_len
     # What is too long for the run is what one wants to see here.
     unlimited = {"max_seq_len": None} if config.data.too_long == "error" else {}
     own = _tokenizer(tokenizer or config.model.name, "model.name")
-    data = load_splits(config.data.model_copy(update={"eval": None, **unlimited}), own)
+    settings = config.data.model_copy(update={"eval": None, **unlimited})
+    data = load_splits(settings, own, config.train.loss)
     train = data["train"]
     if too_long := int((train.seq_lens > limit).sum()):
         longer = count_words(too_long, "sequence")
         print(f"longer than data.max_seq_len = {limit:,}: {longer}")
-    return _count(train.seq_lens[train.mixture.order(config.train.seed, 0)])
+    return _count(train.epoch_lens(config.train.seed))
 
 
 def _of_data(chosen: argparse.Namespace) -> _Found:

@@ -67,13 +67,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse_flags(arguments: Sequence[str]) -> RunFlags:
     """The command line. Raises ConfigError; `--help` ends the process with SystemExit(0)."""
-    from furlong.config.schema import PlannedRun
     from furlong.config.sources import RunParser, read_flags
 
     parser = RunParser(prog="furlong plan", usage=_USAGE, allow_abbrev=False, description=_ABOUT)
     parser.add_argument("subject", nargs="?", metavar="RUN.yaml|PLAN.json|RUN_FOLDER")
     _add_flags(parser)
-    flags = read_flags(PlannedRun, parser, arguments)
+    flags = read_flags(parser, arguments)
     _check_outputs(flags.own)
     return flags
 

@@ -15,7 +15,7 @@ from furlong.plan.lengths import Lengths, draw_lengths, read_lengths, write_leng
 from furlong.units import count_words, format_count, plural
 
 if TYPE_CHECKING:
-    from furlong.config.schema import PlannedRun
+    from furlong.config.schema import RunConfig
     from furlong.config.sources import RunFlags
 
 _OF_A_PRESET = 64
@@ -44,7 +44,7 @@ class PlannedBatch:
         return f"{count}, {tokens}, longest {max(self.seq_lens):,}: {self.source}"
 
 
-def batch_of(flags: RunFlags, config: PlannedRun) -> PlannedBatch:
+def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
     """The batch of a run file, of --data.train, or of --lengths. Raises ConfigError."""
     own, seed, too_long = flags.own, config.train.seed, config.data.too_long
     is_run = own.subject is not None or "--data.train" in flags.names
@@ -74,7 +74,16 @@ def batch_of(flags: RunFlags, config: PlannedRun) -> PlannedBatch:
         for seq_len, times in lengths.counts:
             counts[min(seq_len, limit)] += times
         lengths = Lengths(tuple(sorted(counts.items())))
+    if is_run and config.train.loss == "dpo":
+        return _of_pair(lengths, name, limit)
     return _draw(lengths, name, count, seed, limit)
+
+
+def _of_pair(lengths: Lengths, source: str, max_seq_len: int | None) -> PlannedBatch:
+    """The most that a pair may have: both answers as long as the longest sequence."""
+    longest = max(n for n, _ in lengths.counts if max_seq_len is None or n <= max_seq_len)
+    words = f"a pair of the longest of {source}, the most that is in one call"
+    return PlannedBatch((longest, longest), words, longest, lengths)
 
 
 def _draw(
@@ -116,7 +125,7 @@ def _of_preset(name: str, count: int, seed: int, limit: int | None) -> PlannedBa
     return PlannedBatch(seq_lens, f"drawn from the preset {name}{words} with seed {seed}", longest)
 
 
-def _counted(file: str | None, config: PlannedRun) -> tuple[str, Lengths]:
+def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
     """The name and the lengths of a run's data. They are counted where there is no file of them
     beside the run file, or an old one: that loads torch and the tokenizer."""
     if file is None:
@@ -134,7 +143,7 @@ def _counted(file: str | None, config: PlannedRun) -> tuple[str, Lengths]:
     return str(counted), lengths
 
 
-def _count(config: PlannedRun) -> Lengths:
+def _count(config: RunConfig) -> Lengths:
     from furlong.cli.lengths import count_run
 
     with redirect_stdout(sys.stderr):

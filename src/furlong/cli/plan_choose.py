@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from furlong.cli import plan_pairs
 from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw, writing
 from furlong.cli.plan_search import (
@@ -20,7 +22,7 @@ from furlong.plan.saved import save_plan
 from furlong.plan.values import ChunkPlan
 from furlong.planners.sampling.rules import Sampling
 from furlong.planners.sampling.use import num_drawn, sampling_in_words
-from furlong.planners.search.catalogue import SEARCHED
+from furlong.planners.search.catalogue import SEARCHED, Method
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import Longest, longest_sequence
 from furlong.planners.search.problem import Found
@@ -35,9 +37,17 @@ _SAME = 1 + 1e-6
 
 def run(flags: RunFlags, tell: Tell) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
-    chosen = flags.own
-    methods = SEARCHED if chosen.method is None else methods_named(chosen.method)
+    name = flags.own.method
+    methods = SEARCHED if name is None else methods_named(name)
     subject = subject_of(flags)
+    if subject.is_run and subject.config.train.loss == "dpo":
+        plan_pairs.run(flags, subject)
+    else:
+        _run(flags, subject, methods, tell)
+
+
+def _run(flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], tell: Tell) -> None:
+    chosen = flags.own
     problem, sampling = subject.problem, subject.dials.get("sample")
     decision = decision_of(subject, chosen.method)
     if decision is not None and decision.searched is not None:

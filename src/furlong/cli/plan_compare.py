@@ -6,6 +6,7 @@ import json
 
 from furlong.cli.flag_types import refusal
 from furlong.cli.plan_files import draw
+from furlong.cli.plan_pairs import require_one_pair
 from furlong.cli.plan_search import OURS, has_given, methods_named, search_with
 from furlong.cli.plan_subject import subject_of
 from furlong.config.sources import RunFlags
@@ -25,6 +26,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
     chosen = flags.own
     methods = methods_named(chosen.method)
     subject = subject_of(flags)
+    require_one_pair(flags, subject)
     found: dict[str, Found] = {}
     rows: list[Row] = []
     for name, method in methods.items():

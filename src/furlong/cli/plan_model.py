@@ -19,20 +19,19 @@ from furlong.errors import UserError
 from furlong.planners.auto.decide import training_of
 
 if TYPE_CHECKING:
-    from furlong.config.schema import PlannedRun
+    from furlong.config.schema import RunConfig
     from furlong.config.sources import RunFlags
 
 
-def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> PlannedRun:
+def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
     """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
     that were saved with a plan. Raises ConfigError."""
     from furlong.config.run_file import read_run_file
-    from furlong.config.schema import PlannedRun
     from furlong.config.sources import merge
 
     file = flags.own.subject
     if made_for is None and file is not None:
-        return merge(PlannedRun, flags, read_run_file(file), file)
+        return merge(flags, read_run_file(file), file)
     values: dict[str, Any] = dict(made_for or {})
     if "--data.train" not in flags.names:
         # The schema asks for data; a plan needs no more of it than its lengths.
@@ -41,7 +40,7 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> Planne
         values["data"] = {"train": file or flags.own.lengths}
     if "model" not in values and not any(name.startswith("--model") for name in flags.names):
         raise missing("--model.name")
-    return merge(PlannedRun, flags, values, file or "no run file")
+    return merge(flags, values, file or "no run file")
 
 
 def _model_shape_of(name: str) -> ModelShape:
@@ -78,7 +77,7 @@ def spec_of(name: str, num_devices: int = 1) -> HardwareSpec:
 
 
 def figures_of(
-    config: PlannedRun,
+    config: RunConfig,
     spec: HardwareSpec,
     num_devices: int,
     zero: ZeroStage | None,

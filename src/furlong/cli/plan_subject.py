@@ -16,8 +16,9 @@ from furlong.cost.devices.hardware import (
     THIS_CPU,
     free_ram_budget_bytes,
 )
-from furlong.cost.memory.training import ZeroStage
+from furlong.cost.memory.training import Training, ZeroStage
 from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.values import Tier
 from furlong.planners.auto.decide import given_dials
@@ -31,7 +32,7 @@ from furlong.report.plan_text import line
 from furlong.units import count_words, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from furlong.config.schema import PlannedRun
+    from furlong.config.schema import RunConfig
     from furlong.config.sources import RunFlags
 
 _SIZES = ("dp", "sp", "pp")
@@ -49,7 +50,7 @@ class PlanSubject:
     given_sizes: Mapping[str, int]
     """Sizes of dp, sp and pp that are given, but for a run file's sizes of 1, its defaults."""
     batch: PlannedBatch
-    config: PlannedRun
+    config: RunConfig
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
     runs_here: bool
@@ -82,7 +83,7 @@ class PlanSubject:
         shape, training, spec = model.shape, model.training, model.hardware
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
         counts = f"{format_count(shape.num_parameters)} parameters,"
-        counts += f" {count_words(shape.num_layers, 'layer')}"
+        counts += f" {count_words(shape.num_layers, 'layer')}{_kinds(shape, training)}"
         guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
         budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
@@ -125,6 +126,18 @@ class PlanSubject:
             "num_devices": problem.num_devices,
             "host_budget_bytes": self.host_bytes,
         }
+
+
+def _kinds(shape: ModelShape, training: Training) -> str:
+    """The layers of a model that are not attention with keys and values of its own."""
+    kinds = []
+    if count := sum(mixer.is_recurrent for mixer in shape.mixers):
+        num_bytes = shape.state_bytes(range(shape.num_layers), training.compute_bytes)
+        kinds.append(f"{count} recurrent, {format_bytes(num_bytes)} of states after each chunk")
+    if shape.has_latents:
+        count = sum(mixer.attends for mixer in shape.mixers)
+        kinds.append(f"{count} with latent attention")
+    return f" ({'; '.join(kinds)})" if kinds else ""
 
 
 def subject_of(flags: RunFlags) -> PlanSubject:
@@ -177,7 +190,7 @@ def subject_of(flags: RunFlags) -> PlanSubject:
 
 
 def _dials(
-    own: Namespace, config: PlannedRun, batch: PlannedBatch, num_devices: int
+    own: Namespace, config: RunConfig, batch: PlannedBatch, num_devices: int
 ) -> dict[str, Any]:
     """The dials that are given. Raises ConfigError for more than can be planned for, for a sample
     where exact plans are searched, and for a meaningless one."""
@@ -209,7 +222,7 @@ def _dials(
     return dials
 
 
-def _layout(flags: RunFlags, config: PlannedRun, *, is_run: bool) -> tuple[dict[str, Any], int]:
+def _layout(flags: RunFlags, config: RunConfig, *, is_run: bool) -> tuple[dict[str, Any], int]:
     """Sizes of dp, sp and pp, where None is searched, and the number of devices.
 
     With devices or sizes among the flags a run file's sizes of 1, its defaults, are searched; but

@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str], processes: Processes) -> int:
     config = processes.together(partial(_parse, arguments))
-    from furlong.train.start import open_run
+    from furlong.train.setup.start import open_run
 
     with ExitStack() as stack:
         resume = _RESUME in arguments

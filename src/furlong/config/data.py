@@ -96,9 +96,9 @@ class DataConfig(BaseModel):
         Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
     ] = None
     """Held-out data, named in the same way."""
-    format: Literal["auto", "text", "chat", "completion", "tokens"] = "auto"
+    format: Literal["auto", "text", "chat", "completion", "tokens", "preference"] = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
-    or input_ids."""
+    or input_ids. With train.loss: dpo it is preference: chosen + rejected."""
     max_seq_len: Positive = 131072
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"

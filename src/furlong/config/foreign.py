@@ -57,6 +57,12 @@ ANSWERS: dict[tuple[str, ...], str] = {
     ("flash_attn", "flash_attention", "attn_implementation", "use_liger_kernel"):
         "remove it: furlong computes attention itself",
     ("neftune_noise_alpha", "label_smoothing_factor"): "remove it: the loss is plain cross-entropy",
+    ("rl", "stage"): "write train.loss: dpo, or leave it out for sft",
+    ("dpo_beta", "rl_beta", "pref_beta"): "write train.beta",
+    ("pref_loss", "dpo_loss_type"): "write train.loss_type: sigmoid, sigmoid_norm, robust or ipo",
+    ("dpo_label_smoothing",): "write train.label_smoothing",
+    ("ref_model", "ref_model_name_or_path", "precompute_ref_log_probs"):
+        "remove it: the reference is the model that a run begins with, computed once",
     ("streaming", "preprocessing_num_workers", "dataset_num_proc", "dataloader_num_workers"):
         "remove it: tokens are written to a cache and memory-mapped",
     ("trust_remote_code",): "remove it: no code of a model is run",

@@ -1,13 +1,10 @@
 """The one schema of a run: it serves the run file, the flags, `--help` and Python.
 
-Numbers may be given as text, as flags are (see `numbers`). A run that is trained accepts, of a key
-that only a later release carries out, nothing but the value that means "off"; one that is planned
-(`PlannedRun`) accepts all.
+Numbers may be given as text, as flags are (see `numbers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,10 +20,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from furlong.config.data import DataConfig
-from furlong.config.numbers import AmountBytes, Natural, Number, Positive, Whole
+from furlong.config.numbers import AmountBytes, Natural, Number, Positive
 from furlong.config.parallel import ParallelConfig
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
+from furlong.config.train import TrainConfig
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -168,57 +166,6 @@ class MemoryConfig(BaseModel):
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
-class TrainConfig(BaseModel):
-    """The optimizer's steps."""
-
-    model_config = _SECTION
-
-    steps: Positive | None = 100
-    """Optimizer steps; null leaves it to epochs."""
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    """Passes over the training data, instead of steps."""
-    sequences_per_step: Positive = 32
-    """Sequences in a global batch."""
-    lr: Number = Field(default=2.0e-5, gt=0)
-    """Peak learning rate of AdamW."""
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
-    """AdamW's two decay rates."""
-    eps: Number = Field(default=1.0e-8, gt=0)
-    """AdamW's epsilon."""
-    weight_decay: Number = Field(default=0.0, ge=0)
-    """Decay of trained weights with two or more axes; norms and biases never decay."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Course of the learning rate after warm-up."""
-    warmup_ratio: Number = Field(default=0.03, ge=0, le=1)
-    """Share of the steps in which the learning rate rises to lr."""
-    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this norm; null leaves them."""
-    seed: Whole = Field(default=0, ge=0, lt=2**32)
-    """Seed of the data's order, of random weights and of dropout."""
-    save_every_steps: Natural = 50
-    """Steps between checkpoints, also one after the last step; 0 = none at all."""
-    eval_every_steps: Natural = 50
-    """Steps between evaluations; 0 = before the first and after the last step only."""
-    eval_train_share: Number = Field(default=0.0, ge=0, le=1)
-    """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _epochs_replace_the_default_steps(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("epochs") is not None:
-            return {"steps": None, **values}
-        return values
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        if (self.steps is None) == (self.epochs is None):
-            raise PydanticCustomError("run_length", "one of train.steps and train.epochs, not both")
-        return self
-
-
 class LogConfig(BaseModel):
     """Where figures go besides the terminal and metrics.jsonl."""
 
@@ -230,8 +177,8 @@ class LogConfig(BaseModel):
     """Project on Weights & Biases; needs furlong[wandb]."""
 
 
-class PlannedRun(BaseSettings):
-    """A run as `furlong plan` takes it: on any number of devices."""
+class RunConfig(BaseSettings):
+    """A run, to be trained or planned."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -253,7 +200,7 @@ class PlannedRun(BaseSettings):
         return (named["init_settings"],)
 
     @model_validator(mode="after")
-    def _tiers_have_room(self) -> PlannedRun:
+    def _tiers_have_room(self) -> RunConfig:
         for tier, budget in (("disk", self.memory.disk), ("host", self.memory.host)):
             if budget == 0 and names_tier(self.chunks.tier, tier):
                 name = f"memory.{tier}"
@@ -266,7 +213,19 @@ class PlannedRun(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_a_base(self) -> PlannedRun:
+    def _pairs_have_a_loss(self) -> RunConfig:
+        loss, shape = self.train.loss, self.data.format
+        if shape != "auto" and (loss == "dpo") != (shape == "preference"):
+            raise told(
+                key="data.format and train.loss",
+                given=f"data.format = {shape!r} with train.loss: {loss}",
+                required="preference (chosen + rejected) with dpo, and another shape with sft",
+                change="remove data.format, or change train.loss",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunConfig:
         if self.model.lora is not None and self.model.init == "random":
             raise PydanticCustomError(
                 "lora_base",
@@ -274,7 +233,3 @@ class PlannedRun(BaseSettings):
                 " random base weights would be lost",
             )
         return self
-
-
-class RunConfig(PlannedRun):
-    """A training run."""

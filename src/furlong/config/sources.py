@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
@@ -25,10 +25,8 @@ from furlong.config.messages import (
     unknown_flag,
 )
 from furlong.config.run_file import read_run_file, read_yaml
-from furlong.config.schema import PlannedRun, RunConfig
+from furlong.config.schema import RunConfig
 from furlong.errors import ConfigError
-
-_Run = TypeVar("_Run", bound=PlannedRun)
 
 
 class RunParser(argparse.ArgumentParser):
@@ -59,8 +57,8 @@ class RunFlags(NamedTuple):
     """The verb's own arguments."""
 
 
-def read_flags(schema: type[PlannedRun], parser: RunParser, arguments: Sequence[str]) -> RunFlags:
-    """A command line of the parser's own arguments and the keys of `schema`.
+def read_flags(parser: RunParser, arguments: Sequence[str]) -> RunFlags:
+    """A command line of the parser's own arguments and the keys of a run.
 
     A flag of the parser comes before a key of that name. Raises ConfigError; `--help` prints and
     raises SystemExit(0).
@@ -79,7 +77,7 @@ def read_flags(schema: type[PlannedRun], parser: RunParser, arguments: Sequence[
 
     with _settings_error_told(parser.prog):
         keys: CliSettingsSource[Any] = CliSettingsSource(
-            schema,
+            RunConfig,
             cli_parse_args=_with_json(arguments),
             cli_parse_none_str="null",
             cli_enforce_required=False,
@@ -94,10 +92,10 @@ def read_flags(schema: type[PlannedRun], parser: RunParser, arguments: Sequence[
     return RunFlags(keys, names, own)
 
 
-def merge(schema: type[_Run], flags: RunFlags, values: Mapping[str, Any], source: str) -> _Run:
+def merge(flags: RunFlags, values: Mapping[str, Any], source: str) -> RunConfig:
     """The run of `values`, which were read from `source`, under the flags. Raises ConfigError."""
     checked = check_sections(values, source)
-    build = partial(schema, **({"_cli_settings_source": flags.keys} | checked))
+    build = partial(RunConfig, **({"_cli_settings_source": flags.keys} | checked))
     return _validated(build, source, set(flags.names))
 
 
@@ -116,10 +114,10 @@ def parse_run(
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
     for name, text in (switches or {}).items():
         parser.add_argument(name, action="store_true", help=text)
-    flags = read_flags(RunConfig, parser, arguments)
+    flags = read_flags(parser, arguments)
     file = flags.own.file
     values = read_run_file(file) if file is not None else {}
-    return merge(RunConfig, flags, values, file or "no run file")
+    return merge(flags, values, file or "no run file")
 
 
 def _with_json(arguments: Sequence[str]) -> list[str]:
@@ -187,7 +185,7 @@ def build_run(values: Mapping[str, Any], source: str) -> RunConfig:
     return _validated(partial(RunConfig, **check_sections(values, source)), source, set())
 
 
-def _validated(build: Callable[[], _Run], file: str, flags: set[str]) -> _Run:
+def _validated(build: Callable[[], RunConfig], file: str, flags: set[str]) -> RunConfig:
     try:
         with _settings_error_told():
             return build()

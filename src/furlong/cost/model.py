@@ -25,6 +25,7 @@ from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
 from furlong.cost.seconds.rates import Part, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.layout import Layout, first_device
 from furlong.plan.passes import passes
 from furlong.plan.segments import segment_tokens
 from furlong.plan.values import (
@@ -86,8 +87,8 @@ class CostModel:
 class PlanCosts:
     """Seconds of one plan's actions; implements the simulator's ActionCosts.
 
-    Ranks are numbered as in the plan. Rank r stands for the devices r * sp_size * tp_size and
-    following, and a node for as many devices as the hardware has per node.
+    Ranks are numbered as in the plan, devices as a run numbers its processes (`first_device`); a
+    node is as many of these as the hardware has per node.
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
@@ -107,12 +108,17 @@ class PlanCosts:
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
+        num_replicas = max(1, len(members.get(0, ())))  # the first stage of each is on one rank
+        pp = len(plan.actions) // num_replicas
+        per_rank = plan.sp_size * model.training.tp_size
+        self._layout = Layout(num_replicas * model.training.replicas, per_rank, pp)
+        """That of all devices, those of replicas that the plan does not list among them."""
         shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
         if not plan.regathers and any(map(self._passes_gather, shared)):
             raise not_in_step()
         shape = model.shape
         tile_tokens = model.hardware.tile_tokens
-        self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens)
+        self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[Part, int], list[float]] = {}
@@ -163,11 +169,10 @@ class PlanCosts:
     def transfer_s(self, action: Send, rank: int) -> float:
         """Seconds of a message on its link: hidden states of a chunk, or their gradient; each
         process of an sp group sends its part to its counterpart."""
-        model, plan = self._model, self._plan
+        model = self._model
         tokens = float(self._table.tokens[:, action.chunk].max())
         width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
-        per_rank = plan.sp_size * model.training.tp_size
-        devices = rank * per_rank, action.peer * per_rank
+        devices = first_device(rank, self._layout), first_device(action.peer, self._layout)
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
@@ -200,10 +205,10 @@ class PlanCosts:
     ) -> float:
         model, plan, training = self._model, self._plan, self._model.training
         ranks = self._members.get(stage, ())
-        per_rank = plan.sp_size * training.tp_size
-        replicas = range(0, training.replicas * len(plan.actions), len(plan.actions))
-        devices = [(a + r) * per_rank + i for a in replicas for r in ranks for i in range(per_rank)]
-        group = len(ranks) * plan.sp_size * len(replicas)
+        others = range(0, training.replicas * len(plan.actions), len(plan.actions))
+        firsts = [first_device(more + rank, self._layout) for more in others for rank in ranks]
+        devices = [first + i for first in firsts for i in range(self._layout.sp)]
+        group = len(firsts) * plan.sp_size
         count = training.trained_parameters if trained_only else training.held_parameters
         parameters = count(model.shape, plan.stages, frozenset((stage,)))
         links = model.hardware.links
@@ -250,12 +255,13 @@ class PlanCosts:
         if (flops, rank) not in self._rates:
             links, training = model.hardware.links, model.training
             per_rank = plan.sp_size * training.tp_size
-            devices = range(rank * per_rank, (rank + 1) * per_rank)
+            first = first_device(rank, self._layout)
+            devices = range(first, first + per_rank)
             lora = training.lora
-            first = sum(plan.stages[:stage])
-            layers = range(first, first + plan.stages[stage])
+            below = sum(plan.stages[:stage])
+            layers = range(below, below + plan.stages[stage])
             saved = eager(model.shape, training.compute_bytes, lora)
-            kv_token_bytes = 2 * model.shape.kv_size * training.compute_bytes / per_rank
+            kv_token_bytes = model.shape.stored_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
                 model.shape, model.hardware, training, flops,

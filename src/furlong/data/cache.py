@@ -1,7 +1,8 @@
 """Tokenized sources on disk: written once, memory-mapped ever after.
 
     <folder>/tokens/<key>/       one source; the key is a checksum of contents, tokenizer and format
-      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids
+      input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
+                                 of a record of two answers chosen, then rejected
       index.npy                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
       manifest.json              counts and sizes, written last
     <folder>/seen/<key>          checksum of files whose names, sizes and times have this key
@@ -35,8 +36,8 @@ from furlong.data.sources import SourceFile
 from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 
-# 2: the manifest has a checksum of the tokens.
-VERSION = 2
+# 2: the manifest has a checksum of the tokens. 3: notes have the rows of a record.
+VERSION = 3
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _PARTIAL = ".partial"
@@ -108,12 +109,12 @@ def write_entry(folder: Path, key: str, encoded: Iterable[Encoded], notes: dict[
     written, and whatever `encoded` raises; either way nothing half written stays.
     """
     aside = folder / "tokens" / f"{key}.{uuid.uuid4().hex}{_PARTIAL}"
-    with _writing(folder):
+    with writing(folder):
         aside.mkdir(parents=True)
         _remove_stale(folder / "tokens")
     try:
         _write(aside, folder, encoded, notes)
-        with _writing(folder):
+        with writing(folder):
             entry = _publish(aside, folder, key)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -135,7 +136,7 @@ def content_key(files: Iterable[SourceFile], folder: Path) -> str:
     newest_s = max(max(part.stat().st_mtime, part.stat().st_ctime) for _, part in listed)
     key = _checksum([[file.kind, _content(part)] for file, part in listed])
     if newest_s < started_s - _SETTLED_S:
-        with _writing(folder):
+        with writing(folder):
             seen.parent.mkdir(parents=True, exist_ok=True)
             aside = seen.with_name(f"{seen.name}.{uuid.uuid4().hex}{_PARTIAL}")
             aside.write_text(key, encoding="ascii")
@@ -158,12 +159,12 @@ def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[st
     tokens = xxhash.xxh3_128()
     stop = 0
     with ExitStack() as opened:
-        with _writing(folder):
+        with writing(folder):
             ids = opened.enter_context((aside / "input_ids.bin").open("wb", buffering=0))
         labels: FileIO | None = None
         for sequence in encoded:
             own_labels = sequence.labels is not sequence.input_ids
-            with _writing(folder):
+            with writing(folder):
                 if own_labels and labels is None:
                     # The first labels of their own: those before are the ids.
                     shutil.copyfile(aside / "input_ids.bin", aside / "labels.bin")
@@ -176,7 +177,7 @@ def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[st
             stop += len(sequence.input_ids)
             valid = int(np.count_nonzero(sequence.labels[1:] >= 0))
             index.extend((stop, sequence.file, sequence.line, valid))
-    with _writing(folder):
+    with writing(folder):
         rows = np.frombuffer(index, np.int64) if index else np.zeros(0, np.int64)
         np.save(aside / "index.npy", rows.reshape(-1, 4), allow_pickle=False)
         tokens.update(rows.tobytes())
@@ -220,7 +221,7 @@ def _publish(aside: Path, folder: Path, key: str) -> Entry:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Turns what the file system refuses into a message."""
     try:
         yield

@@ -38,25 +38,30 @@ def render_conversation(
     `before` is called whenever the template is about to run. Raises DataError for a record or a
     template that cannot be rendered or masked, and ConfigError for a tokenizer without a template.
     """
-    tools = _tools_of(record)
-    template = _template_of(tokenizer, tools)
+    tools = tools_of(record)
+    template = template_of(tokenizer, tools)
     turns = messages_of(record, template)
     if not turns:
         return None
-    conversation = _Conversation(record, tokenizer, template, tools, turns, before)
-    if _TAG.search(template):
-        return conversation.by_tags()
-    return conversation.by_prefixes()
+    return Conversation(record, tokenizer, template, tools, turns, before).rendered()
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class Conversation:
+    """Turns of a record that are about to be rendered."""
+
     record: SourceRecord
     tokenizer: Any
     template: str
     tools: list[dict[str, Any]] | None
     turns: list[dict[str, Any]]
     before: Callable[[], object]
+    first: int = 0
+    """The first turn that may be learnt."""
+
+    def rendered(self) -> Rendered:
+        """The text, with what the assistant says from the turn `first` on."""
+        return self.by_tags() if _TAG.search(self.template) else self.by_prefixes()
 
     def by_tags(self) -> Rendered:
         text, ranges = self._render(len(self.turns), tags=True)
@@ -64,13 +69,15 @@ class _Conversation:
             turn["role"] == "assistant" and turn.get("content") for turn in self.turns
         ):
             raise self._cannot_be_masked("its {% generation %} tags enclose no answer")
+        if self.first:
+            ranges = ranges[len(self._render(self.first, tags=True)[1]) :]
         return Rendered(text, tuple((start, stop) for start, stop in ranges))
 
     def by_prefixes(self) -> Rendered:
         text, _ = self._render(len(self.turns))
         ranges = []
         for number, turn in enumerate(self.turns):
-            if turn["role"] != "assistant":
+            if turn["role"] != "assistant" or number < self.first:
                 continue
             prompt, _ = self._render(number, prompt=True)
             if not text.startswith(prompt):
@@ -132,7 +139,8 @@ class _Conversation:
         )
 
 
-def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
+def template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
+    """The tokenizer's chat template. Raises ConfigError."""
     try:
         return str(tokenizer.get_chat_template(None, tools))
     except ValueError as error:
@@ -144,7 +152,8 @@ def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
         ) from error
 
 
-def _tools_of(record: SourceRecord) -> list[dict[str, Any]] | None:
+def tools_of(record: SourceRecord) -> list[dict[str, Any]] | None:
+    """The tools that a conversation may call. Raises DataError."""
     tools = record.fields.get("tools")
     if not tools:
         return None

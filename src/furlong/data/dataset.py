@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -12,7 +14,9 @@ import numpy.typing as npt
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
+from furlong.data.pairs import require_answers
 from furlong.data.records import BLANK
+from furlong.data.reference import Reference
 from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
@@ -39,6 +43,16 @@ class TokenizedSource:
     tokenized_s: float | None
     """Seconds that tokenizing took; None if the entry was there."""
 
+    @property
+    def rows_per_record(self) -> int:
+        """Sequences that a record makes: 2 of a pair of answers."""
+        return int(self.entry.notes["rows_per_record"])
+
+    @property
+    def noun(self) -> str:
+        """The word for what a record makes."""
+        return "pair" if self.rows_per_record == 2 else "sequence"
+
     def origin(self, row: int) -> str:
         _, file, line, _ = self.entry.index[row]
         return self.listing.files[int(file)].origin(int(line))
@@ -47,7 +61,8 @@ class TokenizedSource:
         """One line that says which format `auto` found, and what was left out."""
         notes = self.entry.notes
         path = printable(self.source.path)
-        line = f"{path}: {count_words(len(self.entry.index), 'sequence')}, format {notes['format']}"
+        number = len(self.entry.index) // self.rows_per_record
+        line = f"{path}: {count_words(number, self.noun)}, format {notes['format']}"
         if notes["fields"]:
             fields = notes["fields"]
             line += f" by the field{'s' if len(fields) > 1 else ''} {' and '.join(fields)}"
@@ -56,6 +71,9 @@ class TokenizedSource:
             line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
         for what, number in notes["left_out"].items():
             line += f", {number:,} {what} {'replaced' if 'bytes' in what else 'left out'}"
+            if what in notes["first"]:
+                file, row = notes["first"][what]
+                line += f" (first: {self.listing.files[file].origin(row)})"
         seconds = self.tokenized_s
         return line + (
             ", cached" if seconds is None else f", tokenized in {format_seconds(seconds)}"
@@ -65,7 +83,8 @@ class TokenizedSource:
 class DataSet(Items[Sequence]):
     """Sequences by number, read from disk when they are asked for.
 
-    A slice is a tuple of sequences. `seq_id` of a sequence is its number.
+    A slice is a tuple of sequences. `seq_id` of a sequence is its number. A pair of answers is two
+    of them, chosen and rejected, at 2i and 2i + 1.
     """
 
     def __init__(
@@ -79,18 +98,24 @@ class DataSet(Items[Sequence]):
         """`max_seq_len` None takes sequences of any length. Raises DataError if one is too long and
         that is an error, and if nothing is left to learn from."""
         self.parts = parts
+        self._references: Mapping[int, Reference] = {}
+        self.rows_per_record = parts[0].rows_per_record
+        """Sequences that belong together: they are drawn, and left out, as one."""
         self._key = key
-        self._max_seq_len = max_seq_len
+        self.max_seq_len = max_seq_len
         lens = [part.entry.seq_lens for part in parts]
         limit = max_seq_len if max_seq_len is not None else max(map(_longest, lens), default=0)
-        above = [seq_lens > limit for seq_lens in lens]
-        num_above = int(sum(np.count_nonzero(over) for over in above))
+        above = [self._of_records(seq_lens > limit) for seq_lens in lens]
+        num_above = int(sum(map(np.count_nonzero, above))) // self.rows_per_record
         if num_above and too_long == "error":
             raise self._too_long(lens, num_above, limit)
         dropping = too_long == "drop"
         self.num_dropped = num_above if dropping else 0
         self.num_truncated = 0 if dropping else num_above
         kept = [np.flatnonzero(~over) if dropping else np.arange(len(over)) for over in above]
+        if self.num_truncated and self.rows_per_record == 2:
+            for part, over in zip(parts, above, strict=True):
+                require_answers(part.entry, np.flatnonzero(over)[::2].tolist(), limit, part.origin)
         self._rows = kept
         self._starts = np.cumsum([0, *map(len, kept)])
         self.seq_lens: npt.NDArray[np.int64] = np.minimum(
@@ -119,10 +144,24 @@ class DataSet(Items[Sequence]):
         seq_id = range(len(self))[index]
         part, row = self._find(seq_id)
         ids, labels = part.entry.tokens(row)
+        counted = int(self.valid_tokens[seq_id])
+        known = self._references.get(self.row(seq_id)[0])
+        reference = None if known is None else known.read(row, counted)
         return Sequence(
-            seq_id, part.origin(row), ids[: self._max_seq_len], labels[: self._max_seq_len],
-            counted=int(self.valid_tokens[seq_id]),
+            seq_id, part.origin(row), ids[: self.max_seq_len], labels[: self.max_seq_len],
+            counted=counted, reference=reference,
         )  # fmt: skip
+
+    def with_references(self, references: Mapping[int, Reference]) -> DataSet:
+        """The same sequences with log-probabilities of a reference model, by number of the part."""
+        same = copy.copy(self)
+        same._references = references
+        return same
+
+    @property
+    def noun(self) -> str:
+        """The word for what is drawn."""
+        return self.parts[0].noun
 
     @property
     def num_tokens(self) -> int:
@@ -135,8 +174,24 @@ class DataSet(Items[Sequence]):
     @property
     def mixture(self) -> Mixture:
         """How often an epoch draws from each source."""
-        sizes = tuple(len(rows) for rows in self._rows)
+        sizes = tuple(len(rows) // self.rows_per_record for rows in self._rows)
         return Mixture(sizes, tuple(part.source.weight for part in self.parts))
+
+    @property
+    def has_label(self) -> npt.NDArray[np.bool_]:
+        """Whether each thing that is drawn has something to learn."""
+        own = self.valid_tokens.reshape(-1, self.rows_per_record)
+        return np.asarray((own > 0).any(axis=1))
+
+    def epoch_lens(self, seed: int) -> npt.NDArray[np.int64]:
+        """Tokens of the sequences of a run's first epoch, in their order."""
+        order = self.mixture.order(seed, 0)
+        return self.seq_lens.reshape(-1, self.rows_per_record)[order].ravel()
+
+    def row(self, seq_id: int) -> tuple[int, int]:
+        """The part of a sequence, and its row there."""
+        number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
+        return number, int(self._rows[number][seq_id - self._starts[number]])
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -146,7 +201,7 @@ class DataSet(Items[Sequence]):
             self.parts[0].tokenizer
         )
         keys = [[part.entry.key, part.entry.tokens_key, part.source.weight] for part in self.parts]
-        limit = self._max_seq_len if self.num_truncated or self.num_dropped else None
+        limit = self.max_seq_len if self.num_truncated or self.num_dropped else None
         return named | {SEQUENCES: cache.entry_key(keys, limit, self.num_dropped)}
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -174,20 +229,25 @@ class DataSet(Items[Sequence]):
             path = printable(part.source.path)
             lines += [f"{self._key}: {path}: {line}" for line in part.listing.left_out]
         line = (
-            f"{self._key}: {count_words(len(self), 'sequence')},"
+            f"{self._key}: {count_words(len(self) // self.rows_per_record, self.noun)},"
             f" {format_count(self.num_tokens)} {plural(self.num_tokens, 'token')},"
             f" {format_count(self.num_valid_tokens)} of them learnt, longest {self.longest:,}"
         )
         if self.num_truncated or self.num_dropped:
             line += (
-                f"; above {self._max_seq_len:,}: {self.num_truncated:,} truncated,"
+                f"; above {self.max_seq_len:,}: {self.num_truncated:,} truncated,"
                 f" {self.num_dropped:,} dropped"
             )
         return [*lines, line]
 
     def _find(self, seq_id: int) -> tuple[TokenizedSource, int]:
-        number = int(np.searchsorted(self._starts, seq_id, side="right")) - 1
-        return self.parts[number], int(self._rows[number][seq_id - self._starts[number]])
+        number, row = self.row(seq_id)
+        return self.parts[number], row
+
+    def _of_records(self, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """By row, whether any row of its record is."""
+        each = self.rows_per_record
+        return np.repeat(over.reshape(-1, each).any(axis=1), each)
 
     def _count_valid_tokens(
         self, above: Items[npt.NDArray[np.bool_]], dropping: bool
@@ -196,7 +256,7 @@ class DataSet(Items[Sequence]):
         for part, rows, over in zip(self.parts, self._rows, above, strict=True):
             own = np.array(part.entry.index[:, 3])
             for row in () if dropping else np.flatnonzero(over):
-                labels = part.entry.tokens(int(row))[1][1 : self._max_seq_len]
+                labels = part.entry.tokens(int(row))[1][1 : self.max_seq_len]
                 own[row] = np.count_nonzero(labels != IGNORE_INDEX)
             counts.append(own[rows])
         return np.concatenate(counts)
@@ -208,8 +268,9 @@ class DataSet(Items[Sequence]):
         row = int(lens[part].argmax())
         others = f", and {num_above - 1:,} more above the limit" if num_above > 1 else ""
         return DataError(
-            given=f"a sequence of {_longest(lens[part]):,} tokens{others},"
-            f" of {count_words(sum(map(len, lens)), 'sequence')}",
+            given=f"a {'pair with a ' * (self.rows_per_record == 2)}sequence of"
+            f" {_longest(lens[part]):,} tokens{others},"
+            f" of {count_words(sum(map(len, lens)) // self.rows_per_record, self.noun)}",
             required=f"at most data.max_seq_len = {limit:,}",
             source=self.parts[part].origin(row),
             change="raise data.max_seq_len, or set data.too_long to truncate or drop",

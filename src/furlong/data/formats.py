@@ -1,12 +1,13 @@
-"""The four shapes of a record, by the fields that it has.
+"""The five shapes of a record, by the fields that it has.
 
 tokens       input_ids [+ labels]      taken as they are
 chat         messages [+ tools]        loss on what the assistant says
 completion   prompt + completion       loss on the completion
 text         text, or a text file      loss on every token
+preference   chosen + rejected         two answers to one prompt (`pairs`), for train.loss: dpo
 
-`auto` takes the first shape in this order whose fields the first record of a source has; then it
-holds for the whole source.
+`auto` takes the first shape in this order whose fields the first record of a source has, but for
+preference, which the loss asks for; then it holds for the whole source.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from furlong.data.sources import SourceFile, printable
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
-Format = Literal["tokens", "chat", "completion", "text"]
+Format = Literal["tokens", "chat", "completion", "text", "preference"]
 
 NEEDED_FIELDS: dict[Format, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "chat": ("messages",),
     "completion": ("prompt", "completion"),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
 }
 OPTIONAL_FIELDS: dict[Format, tuple[str, ...]] = {
     "tokens": ("labels",), "chat": ("tools",), "completion": (), "text": (),
+    "preference": ("prompt", "tools"),
 }  # fmt: skip
 
 IGNORE_INDEX = -100
@@ -58,10 +61,11 @@ def check_endings(files: Items[SourceFile]) -> None:
 
 def decide_format(record: SourceRecord) -> Format:
     """The shape of a source whose first record this is. Raises DataError."""
-    for format, needed in NEEDED_FIELDS.items():
+    known = {format: fields for format, fields in NEEDED_FIELDS.items() if format != "preference"}
+    for format, needed in known.items():
         if all(record.fields.get(field) is not None for field in needed):
             return format
-    raise _lacks(record, " or ".join(" + ".join(fields) for fields in NEEDED_FIELDS.values()))
+    raise _lacks(record, " or ".join(" + ".join(fields) for fields in known.values()))
 
 
 def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
@@ -91,22 +95,25 @@ def text_of(record: SourceRecord, field: str = "text") -> str:
     return text
 
 
-def messages_of(record: SourceRecord, template: str) -> list[dict[str, Any]]:
-    """The turns of a conversation, without fields that have no value.
+def messages_of(
+    record: SourceRecord, template: str, field: str = "messages"
+) -> list[dict[str, Any]]:
+    """The turns of the conversation in `field`, without fields that have no value.
 
     A role must be one of the usual ones or one that `template` names. Raises DataError.
     """
-    messages = record.fields["messages"]
+    messages = record.fields[field]
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
-        raise _bad_turn(record, f"messages that are {_kind(messages)}")
+        raise _bad_turn(record, f"{field} that are {_kind(messages)}", field)
     turns = []
     for number, given in enumerate(messages, start=1):
         turn = {name: value for name, value in given.items() if value is not None}
         role, content = turn.get("role"), turn.get("content")
         if not isinstance(role, str):
             if "role" in given and role is None:
-                raise _bad_turn(record, f"message {number} whose role is null")
-            raise _bad_turn(record, f"message {number} with {', '.join(turn) or 'no field'}")
+                raise _bad_turn(record, f"message {number} whose role is null", field)
+            what = f"message {number} with {', '.join(turn) or 'no field'}"
+            raise _bad_turn(record, what, field, is_sharegpt={"from", "value"} <= turn.keys())
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise DataError(
                 given=f"message {number} of role {role!r}",
@@ -116,9 +123,9 @@ def messages_of(record: SourceRecord, template: str) -> list[dict[str, Any]]:
             )
         if not isinstance(content, str | list) and "tool_calls" not in turn:
             kind = _kind(content) if "content" in given else "missing"
-            raise _bad_turn(record, f"message {number} whose content is {kind}")
+            raise _bad_turn(record, f"message {number} whose content is {kind}", field)
         turns.append(turn)
-    check_size(record, "messages", *(str(turn.get("content", "")) for turn in turns))
+    check_size(record, field, *(str(turn.get("content", "")) for turn in turns))
     return turns
 
 
@@ -187,18 +194,27 @@ def _lacks(record: SourceRecord, required: str) -> DataError:
         if field in FIELDS
     ]
     others = [printable(field) for field in record.fields if field not in FIELDS]
+    change = "rename the fields, or set data.format to the shape that the records have"
+    if required == " + ".join(NEEDED_FIELDS["preference"]):
+        change = "rename the fields to prompt, chosen and rejected, or set train.loss to sft"
+    elif {"chosen", "rejected"} <= record.fields.keys():
+        change = "set train.loss to dpo, which learns from pairs of answers; or rename the fields"
     return DataError(
         given=f"a record with {', '.join((known + others)[:12]) or 'no field'}",
         required=f"the field{'s' if ' ' in required else ''} {required}",
         source=record.origin,
-        change="rename the fields, or set data.format to the shape that the records have",
+        change=change,
     )
 
 
-def _bad_turn(record: SourceRecord, given: str) -> DataError:
+def _bad_turn(
+    record: SourceRecord, given: str, field: str, *, is_sharegpt: bool = False
+) -> DataError:
     return DataError(
         given=given,
-        required='messages: [{"role": "user", "content": "..."}, ...]',
+        required=f'{field}: [{{"role": "user", "content": "..."}}, ...]',
         source=record.origin,
-        change="mend or remove the record",
+        change="rename from to role and value to content, human to user and gpt to assistant"
+        if is_sharegpt
+        else "mend or remove the record",
     )

@@ -19,6 +19,7 @@ from furlong.data.formats import (
     decide_format,
     unused_fields,
 )
+from furlong.data.pairs import LeftOut, encode_pairs, require_pair
 from furlong.data.records import SourceRecord, read_records
 from furlong.data.sources import (
     Listing,
@@ -54,6 +55,7 @@ def load_data(
         _tokenized(source, listing, tokenizer, print_of_tokenizer, format, folder, key)
         for source, listing in zip(sources, listings, strict=True)
     )
+    require_pair(((part.entry.index, part.entry.notes["left_out"]) for part in parts), key)
     return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
 
 
@@ -131,7 +133,14 @@ def _encoded(
     notes["fields"] = [] if is_file else list(NEEDED_FIELDS[decided])
     notes["unused"] = [] if is_file else unused_fields(first.fields, decided)
     notes["highest"] = -1
-    for sequence in encode(chain((first,), records), tokenizer, decided, left_out):
+    notes["rows_per_record"] = 2 if decided == "preference" else 1
+    notes["first"] = {}
+    whole = chain((first,), records)
+    if decided == "preference":
+        encoded = encode_pairs(whole, tokenizer, LeftOut(left_out, notes["first"]))
+    else:
+        encoded = encode(whole, tokenizer, decided, left_out)
+    for sequence in encoded:
         highest = max(int(sequence.input_ids.max()), int(sequence.labels.max()))
         notes["highest"] = max(notes["highest"], highest)
         yield sequence

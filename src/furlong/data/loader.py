@@ -56,6 +56,7 @@ class Batch:
     disk until `tensors` asks for them."""
 
     sequences: tuple[Sequence, ...]
+    """In a batch of pairs, chosen and rejected by turns."""
     next_state: LoaderState
 
     @property
@@ -72,17 +73,18 @@ class Batch:
 
     def tensors(self, device: torch.device) -> list[dict[str, torch.Tensor]]:
         """One `{"input_ids": (T,) int64, "labels": (T,) int64}` per sequence."""
-        return [_tensors(sequence, device) for sequence in self.sequences]
+        return [sequence_tensors(sequence, device) for sequence in self.sequences]
 
     def part(
         self, numbers: Iterable[int], device: torch.device
     ) -> dict[int, dict[str, torch.Tensor]]:
         """The same of some sequences, by their place in the batch; of the others nothing is
         read."""
-        return {number: _tensors(self.sequences[number], device) for number in numbers}
+        return {number: sequence_tensors(self.sequences[number], device) for number in numbers}
 
 
-def _tensors(sequence: Sequence, device: torch.device) -> dict[str, torch.Tensor]:
+def sequence_tensors(sequence: Sequence, device: torch.device) -> dict[str, torch.Tensor]:
+    """`{"input_ids": (T,) int64, "labels": (T,) int64}`, read from disk."""
     return {
         "input_ids": torch.from_numpy(sequence.input_ids.astype(np.int64)).to(device),
         "labels": torch.from_numpy(sequence.labels.astype(np.int64)).to(device),
@@ -165,21 +167,21 @@ def count_steps(
     return max(1, num_steps)
 
 
-def describe_batches(num_draws: int, sequences_per_step: int) -> str:
-    """The sizes of an epoch's global batches, for people.
+def describe_batches(num_draws: int, sequences_per_step: int, noun: str = "sequence") -> str:
+    """The sizes of an epoch's global batches, for people. `noun`: what is drawn.
 
     Raises ConfigError if an epoch is smaller than one batch.
     """
     if sequences_per_step > num_draws:
         raise ConfigError(
             given=f"train.sequences_per_step = {sequences_per_step:,}",
-            required=f"at most {num_draws:,}, the training sequences of an epoch",
+            required=f"at most {num_draws:,}, the training {noun}s of an epoch",
             source="train.sequences_per_step, by default 32",
             change=f"set train.sequences_per_step to {num_draws} or less, add data, or raise the"
             " weights of its sources",
         )
     count = batches_per_epoch(num_draws, sequences_per_step)
-    line = f"{num_draws:,} sequence{'s' if num_draws > 1 else ''} per epoch"
+    line = f"{num_draws:,} {noun}{'s' if num_draws > 1 else ''} per epoch"
     line += f" in {count:,} batch{'es' if count > 1 else ''}"
     rest = num_draws % sequences_per_step
     return f"{line} of {sequences_per_step:,}" + (f", the last one of {rest:,}" if rest else "")
@@ -192,13 +194,15 @@ def iterate_batches(
     seed: int,
     state: LoaderState = LoaderState(),
     mixture: Mixture | None = None,
+    rows_per_record: int = 1,
 ) -> Iterator[Batch]:
     """Endless; every epoch has an order of its own.
 
-    Without `mixture` an epoch goes through all sequences once. `state` is where to begin: the
+    `rows_per_record` sequences in a row are drawn and counted as one. Without `mixture` an epoch
+    goes through all of them once. `state` is where to begin: the
     sequences before it are not read. Raises DataError if the epoch has no such batch.
     """
-    mixture = mixture or Mixture((len(sequences),), (1.0,))
+    mixture = mixture or Mixture((len(sequences) // rows_per_record,), (1.0,))
     epoch, batch = state.epoch, state.batch
     per_epoch = batches_per_epoch(sum(mixture.draws), sequences_per_step)
     if batch >= per_epoch:
@@ -214,17 +218,30 @@ def iterate_batches(
             chosen = order[index * sequences_per_step : (index + 1) * sequences_per_step]
             last = index + 1 == per_epoch
             yield Batch(
-                tuple(sequences[int(i)] for i in chosen),
+                _drawn(sequences, chosen.tolist(), rows_per_record),
                 LoaderState(epoch + 1, 0) if last else LoaderState(epoch, index + 1),
             )
         epoch, batch = epoch + 1, 0
 
 
-def in_order(sequences: Items[Sequence], sequences_per_step: int) -> Iterator[Batch]:
+def in_order(
+    sequences: Items[Sequence], sequences_per_step: int, rows_per_record: int = 1
+) -> Iterator[Batch]:
     """One pass without shuffling: the batches of an evaluation."""
-    for number, start in enumerate(range(0, len(sequences), sequences_per_step), start=1):
-        stop = min(start + sequences_per_step, len(sequences))
-        yield Batch(tuple(sequences[i] for i in range(start, stop)), LoaderState(0, number))
+    num_drawn = len(sequences) // rows_per_record
+    for number, start in enumerate(range(0, num_drawn, sequences_per_step), start=1):
+        drawn = range(start, min(start + sequences_per_step, num_drawn))
+        yield Batch(_drawn(sequences, drawn, rows_per_record), LoaderState(0, number))
+
+
+def _drawn(
+    sequences: Items[Sequence], drawn: Iterable[int], rows_per_record: int
+) -> tuple[Sequence, ...]:
+    return tuple(
+        sequences[row]
+        for record in drawn
+        for row in range(record * rows_per_record, (record + 1) * rows_per_record)
+    )
 
 
 def told_ahead(batches: Iterator[Batch], tell: Callable[[Batch], None]) -> Iterator[Batch]:

@@ -25,7 +25,10 @@ MAX_TEXT_BYTES = 16 * 2**20
 """Bytes of one sequence in UTF-8: at most as many tokens, and a tokenizer takes 250 to 500 bytes
 of memory for each while it works."""
 
-FIELDS = ("text", "messages", "tools", "prompt", "completion", "input_ids", "labels")
+FIELDS = (
+    "text", "messages", "tools", "prompt", "completion", "chosen", "rejected", "input_ids",
+    "labels",
+)  # fmt: skip
 """The fields that are read; of a table, no other column is decoded."""
 
 BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"

@@ -17,11 +17,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from furlong.data.chat import Rendered, render_conversation
 from furlong.data.records import SourceRecord
 from furlong.errors import DataError
 from furlong.units import format_bytes
@@ -32,17 +31,21 @@ LIMIT_BYTES = 2**30
 """Memory that rendering may take beside what the process begins with."""
 
 _LOOK_S = 1.0
+_R = TypeVar("_R")
+Render = Callable[[SourceRecord, Any, Callable[[], object]], _R]
+"""Renders a record by a tokenizer; it calls its last argument before the template runs."""
 
 
 @contextmanager
-def rendering(tokenizer: Any) -> Iterator[Callable[[SourceRecord], Rendered | None]]:
-    """`render_conversation` for `tokenizer`, within `LIMIT_S` and `LIMIT_BYTES`."""
+def rendering(tokenizer: Any, render: Render[_R]) -> Iterator[Callable[[SourceRecord], _R]]:
+    """`render`, such as `render_conversation`, for `tokenizer`, within `LIMIT_S` and
+    `LIMIT_BYTES`."""
     # Loaded here, so that the new process finds it there.
     import transformers.utils.chat_template_utils  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, ours, tokenizer, render), daemon=True)
     with _quiet_fork():
         process.start()
     theirs.close()
@@ -55,9 +58,7 @@ def rendering(tokenizer: Any) -> Iterator[Callable[[SourceRecord], Rendered | No
         process.close()
 
 
-def _ask(
-    connection: Connection, process: BaseProcess, tokenizer: str, record: SourceRecord
-) -> Rendered | None:
+def _ask(connection: Connection, process: BaseProcess, tokenizer: str, record: SourceRecord) -> Any:
     try:
         content = ForkingPickler.dumps(record)
     except Exception as error:  # what a table's cells decode to may be anything
@@ -72,7 +73,7 @@ def _ask(
         while not connection.poll(_LOOK_S):
             if not process.is_alive() and not connection.poll():
                 raise EOFError
-        answer: Rendered | Exception | None = connection.recv()
+        answer = connection.recv()
     except (EOFError, OSError) as error:
         process.join()
         raise _ended(process.exitcode, tokenizer, record) from error
@@ -81,7 +82,9 @@ def _ask(
     return answer
 
 
-def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> None:
+def _serve(
+    connection: Connection, other_end: Connection, tokenizer: Any, render: Render[Any]
+) -> None:
     """The life of the process: records in, rendered conversations or errors out."""
     # Otherwise the pipe would never end for this process.
     other_end.close()
@@ -102,7 +105,7 @@ def _serve(connection: Connection, other_end: Connection, tokenizer: Any) -> Non
         except EOFError:
             return
         try:
-            answer: Rendered | Exception | None = render_conversation(record, tokenizer, wind_up)
+            answer = render(record, tokenizer, wind_up)
         except Exception as error:  # goes on in the process that asked
             answer = error
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from furlong.data.chat import Rendered
+from furlong.data.chat import Rendered, render_conversation
 from furlong.data.formats import IGNORE_INDEX, Format, check_fields, text_of, tokens_of
 from furlong.data.records import BLANK, SourceRecord
 from furlong.data.rendering import rendering
@@ -37,6 +37,8 @@ class Sequence:
     labels: npt.NDArray[np.int32]
     counted: int | None = None
     """Its valid tokens where an index knows them, so that nobody reads the labels for it."""
+    reference: npt.NDArray[Any] | None = None
+    """Log-probabilities of its tokens with a label, by the model that a run began with."""
 
     @property
     def seq_len(self) -> int:
@@ -126,6 +128,20 @@ def encode(
             else:
                 left_out[BLANK] += 1
         return
+    for sequence in encode_rendered(
+        _render(records, tokenizer, format, left_out), tokenizer, format
+    ):
+        if len(sequence.input_ids):
+            yield sequence
+        else:
+            left_out[BLANK] += 1
+
+
+def encode_rendered(
+    rendered: Iterable[tuple[SourceRecord, Rendered]], tokenizer: Any, format: Format
+) -> Iterator[Encoded]:
+    """Rendered records as sequences, one by one, as `encode` says of their format; they may be
+    empty. Raises UserError."""
     if format != "text" and not tokenizer.is_fast:
         raise ConfigError(
             given=f"{tokenizer.name_or_path}: a tokenizer that cannot tell a token's characters",
@@ -133,19 +149,15 @@ def encode(
             source="model.name",
             change="save the fast tokenizer into the folder, or give token ids and labels",
         )
-    for batch in _batches(_render(records, tokenizer, format, left_out)):
-        for sequence in _encode_batch(batch, tokenizer, format):
-            if len(sequence.input_ids):
-                yield sequence
-            else:
-                left_out[BLANK] += 1
+    for batch in _batches(rendered):
+        yield from _encode_batch(batch, tokenizer, format)
 
 
 def _render(
     records: Iterable[SourceRecord], tokenizer: Any, format: Format, left_out: Counter[str]
 ) -> Iterator[tuple[SourceRecord, Rendered]]:
     by_text = nullcontext(partial(_render_text, format=format))
-    with rendering(tokenizer) if format == "chat" else by_text as render:
+    with rendering(tokenizer, render_conversation) if format == "chat" else by_text as render:
         for record in records:
             check_fields(record, format)
             rendered = render(record)

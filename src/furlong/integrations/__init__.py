@@ -1,6 +1,7 @@
 """Doors of other libraries' training loops to the engine."""
 
 from furlong.integrations.collated import unpad
+from furlong.integrations.losses import TokenLoss
 from furlong.integrations.trainer import Trainer
 
-__all__ = ["Trainer", "unpad"]
+__all__ = ["TokenLoss", "Trainer", "unpad"]

@@ -11,25 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
 
-_PLAIN_LOSS = ("transformers.trainer", "trl.trainer.sft_trainer")
-
 
 def refuse_inexact(trainer: Any) -> None:
-    """Raise ConfigError for a setting of a transformers trainer that chunks cannot honour exactly.
-
-    Any loss but the mean cross-entropy of the labels would otherwise be ignored silently.
-    """
+    """Raise ConfigError for a setting of a trainer that chunks cannot honour exactly."""
     args = trainer.args
-    loss_owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    own_loss = "compute_loss" in vars(trainer) or loss_owner.__module__ not in _PLAIN_LOSS
     optimizer = str(getattr(args.optim, "value", args.optim))
-    loss_type = getattr(args, "loss_type", "nll")
-    plain_loss = "the cross-entropy of the labels: chunks never hold the logits of a whole batch"
     found = [
-        (args.label_smoothing_factor, "label_smoothing_factor", plain_loss),
-        (trainer.compute_loss_func, "compute_loss_func", plain_loss),
-        (loss_type != "nll", f"loss_type={loss_type}", plain_loss),
-        (own_loss, f"{loss_owner.__name__}.compute_loss", plain_loss),
         (args.neftune_noise_alpha, "neftune_noise_alpha", "no noise scaled by a call's length"),
         (args.fp16, "fp16", "bf16 or float32, which need no scaling of the loss"),
         (

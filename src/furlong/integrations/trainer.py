@@ -18,7 +18,9 @@ import transformers
 from torch import Tensor, nn
 
 from furlong.api import Engine
+from furlong.door import chunked_within
 from furlong.integrations.collated import num_labels, unpad, without_repeats
+from furlong.integrations.losses import is_any_function, refuse_loss, token_loss
 from furlong.integrations.processes import (
     Replica,
     add_up_gradients,
@@ -36,8 +38,8 @@ from furlong.integrations.refusals import (
 )
 from furlong.models.support import refuse_attention_dropout
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.sharding import sharded_modules
-from furlong.runtime.pools import Storage
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -48,6 +50,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     with `position_ids`; attention, gradient checkpointing and activation offloading of the model
     are set aside. Raises ConfigError or UnsupportedModelError, by name, for what would not be
     exact.
+
+    A loss that is a sum over tokens never holds the logits of a batch: `label_smoothing_factor`,
+    the `loss_type` of TRL's SFTTrainer, and a `compute_loss_func` that is a `TokenLoss`. Any other
+    `compute_loss_func`, and a `compute_loss` of a class's own, is transformers' training step on a
+    model that is `furlong.chunked`, and holds them all.
 
     On several processes each holds the whole model, and gradients are added up once per update;
     with accelerate's FSDP2 the engine divides the weights among them.
@@ -66,7 +73,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         refuse_processes(self)
         refuse_fsdp(self)
         self.chunk_options = chunk_options or ChunkOptions()
+        self._sizes: dict[str, Any] = {"max_seq_len": max_seq_len, "storage": storage}
         refuse_frozen_draw(self.chunk_options)
+        refuse_loss(self, self.chunk_options, divides=self._divides)
         if self._divides:
             self.model.to(self.args.device)
             make_equal(self.model)
@@ -74,7 +83,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             # somebody does: this trainer
             warnings.filterwarnings("ignore", ".*nobody adds them up")
             self.engine = Engine(
-                self.model, max_seq_len=max_seq_len, storage=storage,
+                self.model, **self._sizes,
                 compute_dtype=torch.bfloat16 if self.args.bf16 else None,
                 process_group=dist.group.WORLD if self._divides else None,
             )  # fmt: skip
@@ -89,6 +98,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> tuple[list[Any], Tensor]:
         """Counts the labels that have a context in their own sequence: what the loss sums over, on
         all processes."""
+        if is_any_function(self):
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
         count = sum(num_labels(s) for batch in batches for s in unpad(batch))
         if self._num_processes > 1:
@@ -101,6 +112,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Loss and gradients of a batch. On several processes the loss of an update comes with its
         last batch, when gradients are added up; it is that of all, and 0 before."""
         refuse_inexact(self)  # a loss may have been set since
+        refuse_loss(self, self.chunk_options, divides=self._divides)
+        if is_any_function(self):
+            with chunked_within(self.model, self.chunk_options, **self._sizes):
+                return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
@@ -128,9 +143,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Mean loss of a batch, on several processes that of all their batches together; None,
         which evaluation leaves out, for a batch without labels.
 
-        A `compute_metrics` asks for logits: these are the model's own, of the whole batch.
+        A `compute_metrics` asks for logits, and so does a loss of the model's outputs: these are
+        the model's own, of the whole batch.
         """
-        if not prediction_loss_only:
+        if not prediction_loss_only or is_any_function(self):
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             self._divide_again()
             return found  # type: ignore[no-any-return]
@@ -183,7 +199,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not sequences:
             return 0.0, 0
         result = self.engine.forward_backward(
-            sequences, self.chunk_options, divisor, backward=backward
+            sequences, self.chunk_options, divisor, backward, token_loss=token_loss(self)
         )
         return result.loss_sum, result.num_valid_tokens
 

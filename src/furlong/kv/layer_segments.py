@@ -73,49 +73,58 @@ class LayerSegments:
     def free(self, piece: int) -> None:
         """Forget a piece, and the segments that no piece alive touches."""
         self.alive.discard(piece)
-        if piece + 1 >= len(self.tokens.offsets):
-            return
         for segment in self._holding(self.tokens.of_piece(piece)):
             pieces = self.tokens.pieces(range(segment.start, segment.stop))
             if self.alive.isdisjoint(pieces):
                 self._forget(segment)
 
-    def require_alive(self, seen: range, what: str) -> None:
-        missing = [p for p in self.tokens.pieces(seen) if p not in self.alive]
+    def require_alive(self, seen: Sequence[range], what: str) -> None:
+        pieces = (p for run in seen for p in self.tokens.pieces(run))
+        missing = [p for p in pieces if p not in self.alive]
         assert not missing, f"K,V of pieces {missing} of {what} are gone"
 
-    def blocks(self, seen: range, *, gradients: bool, max_tokens: int) -> Iterator[StoredBlock]:
+    def blocks(
+        self, seen: Sequence[range], *, gradients: bool, max_tokens: int
+    ) -> Iterator[StoredBlock]:
         """On the device: views of at most `max_tokens`, with `gradients` the newest first."""
-        blocks, start = [], seen.start
-        for run in joined([s.kv_rows(seen) for s in self._holding(seen)]):
-            for kv in run.split(max_tokens):
-                tokens = range(start, start + kv.shape[0])
-                blocks.append(StoredBlock(kv, seen.stop - start, partial(self._add, tokens)))
-                start = tokens.stop
+        blocks, left = [], sum(map(len, seen))
+        for part in seen:
+            start = part.start
+            for run in joined([s.kv_rows(part) for s in self._holding(part)]):
+                for kv in run.split(max_tokens):
+                    tokens = range(start, start + kv.shape[0])
+                    blocks.append(StoredBlock(kv, left, partial(self._add, tokens)))
+                    start, left = tokens.stop, left - kv.shape[0]
         yield from reversed(blocks) if gradients else blocks
 
-    def streamed(self, seen: range, *, gradients: bool) -> Iterator[StoredBlock]:
-        """Through the pool: one block per segment, the next one on its way meanwhile."""
+    def streamed(self, seen: Sequence[range], *, gradients: bool) -> Iterator[StoredBlock]:
+        """Through the pool: a block per segment, or per part of one that is seen, the next segment
+        on its way meanwhile."""
         assert self._pool is not None
-        order = self.order(seen, gradients=gradients)
+        order, step = self.order(seen, gradients=gradients), -1 if gradients else 1
         for number, segment in enumerate(order):
             self.prefetch(order[number : number + 2], gradients=gradients)
             lease = None if segment.kv_handle is None else self._pool.get(segment.kv_handle)
-            rows = segment.rows(seen)
-            kv = present(segment.kv if lease is None else lease.tensor)[rows]
+            kv = present(segment.kv if lease is None else lease.tensor)
             grad = SegmentGradient(self._arena, self._pool, segment, self._zeros)
-            first = segment.start + rows.start
-            add = partial(self._add_streamed, grad, first) if gradients else _refuse_gradients
-            yield StoredBlock(kv, seen.stop - segment.start - rows.start, add)
+            for index, part in list(enumerate(seen))[::step]:
+                rows = segment.rows(part)
+                if rows.start >= rows.stop:
+                    continue
+                first = segment.start + rows.start
+                add = partial(self._add_streamed, grad, first) if gradients else _refuse_gradients
+                distance = part.stop - first + sum(map(len, seen[index + 1 :]))
+                yield StoredBlock(kv[rows], distance, add)
             # Not in a `finally`: a generator may be ended by the garbage collector, which must
             # not touch tensors. After an error `clear` ends the leases.
             grad.settle(stays=number < self._num_hot)
             if lease is not None:
                 lease.release()
 
-    def order(self, seen: range, *, gradients: bool) -> list[Segment]:
+    def order(self, seen: Sequence[range], *, gradients: bool) -> list[Segment]:
         """In which order a prefix is streamed."""
-        holding = self._holding(seen)
+        indices = dict.fromkeys(index for run in seen for index in self.tokens.segments(run))
+        holding = [self.segments[index] for index in indices]
         return holding[::-1] if gradients else holding
 
     def prefetch(self, segments: Sequence[Segment], *, gradients: bool) -> None:

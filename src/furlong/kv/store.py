@@ -1,9 +1,12 @@
 """The KVStore: per sequence and layer, what later chunks need of earlier ones.
 
-K,V of a cut sequence and the gradients that later chunks send (float32 where K,V have 16 bits),
+K,V of a cut sequence, states of its recurrent layers (`furlong.kv.states`), and the gradients that
+later chunks send (float32 where K,V have 16 bits),
 made when the first one arrives. With a sliding window of w tokens only the last w-1 tokens of a
-chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous. They
-lie in segments, the unit of freeing and of tiers (`furlong.plan.segments` says how they are cut).
+chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous, along
+its path where a sequence branches. With attention blocks only those of the block that is open at
+its end are kept. They lie in segments, the unit of freeing and of tiers (`furlong.plan.segments`
+says how they are cut).
 
 Without a pool everything is in the arena. With one, segments travel, and bytes are counted by
 
@@ -39,8 +42,11 @@ from torch import Tensor
 from furlong.kv.arena import Arena
 from furlong.kv.layer_segments import LayerSegments
 from furlong.kv.pools.contract import Pool
+from furlong.kv.pools.device import DevicePool
 from furlong.kv.segments import StoredBlock
+from furlong.kv.states import StateStore
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
+from furlong.plan.trees import Tree
 
 _MAX_FORWARD_TOKENS = 65_536
 _MAX_BACKWARD_TOKENS = 8192
@@ -58,28 +64,34 @@ class KVStore:
         *,
         trained: Mapping[int, Sequence[int]] | None = None,
         num_hot: int = NUM_HOT,
+        trees: Mapping[int, Tree] | None = None,
     ) -> None:
         """`pieces`: for each cut sequence, the tokens of each of its pieces in order; `trained`:
         those of its pieces whose gradients are kept, ascending (None: all); `num_hot`: segments of
-        a prefix, the newest, whose gradients stay in the arena beside a pool."""
+        a prefix, the newest, whose gradients stay in the arena beside a pool; `trees`: how the
+        pieces of sequences that branch follow one another."""
         assert num_hot > 0, "a segment that two pieces share would be read for each"
         self.arena = arena
-        self._pieces, self._trained = pieces, trained
+        self._pieces, self._trained, self._trees = pieces, trained, trees or {}
         self._pool = pool
         self._num_hot = num_hot
         self._layers: dict[tuple[int, int], LayerSegments] = {}
+        self.states = StateStore(pool or DevicePool(arena), trained)
 
     def write(
-        self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None
-    ) -> None:
+        self, seq_id: int, layer: int, piece: int, k: Tensor, v: Tensor, window: int | None,
+        block: int | None = None,
+    ) -> None:  # fmt: skip
         """Keep a piece's k, v (K, T, H) for the pieces after it, which see `window` tokens each,
-        their own included, or all (None)."""
+        their own included, or all (None). With attention blocks of `block` tokens they see no
+        earlier one than that in which they begin."""
         k, v = k.detach(), v.detach()
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             token_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
             per_segment = segment_tokens(token_bytes, self.arena.device.type)
-            tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment)
+            tree = self._trees.get(seq_id)
+            tokens = StoredTokens.of(self._pieces[seq_id], window, per_segment, tree, block)
             if self._trained is not None:
                 tokens = tokens.with_gradients_of(self._trained[seq_id])
             segments = LayerSegments(self.arena, self._pool, tokens, k, self._num_hot)
@@ -116,7 +128,7 @@ class KVStore:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
         pieces have sent, or None if they sent nothing. Valid until the next call on the store."""
         segments = self._layers.get((seq_id, layer))
-        if segments is None or piece + 1 >= len(segments.tokens.lens):
+        if segments is None:
             return None
         sent = segments.relayed(piece)
         if sent is None:
@@ -126,6 +138,7 @@ class KVStore:
 
     def free(self, seq_id: int, layer: int, piece: int) -> None:
         """Forget a piece; a segment goes back when the last piece that touches it is forgotten."""
+        self.states.free(seq_id, layer, piece)
         segments = self._layers.get((seq_id, layer))
         if segments is None:
             return
@@ -137,11 +150,12 @@ class KVStore:
     def clear(self) -> None:
         """Give everything back, after an error; clears the pool if anything was in it."""
         in_pool = [segments.forget_arena() for segments in self._layers.values()]
+        self.states.clear()
         self._layers.clear()
         if self._pool is not None and any(in_pool):
             self._pool.clear()
 
     @property
     def num_buffers(self) -> int:
-        """Sequences and layers of which anything is kept; 0 at the end of a step."""
-        return len(self._layers)
+        """K,V of sequences in layers, and states, that are kept; 0 at the end of a step."""
+        return len(self._layers) + self.states.num_buffers

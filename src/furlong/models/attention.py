@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from furlong.errors import FurlongError, UnsupportedModelError
+from furlong.families import ATTENTION_BLOCK, CHUNKED
+from furlong.ops.latent_kv import Expansion
 from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 
 ATTENTION_NAME = "furlong"
 CELL = "_furlong_cell"
+DOOR = "_furlong_door"
 
 # Keywords that say nothing of which tokens meet or how: what a call returns, and what positions
 # and packing already say by other means.
@@ -54,17 +58,42 @@ class CellAttention(Protocol):
         v: Tensor,
         rule: AttentionRule,
         sinks: Tensor | None,
+        source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H); `what` is the pass."""
+        """q (N, T, H), k and v (K, T, H), sinks (N,) or None -> (N, T, H); `what` is the pass.
+
+        `source`: the tensors that k and v are made of, which layers may share.
+        """
+        ...
+
+    def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Expansion) -> Tensor:
+        """Latents (T, W) of which the keys and values of the layer's next `attend` are made."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BoundCell:
+    """The cell whose pass the attention of a module belongs to."""
+
+    cell: CellAttention
+    what: Pass
+    positions: Tensor
+    """Position (T,) of each token in its sequence."""
+
+    @classmethod
+    def to(cls, module: nn.Module) -> BoundCell | None:
+        found: BoundCell | None = module.__dict__.get(CELL)
+        return found
+
+
 @contextmanager
-def bound(modules: Sequence[nn.Module], cell: CellAttention, what: Pass) -> Iterator[None]:
-    """Within it the attention of `modules` is that of a cell's pass."""
+def bound(
+    modules: Sequence[nn.Module], cell: CellAttention, what: Pass, positions: Tensor
+) -> Iterator[None]:
+    """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`."""
     before = [module.__dict__.get(CELL) for module in modules]
     for module in modules:
-        module.__dict__[CELL] = cell, what
+        module.__dict__[CELL] = BoundCell(cell, what, positions)
     try:
         yield
     finally:
@@ -94,8 +123,8 @@ def attention(
     Values may be narrower or wider than keys. Raises UnsupportedModelError for whatever it is
     given and does not know.
     """
-    of_pass: tuple[CellAttention, Pass] | None = module.__dict__.get(CELL)
-    if of_pass is None:
+    pass_of = BoundCell.to(module)
+    if pass_of is None:
         raise FurlongError(
             f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
             "outside of forward_backward; set the model's attention implementation to sdpa"
@@ -117,12 +146,31 @@ def attention(
             module, f"the keyword {', '.join(sorted(unknown))}", "keywords that furlong knows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    rule = AttentionRule(scale, sliding_window or None, softcap or None)
-    width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    q, k, v = (_widened(_autocast(x[0]), width) for x in (query, key, value))
-    cell, what = of_pass
-    out = cell.attend(what, module.layer_idx, q, k, v, rule, s_aux)[..., :value_width]  # type: ignore[arg-type]
+    shared = module.__dict__.get(DOOR)  # its cache knows which layer a block that several have is
+    layer: Any = module.layer_idx if shared is None else shared.layer
+    block = attention_block(module, layer)
+    rule = AttentionRule(scale, sliding_window or None, softcap or None, block)
+    q, k, v = as_attended(query, key, value)
+    value_width = value.shape[-1]
+    attended = pass_of.cell.attend(pass_of.what, layer, q, k, v, rule, s_aux, (key, value))
+    out = attended[..., :value_width]
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
+
+
+def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values (1, heads, T, any) as a cell takes them: (heads, T, H) of one width,
+    in the dtype of an autocast."""
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(_widened(_autocast(x[0]), width) for x in tensors)
+
+
+def attention_block(module: nn.Module, layer: int) -> int | None:
+    """Tokens of an attention block, if a layer of an attention module sees its own block only."""
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None) or ()
+    if CHUNKED not in types or types[layer] != CHUNKED:
+        return None
+    return int(getattr(config, ATTENTION_BLOCK))
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from furlong.models.folder import (
 from furlong.models.held import hold, holding_class, stand_ins
 from furlong.models.random_weights import draw_adapters, draw_weights
 from furlong.models.rope import apply_rope, check_length, check_rope
+from furlong.models.support import refuse_config
 from furlong.models.weights import check_weights
 
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
@@ -138,6 +139,7 @@ def read_config(
         values, _ = PreTrainedConfig.get_config_dict(source)
         check_config_values(values, source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **_OWN_KERNELS)
+        refuse_config(config, f"model type {config.model_type}", f"{source}, config.json")
         check_sizes(config, source)
         check_rope(config, source)
         if rope is not None:

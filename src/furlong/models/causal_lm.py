@@ -8,16 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from furlong.errors import PlanError, UnsupportedModelError
+from furlong.families import for_all_layers
 from furlong.models.entrance import enter
-from furlong.models.held import Skip, held_layers, layer_list
+from furlong.models.head_stub import HeadStub
+from furlong.models.held import Skip, decoder_of, held_layers, layer_list
+from furlong.models.mixers.caches import DoorCache
+from furlong.models.mixers.find import find
+from furlong.models.mixers.probe import Event, Probed, cache_argument
+from furlong.models.mixers.relay import relaying
 from furlong.models.rope import num_positions
 from furlong.models.stage import Stage, stages
 from furlong.models.support import refuse_unsupported
@@ -28,20 +33,26 @@ from furlong.models.wrappers import bare_model
 class CausalLM:
     """A decoder with a language-model head, used in pieces.
 
-    Raises UnsupportedModelError for what is known to be inexact.
+    Raises UnsupportedModelError for what is known to be inexact. Without `needs_head` the head may
+    be another one, which is then the caller's own affair: hidden states stand for logits.
     """
 
-    def __init__(self, model: nn.Module, *, max_seq_len: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, max_seq_len: int | None = None, needs_head: bool = True
+    ) -> None:
         base: Any = bare_model(model)
-        refuse_unsupported(base, max_seq_len)
+        refuse_unsupported(base, max_seq_len, needs_head=needs_head)
         self.model = model
         self.base = base
         self.config = base.config.get_text_config()
         self.max_seq_len = max_seq_len
         self.num_layers = int(self.config.num_hidden_layers)
-        self.vocab_size = int(base.get_output_embeddings().weight.shape[0])
-        self.decoder = base.get_decoder()
+        self._has_head = base.get_output_embeddings() is not None
+        head = base.get_output_embeddings() if self._has_head else base.get_input_embeddings()
+        self.vocab_size = int(head.weight.shape[0])
+        self.decoder: Any = decoder_of(base)
         self._decoder_name = _child_name(base, self.decoder)
+        self._relays = False
         self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
 
     @property
@@ -55,8 +66,8 @@ class CausalLM:
     @property
     def heads(self) -> tuple[int, int]:
         """Query heads and key-value heads of every layer."""
-        num_heads = getattr(self.config, "num_attention_heads", None)
-        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+        num_heads = for_all_layers(self.config, "num_attention_heads")
+        num_kv_heads = for_all_layers(self.config, "num_key_value_heads", num_heads) or num_heads
         if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
             raise UnsupportedModelError(
                 given=f"{self.name}, whose config has not one number of heads for all layers",
@@ -65,6 +76,18 @@ class CausalLM:
                 change="use parallel: {sp: 1}",
             )
         return num_heads, num_kv_heads
+
+    def require_own_tokens(self) -> None:
+        """Raise UnsupportedModelError for layers whose tokens meet in states, which the processes
+        of a pool cannot divide among them."""
+        if self.probed.mixers:
+            kind = type(self.probed.mixers[0].module).__name__
+            raise UnsupportedModelError(
+                given=f"{self.name}, whose {kind} keeps a state, on pools of several processes",
+                required="layers in which tokens meet in attention alone, for sequence parallelism",
+                source="the model's layers, and parallel.sp",
+                change="use parallel: {sp: 1}, with dp or pp in its place",
+            )
 
     @property
     def num_input_ids(self) -> int:
@@ -140,6 +163,8 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (T, V) of final hidden states (T, D), scaled and capped as the family does."""
+        if not self._has_head:
+            return hidden
 
         def head() -> Tensor:
             with self._decoder_out():
@@ -157,6 +182,8 @@ class CausalLM:
 
     def whole_logits(self, input_ids: Tensor) -> Tensor:
         """Logits (T, V) of a sequence (T,) by the model's own forward, outside `installed`."""
+        if not self._has_head:
+            return self.whole_hidden(input_ids)
         with own_forward(self.base, self.max_seq_len):
             return enter(self.base, lambda: self._whole(input_ids=input_ids[None]))[0]
 
@@ -177,12 +204,43 @@ class CausalLM:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within it attention is ours; on exit, also after an error, the model is as it was."""
+        probed = self.probed
+        with chunked_attention(self.base, self.max_seq_len), relaying(probed.mixers, probed.shared):
+            self._relays = bool(probed.mixers)
+            try:
+                yield
+            finally:
+                self._relays = False
+
+    @cached_property
+    def probed(self) -> Probed:
+        """Its layers that remember tokens in states. Raises UnsupportedModelError for a layer in
+        which tokens meet in another way."""
         with chunked_attention(self.base, self.max_seq_len):
-            yield
+            return find(self)
+
+    @property
+    def events(self) -> tuple[Event, ...] | None:
+        """Events of its layers, in order; None: attention in each of them."""
+        return self.probed.events if self.probed.mixers else None
+
+    @property
+    def num_returned(self) -> int:
+        """Elements of the tuple that a layer returns; 0: hidden states alone."""
+        return self.probed.num_returned
+
+    @property
+    def cell_modules(self) -> list[nn.Module]:
+        """The modules that a cell is bound to: those of attention, and mixers."""
+        mixers = [mixer.module for mixer in self.probed.mixers]
+        return list(dict.fromkeys([*self.attention_modules, *mixers]))
 
     def decode(self, **inputs: Tensor) -> Tensor:
         """Final hidden states (1, T, D) by the decoder, of inputs with that batch axis."""
-        output = self.decoder(**inputs, use_cache=False, return_dict=True)
+        cache = {}
+        if self._relays:
+            cache = {cache_argument(self.decoder) or "": DoorCache()}
+        output = self.decoder(**inputs, **cache, use_cache=False, return_dict=True)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _whole(self, **inputs: Tensor) -> Tensor:
@@ -195,25 +253,11 @@ class CausalLM:
     def _decoder_out(self) -> Iterator[None]:
         """Within it the model is its head: what it is given as embeddings passes its decoder."""
         children = self.base._modules
-        children[self._decoder_name] = _HiddenStates()
+        children[self._decoder_name] = HeadStub(self.decoder)
         try:
             yield
         finally:
             children[self._decoder_name] = self.decoder
-
-
-@dataclass
-class DecoderOutput(MoeModelOutputWithPast):  # type: ignore[misc]
-    """Every field that some family's head looks for."""
-
-    cross_attentions: Any = None
-
-
-class _HiddenStates(nn.Module):
-    """Stands in the decoder's place: its input is its output."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> DecoderOutput:
-        return DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _child_name(base: nn.Module, decoder: nn.Module) -> str:

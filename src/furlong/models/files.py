@@ -16,6 +16,7 @@ import torch
 
 from furlong.cost.shapes.config_values import MAX_LAYERS, NEEDED_SIZES
 from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.families import for_all_layers
 from furlong.models.folder import CONFIG
 
 GENERATION = "generation_config.json"
@@ -64,11 +65,11 @@ def check_sizes(config: Any, source: str) -> None:
     text = config.get_text_config()
     where = f"{source}, {CONFIG}"
     for key in _SIZES:
-        value = getattr(text, key, None)
+        value = for_all_layers(text, key)
         if isinstance(value, int) and value < 1:
             raise _wrong(key, value, "a whole number of at least 1", where)
-    heads = getattr(text, "num_attention_heads", None)
-    key_value_heads = getattr(text, "num_key_value_heads", None)
+    heads = for_all_layers(text, "num_attention_heads")
+    key_value_heads = for_all_layers(text, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_value_heads, int) and heads % key_value_heads:
         required = f"a divisor of num_attention_heads = {heads}"
         raise _wrong("num_key_value_heads", key_value_heads, required, where)

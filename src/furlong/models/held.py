@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from furlong.errors import UnsupportedModelError
 
@@ -19,8 +20,17 @@ from furlong.errors import UnsupportedModelError
 class Skip(nn.Module):
     """Stands for a layer of another stage: returns the hidden states that it is given."""
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    num_returned = 0
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return returned(hidden_states, self.num_returned)
+
+
+def returned(hidden_states: Tensor, num_returned: int) -> Any:
+    """Output of a layer: hidden states, or a tuple of so many elements that begins with them."""
+    if not num_returned:
         return hidden_states
+    return (hidden_states, *(None,) * (num_returned - 1))
 
 
 class Elsewhere(nn.Module):
@@ -57,7 +67,7 @@ def stand_ins(base: Any, layers: range) -> dict[str, nn.Module]:
     embeddings, the last stage holds both, under their own names. Raises UnsupportedModelError for a
     decoder that cannot be cut so.
     """
-    decoder, embeddings = base.get_decoder(), base.get_input_embeddings()
+    decoder, embeddings = decoder_of(base), base.get_input_embeddings()
     head = base.get_output_embeddings()
     total = int(base.config.get_text_config().num_hidden_layers)
     assert 0 <= layers.start < layers.stop <= total
@@ -114,11 +124,24 @@ def adapted_elsewhere(base: Any) -> list[str]:
     if not any(isinstance(module, Skip) for module in base.modules()):
         return []
     total = int(base.config.get_text_config().num_hidden_layers)
-    _, layers = layer_list(base.get_decoder(), total, type(base).__name__)
+    _, layers = layer_list(decoder_of(base), total, type(base).__name__)
     if held_layers(list(layers)).start:
         embeddings = base.get_input_embeddings()
         names += [name for name, module in base.named_modules() if module is embeddings]
     return names
+
+
+def decoder_of(base: Any) -> nn.Module:
+    """The decoder of a model with a head.
+
+    `get_decoder` of some families returns the whole model (Llama 4's, whose prefix is that of its
+    parent with images): it is then the one transformers model inside.
+    """
+    found: nn.Module = base.get_decoder()
+    if found is not base:
+        return found
+    inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else found
 
 
 def layer_list(decoder: nn.Module, total: int, name: str) -> tuple[str, nn.ModuleList]:

@@ -10,27 +10,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from furlong.errors import UnsupportedModelError
 from furlong.families import (
+    ATTENTION_BLOCK,
     ATTENTION_DROPOUTS,
+    LATENT_WIDTHS,
     MLP_WIDTHS,
     NUM_ACTIVE_EXPERTS,
+    NUM_DENSE_LAYERS,
     NUM_EXPERTS,
     NUM_SHARED_EXPERTS,
+    ROUTER_GROUPS,
     SPECIAL_TOKENS,
+    TEMPERATURE_STEP,
     WINDOWS,
-    cut_layers,
+    family_of,
     own_key,
 )
+from furlong.models.shrink_layers import cut_layers, shown_layers
+from furlong.models.shrink_states import shrink_states
 from furlong.models.support import rope_types
 
 VOCAB_SIZE = 260
 WINDOW = 12
 HEAD_DIM = 8
-MAX_LAYERS = 8
+_LENGTHS = dict.fromkeys(WINDOWS, WINDOW) | {ATTENTION_BLOCK: 8, TEMPERATURE_STEP: 4}
+"""Lengths in tokens, longest: shorter than the sequences of the self-check and of the proof."""
 LONGEST_TOKENS = 61
 SHORTEST_TOKENS = 9
-_EXPERTS = dict.fromkeys(NUM_EXPERTS, 4) | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1}
+_SMALL = (
+    dict.fromkeys(NUM_EXPERTS, 4)
+    | {NUM_ACTIVE_EXPERTS: 2, NUM_SHARED_EXPERTS: 1, NUM_DENSE_LAYERS: 1}
+    | dict.fromkeys(ROUTER_GROUPS, 1)
+    | dict.fromkeys(LATENT_WIDTHS, HEAD_DIM)
+)
 
 
 def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) -> Any:
@@ -45,55 +60,65 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
     if config.get_text_config() is not config:
         raise _refused(config, "holds a decoder inside another model")
     values = config.to_dict()
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(values.get(own_key(config, name)), int):
-            raise _refused(config, f"names no {name}")
+    family = family_of(config.model_type)
+    wanted = ["hidden_size"] + ["num_attention_heads"] * (family.attention != "none")
+    lacking = [name for name in wanted if not isinstance(values.get(own_key(config, name)), int)]
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        lacking.insert(0, "num_hidden_layers")
+    if lacking:
+        raise _refused(config, f"names no {lacking[0]}")
     for key in ("quantization_config", "dtype", "torch_dtype", "architectures"):
         values.pop(key, None)
     if not all_layers:
-        _shrink_layers(config, values)
-    for key in WINDOWS:
-        if isinstance(values.get(key), int):
-            values[key] = min(values[key], WINDOW)
+        cut_layers(config, values, shown_layers(config))
+    for key, longest in _LENGTHS.items():
+        if isinstance(values.get(key), int | float):
+            values[key] = min(values[key], longest)
     _shrink_widths(config, values)
     _shrink_tokens(values)
     _shrink_rope(config, values, max_seq_len)
     for key in values.keys() - ATTENTION_DROPOUTS:
         if ("dropout" in key or "pdrop" in key) and isinstance(values[key], float):
             values[key] = 0.0
-    return type(config).from_dict(values)
-
-
-def _shrink_layers(config: Any, values: dict[str, Any]) -> None:
-    """Cut a config to the layers that show every type of layer and one more."""
-    before = values[own_key(config, "num_hidden_layers")]
-    types = values.get("layer_types") or ["attention"] * before
-    shown = 1 + max(types.index(kind) for kind in set(types))
-    cut_layers(config, values, min(MAX_LAYERS, max(3, shown + 1)))
+    try:
+        return type(config).from_dict(values)
+    except (ValueError, StrictDataclassError) as error:  # sizes that a family ties together
+        raise _refused(config, f"cannot be made small: {error}") from error
 
 
 def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     """Few heads in the same groups, narrow layers in nearly the same proportions."""
-    heads_name, hidden_name = own_key(config, "num_attention_heads"), own_key(config, "hidden_size")
-    num_heads, hidden = values[heads_name], values[hidden_name]
+    family, hidden_name = family_of(config.model_type), own_key(config, "hidden_size")
+    hidden = values[hidden_name]
+    has_heads = family.attention != "none"
+    narrow = _shrink_heads(config, values, hidden) if has_heads else 4 * HEAD_DIM
+    values[hidden_name] = narrow
+    small = {own_key(config, name): most for name, most in _SMALL.items()}
+    for key, value in values.items():
+        if key.endswith(MLP_WIDTHS) and isinstance(value, int):
+            values[key] = 8 * max(1, round(value / hidden * narrow / 8))
+        elif key in small and isinstance(value, int):
+            values[key] = min(value, small[key])
+    shrink_states(family, values, hidden)
+
+
+def _shrink_heads(config: Any, values: dict[str, Any], hidden: int) -> int:
+    """The model's width that goes with few heads of attention, which are written in place."""
+    heads_name, dim_name = own_key(config, "num_attention_heads"), own_key(config, "head_dim")
+    num_heads, head_dim = values[heads_name], values.get(dim_name)
     num_kv_heads = values.get("num_key_value_heads") or num_heads
     few_kv_heads = min(num_kv_heads, 2)
     few_heads = few_kv_heads * (num_heads // num_kv_heads)
-    head_dim = values.get("head_dim")
     own_ratio = hidden / (num_heads * (head_dim or hidden // num_heads))
     narrow = 8 * max(1, round(few_heads * HEAD_DIM * own_ratio / 8))
     if not head_dim or head_dim * num_heads == hidden:
         narrow = few_heads * HEAD_DIM
     if head_dim:
-        values["head_dim"] = HEAD_DIM
+        values[dim_name] = HEAD_DIM
     if values.get("num_key_value_heads"):
         values["num_key_value_heads"] = few_kv_heads
-    values[heads_name], values[hidden_name] = few_heads, narrow
-    for key, value in values.items():
-        if key.endswith(MLP_WIDTHS) and isinstance(value, int):
-            values[key] = 8 * max(1, round(value / hidden * narrow / 8))
-        elif key in _EXPERTS and isinstance(value, int):
-            values[key] = min(value, _EXPERTS[key])
+    values[heads_name] = few_heads
+    return narrow
 
 
 def _shrink_tokens(values: dict[str, Any]) -> None:

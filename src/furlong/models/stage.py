@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from furlong.errors import PlanError
+from furlong.families import family_of
 from furlong.models.attention import CellAttention, KVReady, bound
 from furlong.models.entrance import enter, has_entrance
-from furlong.models.held import Skip, in_place_of, layer_list
+from furlong.models.held import Skip, in_place_of, layer_list, returned, uncuttable
+from furlong.models.mixers.probe import Event
 from furlong.plan.passes import Pass
 
 
@@ -38,11 +40,25 @@ class Model(Protocol):
     """The whole model as far as a stage needs it; `causal_lm.CausalLM` is one."""
 
     base: Any
+    config: Any
     decoder: Any
     num_layers: int
 
     @property
-    def attention_modules(self) -> Sequence[nn.Module]: ...
+    def cell_modules(self) -> Sequence[nn.Module]:
+        """The modules that a cell is bound to: those of attention, and mixers."""
+        ...
+
+    @property
+    def events(self) -> tuple[Event, ...] | None:
+        """Events of the layers, in order; None: attention in each of them."""
+        ...
+
+    @property
+    def num_returned(self) -> int:
+        """Elements of the tuple that a layer returns; 0: hidden states alone."""
+        ...
+
     @property
     def name(self) -> str: ...
     @property
@@ -73,6 +89,12 @@ class Stage:
             self._inject, self._capture = _Inject(), _Capture()
             self._list = nn.ModuleList(self._slots(model.layers))
 
+    @property
+    def events(self) -> tuple[Event, ...] | None:
+        """Events of the stage's layers, in order; None: attention in each of them."""
+        own = self._model.events
+        return None if own is None else tuple(e for e in own if e[1] in self.layers)
+
     def run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (T, D) behind the stage's last layer; final ones behind the last stage.
 
@@ -92,12 +114,12 @@ class Stage:
 
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (1, T, D)."""
-        decode, modules = self._model.decode, self._model.attention_modules
+        decode, modules = self._model.decode, self._model.cell_modules
         positions = position_ids[None]
         with ExitStack() as stack:
-            stack.enter_context(bound(modules, cell, what))
+            stack.enter_context(bound(modules, cell, what, position_ids))
             if what.recompute_layers and what.computes == "graph":
-                stack.enter_context(self._checkpointed(cell, what))
+                stack.enter_context(self._checkpointed(cell, what, position_ids))
             if self._is_whole:
                 return decode(input_ids=x[None], position_ids=positions)
             stack.enter_context(self._swapped(x))
@@ -127,6 +149,9 @@ class Stage:
         children = self._model.decoder._modules
         own = children[self._list_name]
         children[self._list_name] = self._list
+        for stand_in in self._list:
+            if isinstance(stand_in, _Inject | _Capture | Skip):
+                stand_in.num_returned = self._model.num_returned
         self._inject.x = None if self.is_first else x
         try:
             yield
@@ -141,12 +166,14 @@ class Stage:
         def until_kv(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             with suppress(KVReady):
                 forward(hidden, *args, **kwargs)
-            return hidden
+            return returned(hidden, self._model.num_returned)
 
-        last = self.layers.stop - 1
+        last = self.events[-1][1] if self.events else self.layers[-1]
         return _wrapped(self._model.layers[last : last + 1], lambda own: partial(until_kv, own))
 
-    def _checkpointed(self, cell: CellAttention, what: Pass) -> AbstractContextManager[None]:
+    def _checkpointed(
+        self, cell: CellAttention, what: Pass, position_ids: Tensor
+    ) -> AbstractContextManager[None]:
         """Within it the stage's first layers keep only their inputs in the graph.
 
         Their recompute runs inside the backward: it finds the same cell, and writes nothing.
@@ -155,7 +182,7 @@ class Stage:
         first = self.layers.start
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), bound(self._model.attention_modules, cell, again)
+            return nullcontext(), bound(self._model.cell_modules, cell, again, position_ids)
 
         return _wrapped(
             self._model.layers[first : first + what.recompute_layers],
@@ -184,20 +211,22 @@ class _Inject(nn.Module):
     """Returns the stage's input whatever it is given."""
 
     x: Tensor | None = None
+    num_returned = 0
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *_: Any, **__: Any) -> Any:
         assert self.x is not None
-        return self.x[None]  # (T, D) -> (1, T, D)
+        return returned(self.x[None], self.num_returned)  # (T, D) -> (1, T, D)
 
 
 class _Capture(nn.Module):
     """Keeps the hidden states that it is given: the stage's output."""
 
     hidden: Tensor | None = None
+    num_returned = 0
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         self.hidden = hidden_states
-        return hidden_states
+        return returned(hidden_states, self.num_returned)
 
     def taken(self) -> Tensor:
         assert self.hidden is not None, "the decoder left before the stage's output"
@@ -215,6 +244,9 @@ def stages(model: Model, heights: Sequence[int]) -> tuple[Stage, ...]:
             f"the plan's stages of {', '.join(map(str, heights))} layers are not those of "
             f"{model.name}, which has {model.num_layers}"
         )
+    why = family_of(model.config.model_type).whole
+    if why and len(heights) > 1:
+        raise uncuttable(model.name, why)
     stops = accumulate(heights)
     return tuple(
         Stage(model, range(stop - n, stop)) for n, stop in zip(heights, stops, strict=True)

@@ -7,18 +7,30 @@ from typing import Any
 from torch import nn
 
 from furlong.errors import UnsupportedModelError
-from furlong.families import ATTENTION_DROPOUTS, CAUSAL_LAYER_TYPES
+from furlong.families import (
+    ATTENTION_BLOCK,
+    ATTENTION_DROPOUTS,
+    CAUSAL_LAYER_TYPES,
+    CHUNKED,
+    INDEXERS,
+    RECURRENT_LAYER_TYPES,
+    TOKEN_LAYER_TYPES,
+    family_of,
+)
 
 
-def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
+def refuse_unsupported(
+    model: nn.Module, max_seq_len: int | None, *, needs_head: bool = True
+) -> None:
     """Raise UnsupportedModelError for what is known to break exactness."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
         raise _unsupported(model, "is no transformers model", "a causal decoder of transformers")
-    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if getattr(config, "is_encoder_decoder", False) or (needs_head and head is None):
         raise _unsupported(model, "has no causal language-model head", "a ...ForCausalLM model")
     for place, module in (
-        ("head", model.get_output_embeddings()),  # type: ignore[operator]
+        *((("head", head),) if head is not None else ()),
         ("input embeddings", model.get_input_embeddings()),  # type: ignore[operator]
     ):
         if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
@@ -28,6 +40,8 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
                 "one matrix that tells the size of the vocabulary",
                 "use torch.nn.Linear and torch.nn.Embedding",
             )
+    name = type(model).__name__
+    refuse_config(config, name, f"the model ({name}) and its config")
     text = config.get_text_config()
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         raise _unsupported(model, "names no num_hidden_layers", "one stack of decoder layers")
@@ -44,6 +58,28 @@ def refuse_unsupported(model: nn.Module, max_seq_len: int | None) -> None:
         refuse_attention_dropout(model)
 
 
+def refuse_config(config: Any, given: str, source: str) -> None:
+    """Raise UnsupportedModelError for the config of a model that no mend makes exact in chunks.
+
+    `given` and `source`: the model's name in the error, and where it is from.
+    """
+    text = config.get_text_config()
+    keys = [key for key, x in text.to_dict().items() if key.startswith(INDEXERS) and x is not None]
+    if keys:
+        what = f"picks the keys of each token with a learned indexer ({', '.join(sorted(keys))})"
+    else:
+        what = family_of(text.model_type).not_in_chunks
+    if not what:
+        return
+    raise UnsupportedModelError(
+        given=f"{given}, which {what}",
+        required="layers in which each token sees all tokens before it, those of a window or a "
+        "block, or a state in transformers' cache",
+        source=source,
+        change="train a model of another family",
+    )
+
+
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the config names an attention dropout above 0."""
     if attention_dropout(model) > 0:
@@ -52,6 +88,18 @@ def refuse_attention_dropout(model: nn.Module) -> None:
             f"has attention dropout {attention_dropout(model)}",
             "no attention dropout: a chunk cannot draw what the whole sequence would have drawn",
             "set the attention dropout of its config to 0 before building it",
+        )
+
+
+def refuse_mixerless(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the config names recurrent layers, of which none has shown."""
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    named = set(getattr(text, "layer_types", None) or ()) & RECURRENT_LAYER_TYPES
+    if named:
+        raise _unsupported(
+            model,
+            f"has layers of type {', '.join(sorted(named))} that touch no cache",
+            "recurrent layers that keep their states in one of transformers' caches",
         )
 
 
@@ -90,12 +138,23 @@ def rope_types(text_config: Any) -> set[str]:
 
 
 def _refuse_layers(model: nn.Module, text: Any) -> None:
-    unknown = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYER_TYPES
+    known = CAUSAL_LAYER_TYPES | RECURRENT_LAYER_TYPES | TOKEN_LAYER_TYPES
+    unknown = set(getattr(text, "layer_types", None) or ()) - known
     if unknown:
         raise _unsupported(
             model,
             f"has layers of type {', '.join(sorted(unknown))}",
-            "layers in which tokens meet in causal attention only, whole or with a sliding window",
+            "layers in which tokens meet in causal attention, whole or with a sliding window, "
+            "or in a state",
+        )
+    if CHUNKED in (getattr(text, "layer_types", None) or ()) and not getattr(
+        text, ATTENTION_BLOCK, None
+    ):
+        raise _unsupported(
+            model,
+            f"has layers of type {CHUNKED}, and its config names no {ATTENTION_BLOCK}",
+            "the tokens of an attention block",
+            f"set config.{ATTENTION_BLOCK}, or the layers' own types",
         )
     if getattr(text, "use_bidirectional_attention", None):
         raise _unsupported(model, "attends in both directions", "causal attention")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from furlong.models.attention import ATTENTION_NAME, attention
+from furlong.models.layer_cache import layer_caches
 from furlong.models.support import rope_types
 
 _PINNED = "pinned"
@@ -20,7 +21,10 @@ _PINNED = "pinned"
 def chunked_attention(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
     """Within it the attention of every layer is ours."""
     AttentionInterface.register(ATTENTION_NAME, attention)
-    with _attention_implementation(base, ATTENTION_NAME), own_forward(base, max_seq_len):
+    with (
+        _attention_implementation(base, ATTENTION_NAME), own_forward(base, max_seq_len),
+        layer_caches(base),
+    ):  # fmt: skip
         yield
 
 

@@ -90,9 +90,9 @@ def store_kv(
             level.start((), (k, v))
         if rows.own is not None:
             own = slice(*rows.own.local)
-            store_slices(rows.own.slices, k[:, own], v[:, own], layer_kv, rule.window)
+            store_slices(rows.own.slices, k[:, own], v[:, own], layer_kv, rule)
         for level in levels:
-            level.store(layer_kv, rule.window)
+            level.store(layer_kv, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,7 @@ def _own_forward(
 ) -> tuple[Tensor, Tensor]:
     """Store k and v and attend to `rows` of own slices."""
     q, k, v = (_rows(x, rows) for x in (q, k, v))
-    store_slices(
-        attention.slices, k, v, attention.layer_kv, attention.rule.window, attention.first_row
-    )
+    store_slices(attention.slices, k, v, attention.layer_kv, attention.rule, attention.first_row)
     return attention.forward(q, k, v, sinks, None)
 
 

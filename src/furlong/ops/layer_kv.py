@@ -44,8 +44,8 @@ class LayerKV(Protocol):
         """Whether this pass stores a slice's keys and values, for later chunks."""
         ...
 
-    def write(self, slice_index: int, k: Tensor, v: Tensor, window: int | None) -> None:
-        """Store a slice's k and v (K, tokens, H), of which later tokens see `window`."""
+    def write(self, slice_index: int, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
+        """Store a slice's k and v (K, tokens, H), as far as later tokens see them by `rule`."""
         ...
 
     def prefix(
@@ -70,6 +70,20 @@ class AttentionRule:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    block: int | None = None
+    """Tokens of an attention block (Llama 4): the token at position p sees those from
+    `p // block * block` on. No kernel knows of it: slices are cut there."""
 
-    def block(self, distance: int) -> Block:
+    def scores(self, distance: int) -> Block:
+        """The scores of rows against keys, the first of which lies `distance` before them."""
         return Block(distance, self.scale, self.window, self.softcap)
+
+    def open_tokens(self, position: int) -> int:
+        """Tokens before a position that lie in its own attention block."""
+        return position if self.block is None else position % self.block
+
+    def left_tokens(self, position: int, num_tokens: int) -> int:
+        """Tokens from a position on up to the end of its block, `num_tokens` at most."""
+        if self.block is None:
+            return num_tokens
+        return max(0, min(num_tokens, self.block - position % self.block))

@@ -22,7 +22,7 @@ from furlong.ops.exchange import (
     send_back,
     send_in,
 )
-from furlong.ops.layer_kv import LayerKV
+from furlong.ops.layer_kv import AttentionRule, LayerKV
 from furlong.ops.slice_attention import Gathered, SliceAttention, store_slices
 from furlong.plan.rows import Level
 
@@ -61,12 +61,12 @@ class LevelAttention:
         each = [x[:, own] for x in queries], [x[:, own] for x in keys]
         self._way = send_in(self._exchange, self.level, *each)
 
-    def store(self, layer_kv: LayerKV, window: int | None) -> None:
+    def store(self, layer_kv: LayerKV, rule: AttentionRule) -> None:
         """Store keys and values that came in without queries."""
         x = self._arrived()
         inners = received(self.level, x, (), self._keys)
         kv = in_token_order(self.level, inners) if len(inners) > 1 else inners[0]
-        store_slices(self.level.slices, kv[: self._m], kv[self._m :], layer_kv, window)
+        store_slices(self.level.slices, kv[: self._m], kv[self._m :], layer_kv, rule)
 
     def forward(
         self, attention: SliceAttention, sinks: Tensor | None
@@ -78,7 +78,7 @@ class LevelAttention:
         x = self._arrived()
         (q,), k, v, gathered = self._unpacked(x, 1)
         of = (k, v) if gathered is None else (gathered.k, gathered.v)
-        store_slices(self.level.slices, *of, attention.layer_kv, attention.rule.window)
+        store_slices(self.level.slices, *of, attention.layer_kv, attention.rule)
         own_sinks = None if sinks is None else sinks[self.heads]
         out, lse = attention.forward(q, k, v, own_sinks, gathered)
         self._send_back((out,), ())
@@ -121,6 +121,20 @@ class LevelAttention:
     def returned_gradients(self) -> list[Tensor]:
         """dq (t, N, H), dk and dv (t, K, H) of the local rows."""
         return returned(self.level, self._arrived(), (self._queries,), self._keys)
+
+    def send_nothing_back(self, like: Tensor, *, gradients: bool) -> None:
+        """Start the way back of zeros in the place of out, or of dq, dk and dv; `like` (H,)."""
+        rows = self.level.inner_rows
+        own = like.expand(self._n, self.level.num_queries, -1)
+        keys = [like.expand(2 * self._m, num_rows, -1) for num_rows in rows]
+        if gradients and self.level.num_inner == 1:
+            self._send_back((own, *keys), ())
+        else:
+            self._send_back((own,), keys if gradients else ())
+
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        self._arrived()
 
     def _arrived(self) -> Tensor:
         assert self._way is not None

@@ -8,7 +8,7 @@ T tokens of the chunk, R rows of it that have a label, D hidden size, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -55,20 +55,21 @@ def tiled_loss(
 ) -> tuple[Tensor, Tensor]:
     """The summed loss of a chunk and the gradient of `grad_scale * loss` by the hidden states.
 
-    `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (T,), already shifted; `rows`
-    (R,), on the same device, are those with a label: the others never reach the head. The gradient
-    is added to the head's parameters and returned by the hidden states (T, D). The loss is a
-    float64 scalar on the device, computed in float32, or in float64 for float64 logits.
+    `head` maps (t, D) to logits (t, V); `hidden` (T, D); `labels` (R,), already shifted; `rows`
+    (R,), on the same device, has the row of each label: others never reach the head, and one that
+    several tokens follow does with each. The gradient is added to the head's parameters and
+    returned by the hidden states (T, D). The loss is a float64 scalar on the device, computed in
+    float32, or in float64 for float64 logits.
     """
     grad = torch.zeros_like(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for tile in tiles(rows, max_tile_tokens):
+    for tile, its_labels in _labelled_tiles(rows, labels, max_tile_tokens):
         tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
         with torch.enable_grad():
-            loss = cross_entropy(wide(head(tile_hidden)), labels[tile], reduction="sum")
+            loss = cross_entropy(wide(head(tile_hidden)), its_labels, reduction="sum")
             (loss * grad_scale).backward()  # type: ignore[no-untyped-call]
         assert tile_hidden.grad is not None
-        grad[tile] = tile_hidden.grad
+        grad.index_add_(0, tile, tile_hidden.grad)
         total += loss.detach()
     return total, grad
 
@@ -81,21 +82,29 @@ def token_losses(
     rows: Tensor,
     max_tile_tokens: int,
 ) -> Tensor:
-    """The loss of every token (T,), float64, 0 where there is no label; without gradients.
+    """The loss of every row (T,), float64, 0 where there is no label; without gradients.
 
     Arguments as in `tiled_loss`.
     """
-    losses = torch.zeros(labels.shape, dtype=torch.float64, device=hidden.device)
+    losses = torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
     with torch.no_grad():
-        for tile in tiles(rows, max_tile_tokens):
+        for tile, its_labels in _labelled_tiles(rows, labels, max_tile_tokens):
             logits = wide(head(hidden[tile]))  # (t, V)
-            losses[tile] = cross_entropy(logits, labels[tile], reduction="none").double()
+            each = cross_entropy(logits, its_labels, reduction="none").double()
+            losses.index_add_(0, tile, each)
     return losses
 
 
 def tiles(rows: Tensor, max_tile_tokens: int) -> tuple[Tensor, ...]:
     """Rows (R,) in tiles of at most so many."""
     return rows.split(max_tile_tokens) if len(rows) else ()  # split makes one tile of no rows
+
+
+def _labelled_tiles(
+    rows: Tensor, labels: Tensor, max_tile_tokens: int
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Tiles of rows (R,), each with its labels."""
+    return zip(tiles(rows, max_tile_tokens), tiles(labels, max_tile_tokens), strict=True)
 
 
 def wide(logits: Tensor) -> Tensor:

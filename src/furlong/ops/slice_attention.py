@@ -37,15 +37,15 @@ class Gathered:
 
 
 def store_slices(
-    slices: Sequence[PlacedSlice], k: Tensor, v: Tensor, layer_kv: LayerKV, window: int | None,
-    first_row: int = 0,
+    slices: Sequence[PlacedSlice], k: Tensor, v: Tensor, layer_kv: LayerKV,
+    rule: AttentionRule, first_row: int = 0,
 ) -> None:  # fmt: skip
     """Store k, v (K, S, H) of those slices that later chunks read; `first_row` as in
     `SliceAttention`."""
     for placed in slices:
         if layer_kv.keeps(placed.index):
             keys = slice(placed.keys[0] - first_row, placed.keys[1] - first_row)
-            layer_kv.write(placed.index, k[:, keys], v[:, keys], window)
+            layer_kv.write(placed.index, k[:, keys], v[:, keys], rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,13 @@ class SliceAttention:
         squares = self._squares()
         if not squares:  # an inner place may have no row of a few tokens
             return q, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-        own = self.rule.block(0)
+        own = self.rule.scores(0)
         if len(squares) == 1:
             out, lse = self.backend.forward(q, k, v, own)
         else:
             out, lse = self.backend.packed_forward(q, k, v, squares, own)
-        for placed in self.slices:
-            if placed.stretches:
-                self._merge_earlier(placed, q, out, lse, gathered)
+        for branches in self._branches():
+            self._merge_earlier(branches, q, out, lse, gathered)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
             out = (out * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
@@ -81,17 +80,18 @@ class SliceAttention:
         return out, lse
 
     def _merge_earlier(
-        self, placed: PlacedSlice, q: Tensor, out: Tensor, lse: Tensor, gathered: Gathered | None
-    ) -> None:
-        """Merge what a slice's rows see before them into its out and lse."""
-        whole = self._rows(placed)
+        self, branches: Sequence[PlacedSlice], q: Tensor, out: Tensor, lse: Tensor,
+        gathered: Gathered | None,
+    ) -> None:  # fmt: skip
+        """Merge what the rows of slices with one prefix see before them into their out and lse."""
+        whole = self._rows(branches)
         wide = _Wide(out, whole, lse.dtype)
-        for rows, block, keys in self._seeing_in_chunk(placed):
+        for rows, block, keys in self._seeing_in_chunk(branches):
             assert gathered is not None
             of = gathered.k[:, keys], gathered.v[:, keys]
             wide.merge(rows, lse, *self.backend.forward(q[:, rows], *of, block))
-        for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=False):
-            for rows, block in self._seeing(placed, piece):
+        for piece in self._prefix(branches[0], gradients=False):
+            for rows, block in self._seeing(branches, piece):
                 wide.merge(rows, lse, *self.backend.forward(q[:, rows], piece.k, piece.v, block))
             del piece  # done with, before the next is asked for
         wide.end()
@@ -105,38 +105,38 @@ class SliceAttention:
         With `needs_kv` the prefix's dK,dV go to the store, and those that later chunks have sent
         are added: to dk and dv, or to those of what was gathered.
         """
-        squares, own = self._squares(), self.rule.block(0)
+        squares, own = self._squares(), self.rule.scores(0)
         if not squares:
             dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         elif len(squares) == 1:
             dq, dk, dv = self.backend.backward(dout, q, k, v, out, lse, own)
         else:
             dq, dk, dv = self.backend.packed_backward(dout, q, k, v, out, lse, squares, own)
-        for placed in self.slices:
-            if placed.stretches:
-                self._add_earlier(placed, (dout, q, out, lse), dq, gathered, needs_kv)
-            if needs_kv:
-                self._add_relayed(placed, dk, dv, gathered)
+        for branches in self._branches():
+            self._add_earlier(branches, (dout, q, out, lse), dq, gathered, needs_kv)
+        for placed in self.slices if needs_kv else ():
+            self._add_relayed(placed, dk, dv, gathered)
         return dq, dk, dv
 
     def _add_earlier(
-        self, placed: PlacedSlice, whole: tuple[Tensor, ...], dq: Tensor,
+        self, branches: Sequence[PlacedSlice], whole: tuple[Tensor, ...], dq: Tensor,
         gathered: Gathered | None, needs_kv: bool,
     ) -> None:  # fmt: skip
-        """Add to dq what a slice's rows see before them, and send the keys there theirs.
+        """Add to dq what the rows of slices with one prefix see before them, and send the keys
+        there theirs.
 
         `whole` is dout, q, out (N, T, H) and lse (N, T).
         """
-        wide = _Wide(dq, self._rows(placed), whole[3].dtype)
-        for rows, block, keys in self._seeing_in_chunk(placed):
+        wide = _Wide(dq, self._rows(branches), whole[3].dtype)
+        for rows, block, keys in self._seeing_in_chunk(branches):
             assert gathered is not None and gathered.dk is not None and gathered.dv is not None
             of = gathered.k[:, keys], gathered.v[:, keys]
             dk, dv = self._part_backward(rows, block, whole, *of, wide)
             gathered.dk[:, keys] += dk
             gathered.dv[:, keys] += dv
-        for piece in self.layer_kv.prefix(placed.index, self.rule.window, gradients=needs_kv):
+        for piece in self._prefix(branches[0], gradients=needs_kv):
             sent: tuple[Tensor, Tensor] | None = None
-            for rows, block in self._seeing(placed, piece):
+            for rows, block in self._seeing(branches, piece):
                 part = self._part_backward(rows, block, whole, piece.k, piece.v, wide)
                 sent = part if sent is None else (sent[0] + part[0], sent[1] + part[1])
                 del part
@@ -170,41 +170,87 @@ class SliceAttention:
         dk[:, kept] += dk_relayed
         dv[:, kept] += dv_relayed
 
-    def _squares(self) -> list[slice]:
-        """The rows of each stretch, which see themselves causally."""
-        first = self.first_row
-        stretches = (stretch for placed in self.slices for stretch in placed.stretches)
-        return [slice(s.start - first, s.stop - first) for s in stretches]
+    def _prefix(self, placed: PlacedSlice, *, gradients: bool) -> Iterator[PrefixBlock]:
+        """The stored blocks that a slice's rows see."""
+        if self.rule.block is None:
+            return self.layer_kv.prefix(placed.index, self.rule.window, gradients=gradients)
+        num_open = self.rule.open_tokens(placed.start)
+        if not num_open:
+            return iter(())
+        return self.layer_kv.prefix(placed.index, num_open + 1, gradients=gradients)
 
-    def _rows(self, placed: PlacedSlice) -> slice:
-        """The rows of a slice's stretches, which lie behind one another."""
-        first, last = placed.stretches[0], placed.stretches[-1]
+    def _squares(self) -> list[slice]:
+        """The rows that see themselves causally: of each stretch, or of its part of each attention
+        block."""
+        found = []
+        for stretch in (s for placed in self.slices for s in placed.stretches):
+            start = stretch.start
+            while start < stretch.stop:
+                position = stretch.position + start - stretch.start
+                stop = start + self.rule.left_tokens(position, stretch.stop - start)
+                found.append(slice(start - self.first_row, stop - self.first_row))
+                start = stop
+        return found
+
+    def _branches(self) -> Iterator[list[PlacedSlice]]:
+        """The slices that have rows, those together that have one prefix."""
+        found: list[PlacedSlice] = []
+        for placed in self.slices:
+            if found and not placed.joins:
+                yield found
+                found = []
+            if placed.stretches:
+                found.append(placed)
+        if found:
+            yield found
+
+    def _rows(self, branches: Sequence[PlacedSlice]) -> slice:
+        """The rows of slices' stretches, which lie behind one another."""
+        first, last = branches[0].stretches[0], branches[-1].stretches[-1]
         return slice(first.start - self.first_row, last.stop - self.first_row)
 
-    def _seeing(self, placed: PlacedSlice, piece: PrefixBlock) -> Iterator[tuple[slice, Block]]:
-        """The rows of a slice that see a block of its prefix, and how.
+    def _seeing(
+        self, branches: Sequence[PlacedSlice], piece: PrefixBlock
+    ) -> Iterator[tuple[slice, Block]]:
+        """The rows of slices with one prefix that see a block of it, and how.
 
-        Of each stretch they are the first ones; the others are past the window.
+        Of each stretch they are the first ones; the others are past the window. Without one all
+        see all of it: the branches of a parent take one call.
         """
-        for stretch in placed.stretches:
-            distance = piece.distance + stretch.position - placed.start
-            rows, block = self._first_rows(stretch, distance, piece.k.shape[1])
-            if rows.start < rows.stop:  # a kernel may divide by their number
-                yield rows, block
+        if len(branches) > 1 and self.rule.window is None and self.rule.block is None:
+            yield self._rows(branches), self.rule.scores(piece.distance)
+            return
+        for placed in branches:
+            for stretch in placed.stretches:
+                distance = piece.distance + stretch.position - placed.start
+                rows, block = self._first_rows(stretch, distance, piece.k.shape[1])
+                if rows.start < rows.stop:  # a kernel may divide by their number
+                    yield rows, block
 
-    def _seeing_in_chunk(self, placed: PlacedSlice) -> Iterator[tuple[slice, Block, slice]]:
-        """The same for the gathered keys of the slice itself that lie before a stretch."""
-        for stretch in placed.stretches:
-            before = stretch.position - placed.start
-            rows, block = self._first_rows(stretch, before, before)
-            if rows.start < rows.stop and before:
-                yield rows, block, slice(placed.keys[0], placed.keys[0] + before)
+    def _seeing_in_chunk(
+        self, branches: Sequence[PlacedSlice]
+    ) -> Iterator[tuple[slice, Block, slice]]:
+        """The same for the gathered keys of each slice itself that lie before a stretch."""
+        for placed in branches:
+            for stretch in placed.stretches:
+                inside = stretch.position - placed.start
+                before = min(inside, self.rule.open_tokens(stretch.position))
+                rows, block = self._first_rows(stretch, before, before)
+                if rows.start < rows.stop and before:
+                    last = placed.keys[0] + inside
+                    yield rows, block, slice(last - before, last)
 
     def _first_rows(self, stretch: Stretch, distance: int, num_keys: int) -> tuple[slice, Block]:
         """Those of a stretch that see keys, of which the first one lies `distance` before it."""
-        block, start = self.rule.block(distance), stretch.start - self.first_row
+        block, start = self.rule.scores(distance), stretch.start - self.first_row
         num_seeing = block.visible_rows(stretch.stop - stretch.start, num_keys)
+        num_seeing = min(num_seeing, self._in_block_of(stretch.position - distance, stretch))
         return slice(start, start + num_seeing), block
+
+    def _in_block_of(self, position: int, stretch: Stretch) -> int:
+        """The first rows of a stretch that lie in the attention block of an earlier position."""
+        distance, num_rows = stretch.position - position, stretch.stop - stretch.start
+        return max(0, self.rule.left_tokens(position, distance + num_rows) - distance)
 
 
 class _Wide:

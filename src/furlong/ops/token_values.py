@@ -37,11 +37,11 @@ class TiledValues:
         self, hidden: Tensor, labels: Tensor, rows: Tensor, extras: Mapping[str, Tensor]
     ) -> Tensor | None:
         """The values (R, ...) of `rows` (R,) of hidden states (T, D), without a graph; None of no
-        row. `labels` (T,); `extras` (R, ...) are in the order of the rows."""
+        row. `labels` (R,) and `extras` (R, ...) are in the order of the rows."""
         with torch.no_grad():
             found = [
-                self._of_tile(hidden[tile], labels[tile], some)
-                for tile, _, some in self._tiles(rows, extras)
+                self._of_tile(hidden[tile], labels[at], some)
+                for tile, at, some in self._tiles(rows, extras)
             ]
         if any(x.shape[1:] != found[0].shape[1:] for x in found):
             raise self._refusal(f"{found[0].shape[1:]} values per token, then others")
@@ -57,11 +57,11 @@ class TiledValues:
         for tile, at, some in self._tiles(rows, extras):
             tile_hidden = hidden.detach()[tile].requires_grad_()  # (t, D)
             with torch.enable_grad():
-                values = self._of_tile(tile_hidden, labels[tile], some)
+                values = self._of_tile(tile_hidden, labels[at], some)
             if values.requires_grad:
                 torch.autograd.backward(values, cotangents[at].to(values.dtype))
             if tile_hidden.grad is not None:
-                gradient[tile] = tile_hidden.grad
+                gradient.index_add_(0, tile, tile_hidden.grad)
             found.append(values.detach())
         return gradient, torch.cat(found) if found else hidden.new_zeros(0)
 
@@ -85,7 +85,9 @@ class TiledValues:
             or len(values) != len(labels)
             or not values.is_floating_point()
         ):
-            raise self._refusal(f"{shape} for {len(labels)} tokens")
+            dtype = f"{values.dtype} ".removeprefix("torch.") if isinstance(values, Tensor) else ""
+            is_odd = isinstance(values, Tensor) and not values.is_floating_point()
+            raise self._refusal(f"{dtype if is_odd else ''}{shape} for {len(labels)} tokens")
         return values
 
     def _refusal(self, given: str) -> ConfigError:

@@ -12,7 +12,8 @@
     I11  no rank waits for ever
     I9   memory stays within the budget
 
-I1 and I2 are in `check_chunks`, I10 and I11 in `check_ranks`, the others here. The orders are those
+I1 and I2 are in `check_chunks`, I4, I5 and I8 in `check_kv`, I10 and I11 in `check_ranks`, the
+others here. The orders are those
 that make a chunked backward exact (ChunkFlow, Algorithm 2, with its second loop descending, since
 dK,dV of a chunk are complete only after all later chunks).
 
@@ -29,6 +30,7 @@ from typing import Protocol
 
 from furlong.errors import PlanError
 from furlong.plan.check_chunks import check_chunks
+from furlong.plan.check_kv import after_the_end, lost_kv_gradients, missing_kv
 from furlong.plan.check_ranks import RANK_RULES
 from furlong.plan.grid import Breaks, Grid, Rule, refuse_chunk
 from furlong.plan.values import (
@@ -37,7 +39,6 @@ from furlong.plan.values import (
     ChunkPlan,
     Forward,
     Payload,
-    RebuildKV,
     Recompute,
     Recv,
 )
@@ -156,66 +157,6 @@ def _out_of_order(grid: Grid) -> Breaks:
                 yield f"cell {grid.name(source)} comes first", at
 
 
-def _missing_kv(grid: Grid) -> Breaks:
-    """I4. K,V of a cell that drops them live up to the last Forward of their sequence, then again
-    from a RebuildKV on; those of other cells live up to their Backward. A cell drops them that
-    keeps its input only, or its attention with a RebuildKV to come."""
-    again = {cell for _, _, cell in grid.each(RebuildKV)}
-    drops = [
-        keep == "input" or (keep == "attention" and cell in again)
-        for cell, keep in enumerate(grid.keep)
-    ]
-    rebuilt = bytearray(len(drops))
-    num_ready: dict[tuple[int, int], int] = {}
-    for at, action, cell in grid.each(Recompute, Backward, RebuildKV):
-        stage, chunk = divmod(cell, grid.num_chunks)
-        row = cell - chunk
-        for seq_id, position in grid.plan.links[chunk]:
-            group = grid.plan.groups[seq_id]
-            if at < grid.forward[row + group[max(0, grid.plan.num_computed[seq_id] - 1)]]:
-                continue
-            ready = num_ready.get((seq_id, stage), 0)
-            while ready < position and (
-                not drops[row + group[ready]] or rebuilt[row + group[ready]]
-            ):
-                ready += 1
-            num_ready[seq_id, stage] = ready
-            if ready < position:
-                missing = grid.name(row + group[ready])
-                yield f"{missing} has dropped its K,V, and no RebuildKV({missing}) came before", at
-        if isinstance(action, RebuildKV):
-            if not drops[cell] or not grid.plan.continues[chunk]:
-                yield "RebuildKV is for cells that drop their K,V and are read by later chunks", at
-            if at < grid.forward[cell]:
-                yield "a RebuildKV needs its Forward", at
-            rebuilt[cell] = 1
-
-
-def _lost_kv_gradients(grid: Grid) -> Breaks:
-    """I5. A Backward comes after that of every later chunk of its sequence that has one. These send
-    their dK,dV to K,V that live on until then: a RebuildKV in between would make them anew."""
-    for group in grid.plan.groups.values():
-        for row in range(0, len(grid.backward), grid.num_chunks):
-            latest, latest_cell = -1, -1
-            for chunk in reversed(group):
-                at = grid.backward[row + chunk]
-                if 0 <= at < latest:
-                    yield f"B{grid.name(latest_cell)} still adds to the dK,dV of chunk {chunk}", at
-                if at >= 0:
-                    latest, latest_cell = at, row + chunk
-    begun: dict[tuple[int, int], int] = {}  # (sequence, stage) -> highest position with a Backward
-    for at, action, cell in grid.each(Backward, RebuildKV):
-        stage, chunk = divmod(cell, grid.num_chunks)
-        if isinstance(action, RebuildKV) and 0 <= grid.backward[cell] < at:
-            continue
-        for seq_id, position in grid.plan.links[chunk]:
-            if isinstance(action, Backward):
-                begun.setdefault((seq_id, stage), position)
-            elif begun.get((seq_id, stage), position) > position:
-                later = grid.name(cell - chunk + grid.plan.groups[seq_id][begun[seq_id, stage]])
-                yield f"B{later} has sent dK,dV to {grid.name(cell)}, which this would lose", at
-
-
 def _mixed_phases(grid: Grid) -> Breaks:
     """I3, of two phases. The caller makes the loss of all outputs: no other action of a rank comes
     before its last Forward."""
@@ -252,26 +193,6 @@ def _odd_graphs(grid: Grid) -> Breaks:
         has_graph[cell] = isinstance(action, Recompute) or action.keep == "all"
 
 
-def _after_the_end(grid: Grid) -> Breaks:
-    """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
-    ended: dict[tuple[int, int], int] = {}
-    for at, action, cell in grid.each(*COMPUTING):
-        stage, chunk = divmod(cell, grid.num_chunks)
-        done = grid.backward[cell]
-        if 0 <= done < at:
-            yield f"B{grid.name(cell)} has run", at
-        makes_graph = isinstance(action, Recompute) or getattr(action, "keep", "") == "all"
-        if done < 0 and makes_graph:
-            yield f"no Backward consumes the graph of {grid.name(cell)}", at
-        for seq_id, position in grid.plan.links[chunk]:
-            lowest = ended.get((seq_id, stage), position)
-            if lowest < position:
-                earlier = cell - chunk + grid.plan.groups[seq_id][lowest]
-                yield f"B{grid.name(earlier)} has freed the K,V it reads", at
-            if isinstance(action, Backward):
-                ended[seq_id, stage] = position
-
-
 def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
     """I9. At every action the rank's bytes stay within its budget."""
     for rank, start in enumerate(grid.starts[:-1]):
@@ -289,8 +210,8 @@ _CELL_RULES: tuple[Rule, ...] = (
     ),
     ("forwards ascend, and every cell follows its neighbours", _out_of_order),
     ("a plan of two phases has all Forwards in the first", _mixed_phases),
-    ("the K,V of earlier chunks are there when they are read", _missing_kv),
-    ("the dK,dV of a chunk are complete before its Backward", _lost_kv_gradients),
+    ("the K,V of earlier chunks are there when they are read", missing_kv),
+    ("the dK,dV of a chunk are complete before its Backward", lost_kv_gradients),
     ("every Backward has one graph, and every Recompute an input to start from", _odd_graphs),
-    ("a Backward ends its cell, and no graph is left over", _after_the_end),
+    ("a Backward ends its cell, and no graph is left over", after_the_end),
 )

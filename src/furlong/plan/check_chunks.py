@@ -11,11 +11,14 @@ from furlong.units import count_words
 
 _RULE_1 = "every token is in exactly one slice"
 _RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
+_RULE_3 = "a branch goes on from the end of an earlier piece on its path"
 
 
 def check_chunks(plan: ChunkPlan) -> None:
     """Raise PlanError if the chunks of a plan break I1 or I2."""
-    for rule, breaks in ((_RULE_1, _uncovered), (_RULE_2, _misplaced)):
+    for rule, breaks in (
+        (_RULE_1, _uncovered), (_RULE_2, _misplaced), (_RULE_3, _misgrown),
+    ):  # fmt: skip
         for why, chunk in breaks(plan):
             raise refuse_chunk(plan, rule, why, chunk)
 
@@ -82,11 +85,40 @@ def _oddity(slices: tuple[Slice, ...], sp_size: int) -> str:
         if place.size not in sizes or place.first not in range(0, sp_size, place.size):
             required = f"a size of {', '.join(map(str, sizes))} and begins at a multiple of it"
             return f"{place} is none of a pool of {sp_size}, where a place has {required}"
-    if len(slices) > 1 and len({piece.seq_id for piece in slices}) < len(slices):
-        return "a sequence has two slices in the chunk"
+    if len(slices) > 1:
+        before = {(piece.seq_id, piece.goes_on_from) for piece in slices}
+        if len({seq_id for seq_id, _ in before}) < len(before):
+            return "a sequence has two slices in the chunk, and they are no branches of one piece"
     order = [(-place.size, place.first) for place in places]
     if order != sorted(order):
         return "slices on larger places come first, then those of lower processes"
-    if any(one.place == two.place and two.start > 0 for one, two in pairwise(slices)):
-        return "only the first slice on a place may have a prefix"
+    for one, two in pairwise(slices):
+        if one.place == two.place and two.start > 0 and one.seq_id != two.seq_id:
+            return "only the first slice on a place, and branches beside it, may have a prefix"
     return ""
+
+
+def _misgrown(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
+    """I2, of sequences that branch: pieces lie depth-first, and nothing goes on from those that
+    share a chunk. All are on one process, and none is left out."""
+    pieces: dict[int, list[tuple[Slice, int]]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        for piece in chunk.slices:
+            pieces.setdefault(piece.seq_id, []).append((piece, index))
+    for seq_id, own in pieces.items():
+        branches = [index for piece, index in own if piece.parent is not None]
+        if not branches:
+            continue
+        if plan.sampled or plan.sp_size > 1 or len(plan.actions) > 1:
+            has = f"has {count_words(len(plan.actions), 'rank')} of {plan.sp_size} processes"
+            has = "is sampled" if plan.sampled else has
+            yield f"sequence {seq_id} branches, and the plan {has}", branches[0]
+        chunks = [index for _, index in own]
+        path = [0]
+        followed = {piece.goes_on_from for piece, _ in own}
+        for piece, index in sorted(own, key=lambda pair: pair[0].start):
+            if piece.goes_on_from not in path or piece.parent == piece.start:
+                yield f"no piece of the path ends at token {piece.parent}, or it is the last", index
+            path = [*path[: path.index(piece.goes_on_from) + 1], piece.stop]
+            if piece.stop in followed and chunks.count(index) > 1:
+                yield f"a piece goes on from token {piece.stop}, in a chunk of branches", index

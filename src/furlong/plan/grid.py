@@ -43,10 +43,14 @@ class Grid:
         """Each cell's `keep`, None for a cell without a Forward."""
         groups = plan.groups
         self.before = [
-            [groups[seq_id][position - 1] for seq_id, position in links if position]
+            [
+                groups[seq_id][plan.trees[seq_id].parents[at] if seq_id in plan.trees else at - 1]
+                for seq_id, at in links
+                if at
+            ]
             for links in plan.links
         ]
-        """For each chunk, the ones just before it in its sequences."""
+        """For each chunk, the ones that it goes on from."""
 
     def _cell(self, at: int, action: Action) -> int:
         rule = "every action names a cell of the grid"

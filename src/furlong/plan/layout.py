@@ -22,3 +22,13 @@ class Layout:
 
 
 ONE_DEVICE = Layout()
+
+
+def first_device(plan_rank: int, layout: Layout) -> int:
+    """The number, among all devices of a layout, of the first one that obeys a list of a plan.
+
+    Lists are numbered replica by replica, and in each stage by stage; devices with the pool
+    innermost and the stages outermost, so that those which share a stage's weights are neighbours.
+    """
+    replica, stage = divmod(plan_rank, layout.pp)
+    return (stage * layout.dp + replica) * layout.sp

@@ -1,10 +1,11 @@
 """The end of memory: for each action of a rank, the cells whose K,V or inputs nobody needs.
 
 The K,V of a cell come into being with its Forward (if a later chunk reads them) and again with each
-RebuildKV. They are read by every action of later chunks of the same sequence at the same stage, and
-held for the cell's own Recompute and Backward. Each life ends with the last such action before the
-next one that makes them anew. So with `keep="input"` and a RebuildKV they die after the last
-forward of their sequence, and cells that never get a Backward die after their last reader.
+RebuildKV. They are read by every action of later chunks of the same sequence (where it branches, of
+those that go on from them) at the same stage, and held for the cell's own Recompute and Backward.
+Each life ends with the last such action before the next one that makes them anew. So with
+`keep="input"` and a RebuildKV they die after the last forward of their sequence, and cells that
+never get a Backward die after their last reader.
 
 The input of a cell behind the first stage is born when the stage before delivers it. It dies with
 the last pass that reads it, or becomes the gradient of that input in the cell's Backward. The
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from furlong.plan.passes import NOTHING, passes
+from furlong.plan.trees import Tree
 from furlong.plan.values import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 
@@ -25,7 +27,7 @@ def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], .
     frees: dict[int, list[tuple[int, int]]] = {}
     born: dict[tuple[int, int], int] = {}
     held: dict[tuple[int, int], int] = {}
-    readers: dict[tuple[int, int], _Readers] = {}
+    readers: dict[tuple[int, int], _Readers | _TreeReaders] = {}
 
     def die(chunk: int, stage: int) -> None:
         last = max(born[chunk, stage], held.get((chunk, stage), -1))
@@ -45,7 +47,11 @@ def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], .
                 die(*cell)
             born[cell] = index
         for seq_id, position in plan.links[action.chunk]:
-            readers.setdefault((seq_id, action.stage), _Readers()).add(position, index)
+            key = seq_id, action.stage
+            if key not in readers:
+                tree = plan.trees.get(seq_id)
+                readers[key] = _TreeReaders(tree) if tree else _Readers()
+            readers[key].add(position, index)
     for cell in born:
         die(*cell)
     return tuple(tuple(frees.get(index, ())) for index in range(len(actions)))
@@ -97,3 +103,17 @@ class _Readers:
         """Index of the latest action at a position beyond `position`, or -1."""
         count = bisect_left(self._negated_positions, -position)
         return self._indices[count - 1] if count else -1
+
+
+class _TreeReaders:
+    """The same where a sequence branches: what reads a piece goes on from it."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._ends = tree.ends
+        self._indices = [-1] * len(tree.ends)
+
+    def add(self, position: int, index: int) -> None:
+        self._indices[position] = index
+
+    def latest_behind(self, position: int) -> int:
+        return max(self._indices[position + 1 : self._ends[position]], default=-1)

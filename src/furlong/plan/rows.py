@@ -12,14 +12,24 @@ messages and losses read them here, and none of them decides anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
+from operator import attrgetter
 
-from furlong.plan.values import Chunk, Slice, inner_size
+from furlong.plan.values import Chunk, Slice
 
 Run = tuple[int, int, int]
 """Consecutive rows: (whose they are, start, stop)."""
+
+
+def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
+    """Processes in each inner group of a place of `size`: as many as can divide the query heads,
+    where each process has whole K,V heads or shares one. The place is size / inner such groups:
+    each attends for its part of the rows, to K,V that the exchange gathers from the whole place."""
+    fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
+    return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,8 @@ class PlacedSlice:
     """Its query rows: all of them in one stretch, or those of an inner place in at most two."""
     keys: tuple[int, int]
     """Its rows among the keys and values in token order."""
+    joins: bool = False
+    """Whether its prefix is that of the slice before it: both are branches of one parent."""
 
     @property
     def num_pairs(self) -> int:
@@ -129,9 +141,13 @@ class ChunkRows:
             row += run[2] - run[1]
 
 
-def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int) -> ChunkRows:
+def rows_of(
+    chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads: int,
+    position: Callable[[Slice], int] = attrgetter("start"),
+) -> ChunkRows:  # fmt: skip
     """The rows of a chunk that `process` of a pool of `sp_size` has, for a model with so many query
-    and key-value heads."""
+    and key-value heads. `position`: of a slice's first token; where sequences branch it is another
+    than that token's number."""
     assert 0 <= process < sp_size, f"process {process} of a pool of {sp_size}"
     by_size: dict[int, list[tuple[int, Slice]]] = {}
     for index, piece in enumerate(chunk.slices):
@@ -143,7 +159,7 @@ def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads:
     for size in sorted(by_size, reverse=True):
         member = process - by_size[size][0][1].place.first
         u = inner_size(size, q_heads, kv_heads)
-        level, runs = _level(by_size[size], size, u, member, row)
+        level, runs = _level(by_size[size], size, u, member, row, position)
         levels.append(level)
         tokens += runs
         row = level.local[1]
@@ -151,8 +167,9 @@ def rows_of(chunk: Chunk, process: int, *, sp_size: int, q_heads: int, kv_heads:
 
 
 def _level(
-    slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int
-) -> tuple[Level, list[Run]]:
+    slices: Sequence[tuple[int, Slice]], size: int, u: int, member: int, row: int,
+    position: Callable[[Slice], int],
+) -> tuple[Level, list[Run]]:  # fmt: skip
     """A level whose local rows begin at `row`, and the runs of its local tokens."""
     num_inner, own_inner = size // u, member // u
     inners = [_inner_runs([piece for _, piece in slices], b, num_inner) for b in range(num_inner)]
@@ -164,7 +181,7 @@ def _level(
     part = range(total * inner // u, total * (inner + 1) // u)
     level = Level(
         size, u, member, (row, row + len(part)), tuple(shares),
-        _placed(slices, inners[own_inner]), _key_runs(inners) if num_inner > 1 else (),
+        _placed(slices, inners[own_inner], position), _key_runs(inners) if num_inner > 1 else (),
     )  # fmt: skip
     numbered = [(slices[at][1].seq_id, start, stop) for at, start, stop in inners[own_inner]]
     return level, _cut(numbered, part)
@@ -188,19 +205,24 @@ def _inner_runs(slices: Sequence[Slice], inner: int, num_inner: int) -> list[Run
     return runs
 
 
-def _placed(slices: Sequence[tuple[int, Slice]], runs: Sequence[Run]) -> tuple[PlacedSlice, ...]:
+def _placed(
+    slices: Sequence[tuple[int, Slice]], runs: Sequence[Run], position: Callable[[Slice], int]
+) -> tuple[PlacedSlice, ...]:
     """The slices of a level with the query rows of an inner place, whose tokens are `runs`."""
     stretches: list[list[Stretch]] = [[] for _ in slices]
     row = 0
     for at, start, stop in runs:
-        stretches[at].append(Stretch(row, row + stop - start, start))
+        piece = slices[at][1]
+        first = position(piece) + start - piece.start
+        stretches[at].append(Stretch(row, row + stop - start, first))
         row += stop - start
-    found = []
-    key = 0
+    found: list[PlacedSlice] = []
+    key, before = 0, -1
     for (index, piece), own in zip(slices, stretches, strict=True):
         keys = (key, key + piece.num_tokens)
-        found.append(PlacedSlice(index, piece.start, tuple(own), keys))
-        key = keys[1]
+        joins = piece.seq_id == before
+        found.append(PlacedSlice(index, position(piece), tuple(own), keys, joins))
+        key, before = keys[1], piece.seq_id
     return tuple(found)
 
 

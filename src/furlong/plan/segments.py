@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from furlong.plan.trees import Tree
+
 NUM_HOT = 2
 """Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
 _SEGMENT_STEP = 64
@@ -33,30 +35,44 @@ class StoredTokens:
     lens: tuple[int, ...]
     """Tokens of each piece."""
     offsets: tuple[int, ...]
-    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; the last piece stores none."""
+    """offsets[p] : offsets[p + 1] are the stored tokens of piece p; a last piece stores none."""
     bounds: tuple[int, ...]
     """bounds[i] : bounds[i + 1] are the tokens of segment i."""
     with_gradients: tuple[range, ...] | None = None
     """The tokens whose gradients are kept, ascending; None: all. Others are of chunks that were
     not drawn in a sampled plan: what later ones would send them is dropped."""
+    tree: Tree | None = None
+    """How pieces follow one another; None: each follows the one before it."""
 
     @classmethod
-    def of(cls, lens: Sequence[int], window: int | None, per_segment: int) -> StoredTokens:
-        """The stored tokens of pieces: through a window of w, later ones see w - 1 of each."""
-        kept = [n if window is None else min(n, window - 1) for n in lens[:-1]]
+    def of(
+        cls,
+        lens: Sequence[int],
+        window: int | None,
+        per_segment: int,
+        tree: Tree | None = None,
+        block: int | None = None,
+    ) -> StoredTokens:
+        """The stored tokens of pieces: through a window of w, later ones see w - 1 of each; of
+        attention blocks, those of the one that is open at its end."""
+        is_read = tree.continued if tree else (*(True for _ in lens[1:]), False)
+        longest = max(lens, default=0) if window is None else window - 1
+        kept = [min(n, longest) if read else 0 for n, read in zip(lens, is_read, strict=True)]
+        if block is not None:
+            stops = tree.stops(lens) if tree else accumulate(lens)
+            kept = [min(n, stop % block) for n, stop in zip(kept, stops, strict=True)]
         offsets = tuple(accumulate(kept, initial=0))
-        return cls(tuple(lens), offsets, (*range(0, offsets[-1], per_segment), offsets[-1]))
+        bounds = (*range(0, offsets[-1], per_segment), offsets[-1])
+        return cls(tuple(lens), offsets, bounds, tree=tree)
 
     def with_gradients_of(self, pieces: Iterable[int]) -> StoredTokens:
         """These tokens with gradients of some pieces alone, which ascend."""
         parts: list[range] = []
         for piece in pieces:
-            if piece + 1 >= len(self.offsets) or not (own := self.of_piece(piece)):
+            if not (own := self.of_piece(piece)):
                 continue
-            if parts and parts[-1].stop == own.start:
-                own = range(parts.pop().start, own.stop)
             parts.append(own)
-        return replace(self, with_gradients=tuple(parts))
+        return replace(self, with_gradients=tuple(_joined(parts)))
 
     def gradients_in(self, tokens: range) -> list[range]:
         """The part of `tokens` whose gradients are kept, as ranges."""
@@ -74,13 +90,29 @@ class StoredTokens:
     def num_segments(self) -> int:
         return len(self.bounds) - 1
 
-    def seen_from(self, piece: int, window: int | None) -> range:
-        """Stored tokens before `piece` that its tokens see."""
-        stop = self.offsets[piece]
-        return range(0 if window is None else max(0, stop - (window - 1)), stop)
+    def seen_from(self, piece: int, window: int | None) -> tuple[range, ...]:
+        """Stored tokens before `piece` that its tokens see, as ranges behind one another."""
+        runs: list[range] = [range(self.offsets[piece])]
+        if self.tree is not None:
+            runs = _joined(self.of_piece(earlier) for earlier in self.tree.path(piece))
+        if window is None:
+            return tuple(run for run in runs if run)
+        seen: list[range] = []
+        left = window - 1
+        for run in reversed(runs):
+            seen.append(run[max(0, len(run) - left) :])
+            left -= len(seen[-1])
+        return tuple(run for run in reversed(seen) if run)
 
     def of_piece(self, piece: int) -> range:
         return range(self.offsets[piece], self.offsets[piece + 1])
+
+    def seen_segments(self, piece: int, window: int | None) -> Sequence[int]:
+        """Segments that hold tokens which a piece sees, ascending."""
+        runs = [self.segments(run) for run in self.seen_from(piece, window)]
+        if len(runs) < 2:
+            return runs[0] if runs else range(0)
+        return sorted({index for run in runs for index in run})
 
     def segments(self, tokens: range) -> range:
         """Segments that hold some of `tokens`."""
@@ -94,3 +126,13 @@ class StoredTokens:
         first = bisect_right(self.offsets, tokens.start) - 1
         last = bisect_left(self.offsets, tokens.stop)
         return [p for p in range(first, last) if self.of_piece(p)] if tokens else []
+
+
+def _joined(parts: Iterable[range]) -> list[range]:
+    """Ascending ranges, those that lie behind one another as one."""
+    runs: list[range] = []
+    for part in parts:
+        if runs and runs[-1].stop == part.start:
+            part = range(runs.pop().start, part.stop)
+        runs.append(part)
+    return runs

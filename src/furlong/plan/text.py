@@ -9,6 +9,7 @@
     unshard 0, reshard 0, reduce 0
     0:0-4096@2        a slice: tokens [0, 4096) of sequence 0 on process 2 (none: on process 0)
     0:0-4096@4-7      ... spread over the processes 4 to 7; @* over the whole pool
+    0:92-110<75       a branch: it goes on from behind token 74, not from the piece before it
     dummy             a chunk without slices
 
 A capital letter is computation on a cell; everything else is a word.
@@ -96,7 +97,7 @@ _FORMS: tuple[tuple[str, Callable[..., Action]], ...] = (
 )
 # fmt: on
 _DUMMY = "dummy"
-_SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(?:(\d+)(?:-(\d+))?|(\*)))?")
+_SLICE = re.compile(r"(\d+):(\d+)-(\d+)(?:@(?:(\d+)(?:-(\d+))?|(\*)))?(?:<(\d+))?")
 
 
 def parse_action(text: str, *, source: str = "an action's text") -> Action:
@@ -114,7 +115,9 @@ def format_chunk(chunk: Chunk, sp_size: int = 1) -> str:
     """The short forms of a chunk's slices, one after the other, `dummy` where it has none;
     `sp_size`: processes of the whole pool."""
     words = (
-        f"{s.seq_id}:{s.start}-{s.stop}{_format_place(s.place, sp_size)}" for s in chunk.slices
+        f"{s.seq_id}:{s.start}-{s.stop}{_format_place(s.place, sp_size)}"
+        + ("" if s.parent is None else f"<{s.parent}")
+        for s in chunk.slices
     )
     return " ".join(words) or _DUMMY
 
@@ -135,14 +138,14 @@ def parse_chunk(text: str, *, sp_size: int = 1, source: str = "a chunk's text") 
     for word in text.split(" "):
         found = _SLICE.fullmatch(word)
         if not found or (found[5] and int(found[5]) < int(found[4])):
-            forms = "slices such as '0:0-4096', '0:0-4096@2' or '0:0-4096@4-7'"
+            forms = "slices such as '0:0-4096', '0:0-4096@2', '0:0-4096@4-7' or '0:92-110<75'"
             raise unreadable(repr(text), forms, source)
         seq_id, start, stop = map(int, found.groups()[:3])
-        first, last, whole = found.groups()[3:]
+        first, last, whole, parent = found.groups()[3:]
         place = Place(0, sp_size if whole else 1)
         if first:
             place = Place(int(first), int(last or first) - int(first) + 1)
-        slices.append(Slice(seq_id, start, stop, place))
+        slices.append(Slice(seq_id, start, stop, place, int(parent) if parent else None))
     return Chunk(tuple(slices))
 
 
@@ -175,6 +178,8 @@ def format_plan(plan: ChunkPlan) -> str:
         f"{count_words(len(plan.chunks), 'chunk')}; "
         f"layers per stage: {', '.join(map(str, plan.stages))}; {tiers_in_words(plan.tiers)}"
     ]
+    if plan.trees:
+        lines.append(f"{count_words(len(plan.trees), 'sequence')} with branches")
     if plan.regathers:
         lines.append("weights are gathered with every pass: the ranks of a stage go in step")
     if plan.sampled:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 from typing import Literal
+
+from furlong.plan.trees import Bounds, Tree, positions_behind, tree_of
 
 Keep = Literal["input", "kv", "attention", "all"]
 """The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
@@ -61,14 +62,6 @@ def place_sizes(sp_size: int) -> tuple[int, ...]:
     return tuple(sorted(powers | {sp_size}))
 
 
-def inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
-    """Processes in each inner group of a place of `size`: as many as can divide the query heads,
-    where each process has whole K,V heads or shares one. The place is size / inner such groups:
-    each attends for its part of the rows, to K,V that the exchange gathers from the whole place."""
-    fitting = (n for n in range(gcd(size, num_heads), 1, -1) if gcd(size, num_heads) % n == 0)
-    return next((n for n in fitting if num_kv_heads % n == 0 or n % num_kv_heads == 0), 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Tokens [start, stop) of one sequence inside a chunk."""
@@ -77,6 +70,12 @@ class Slice:
     start: int
     stop: int
     place: Place = FIRST_PROCESS
+    parent: int | None = None
+    """The token behind the piece that it goes on from; None: `start`, the piece before it."""
+
+    @property
+    def goes_on_from(self) -> int:
+        return self.start if self.parent is None else self.parent
 
     @property
     def num_tokens(self) -> int:
@@ -87,9 +86,10 @@ class Slice:
 class Chunk:
     """The unit of one forward.
 
-    A slice with `start > 0` has a prefix: the earlier tokens of its sequence. Slices on larger
-    places come first, those of one size by their first process: the order of their exchanges. A
-    chunk without slices is a dummy: each process passes one token of no sequence, without a label.
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence, or of its path where
+    that branches (`furlong.plan.trees`). Slices on larger places come first, those of one size by
+    their first process: the order of their exchanges. A chunk without slices is a dummy: each
+    process passes one token of no sequence, without a label.
     """
 
     slices: tuple[Slice, ...]
@@ -222,10 +222,35 @@ class ChunkPlan:
             for piece in chunk.slices:
                 pieces.setdefault(piece.seq_id, []).append((piece.start, index))
         return {
-            seq_id: tuple(index for _, index in sorted(starts))
+            seq_id: tuple(dict.fromkeys(index for _, index in sorted(starts)))
             for seq_id, starts in pieces.items()
             if len(starts) > 1
         }
+
+    @cached_property
+    def trees(self) -> dict[int, Tree]:
+        """For each sequence that branches, how the chunks of its group follow one another."""
+        return {
+            seq_id: tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
+            for seq_id in {s.seq_id for c in self.chunks for s in c.slices if s.parent is not None}
+        }
+
+    @cached_property
+    def _behind(self) -> dict[int, dict[int, int]]:
+        return {
+            seq_id: positions_behind(b for c in self.groups[seq_id] for b in self.bounds(seq_id, c))
+            for seq_id in self.trees
+        }
+
+    def bounds(self, seq_id: int, chunk: int) -> list[Bounds]:
+        """(start, stop, what it goes on from) of a sequence's slices in a chunk."""
+        own = (s for s in self.chunks[chunk].slices if s.seq_id == seq_id)
+        return [(s.start, s.stop, s.goes_on_from) for s in own]
+
+    def position(self, piece: Slice) -> int:
+        """Position of a slice's first token: tokens of its path before it."""
+        behind = self._behind.get(piece.seq_id)
+        return piece.start if behind is None else behind[piece.goes_on_from]
 
     @cached_property
     def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -250,10 +275,12 @@ class ChunkPlan:
     @cached_property
     def continues(self) -> tuple[bool, ...]:
         """For each chunk, whether a later chunk reads its K,V."""
-        return tuple(
-            any(position < self.num_computed[seq_id] - 1 for seq_id, position in pairs)
-            for pairs in self.links
-        )
+        return tuple(any(self.is_read(*pair) for pair in pairs) for pairs in self.links)
+
+    def is_read(self, seq_id: int, position: int) -> bool:
+        """Whether a later chunk of a sequence's group reads the K,V of one."""
+        tree = self.trees.get(seq_id)
+        return tree.continued[position] if tree else position < self.num_computed[seq_id] - 1
 
     @cached_property
     def trained(self) -> frozenset[int]:

@@ -24,6 +24,7 @@ _WAYS: dict[str, tuple[str, ...]] = {
     "activations": (*_SMALLER, "keep less of them (chunks.keep, chunks.num_retained)"),
     "kv": _LESS_KV,
     "kv_gradients": _LESS_KV,
+    "states": ("use larger chunks (chunks.size): a state is kept at the end of each", *_LESS_KV),
     "logits": _SMALLER,
     "buffers": _SMALLER,
 }

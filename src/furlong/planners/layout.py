@@ -30,7 +30,8 @@ def layouts(
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
     An sp group divides the query heads (Ulysses), unless the given sizes leave no such one: then
-    it may be larger, and gathers K,V. A pipeline has no more stages than layers.
+    it may be larger, and gathers K,V; recurrent layers are on one device. A pipeline has no more
+    stages than layers, and one where layers need more than what the one before them gives.
     `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
     sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
@@ -72,6 +73,16 @@ def _no_layout(
     relation = "a multiple of" if None in given.values() else "="
     shown = f"{words}, {relation} {count_words(product, 'device')}"
     pp, layers = sizes["pp"] or 1, shape.num_layers
+    if (sizes["sp"] or 1) > 1 and shape.is_recurrent:
+        return _not_divided(
+            f"parallel: {shown}, for {_recurrent_words(shape)}", "parallel.sp",
+            "the state of a sequence goes from token to token on one device",
+        )  # fmt: skip
+    if pp > 1 and shape.whole:
+        return _not_divided(
+            f"parallel: {shown}, for a {shape.family}, which {shape.whole}", "parallel.pp",
+            "its decoder is not divided between layers",
+        )  # fmt: skip
     if pp > layers:
         required = f"a parallel.pp of at most the model's {count_words(layers, 'layer')}"
         change = f"set parallel.pp to {layers}{' or less, or auto' if layers > 1 else ''}"
@@ -88,6 +99,21 @@ def _no_layout(
     )
 
 
+def _not_divided(given: str, size: str, reason: str) -> ConfigError:
+    return ConfigError(
+        given=given,
+        required=f"{size} 1: {reason}",
+        source="the sizes of parallel and the model's layers",
+        change=f"set {size} to 1; replicas (parallel.dp) take further devices",
+    )
+
+
+def _recurrent_words(shape: ModelShape) -> str:
+    """A model's name and the number of its recurrent layers."""
+    count = sum(mixer.is_recurrent for mixer in shape.mixers)
+    return f"a {shape.family}, in which {count} of {shape.num_layers} layers are recurrent"
+
+
 def _layouts(
     groups: int,
     shape: ModelShape,
@@ -101,8 +127,9 @@ def _layouts(
         Layout(groups // (s * p), s, p)
         for s in _divisors(groups)
         if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
+        if s == 1 or not shape.is_recurrent
         for p in _divisors(groups // s)
-        if (pp is None or p == pp) and p <= shape.num_layers
+        if (pp is None or p == pp) and p <= (1 if shape.whole else shape.num_layers)
     ]
     return [layout for layout in found if dp is None or layout.dp == dp]
 
@@ -112,8 +139,9 @@ def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tu
 
     `mean_keys`: keys that a token of the batch attends on average.
     """
-    keys = 4.0 * shape.q_size * mean_keys
-    work = [2.0 * shape.layer_active_parameters(i) + keys for i in range(shape.num_layers)]
+    work = [
+        shape.layer_flops(i) + mixer.key_flops * mean_keys for i, mixer in enumerate(shape.mixers)
+    ]
     work[-1] += 2.0 * shape.embedding_parameters
     before = [0.0, *accumulate(work)]
     slowest, _ = _cut(before, num_stages, np.maximum)
@@ -152,7 +180,8 @@ def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
     """For each stage the first one with the same layers, head included: it takes the same time."""
     starts = [0, *accumulate(stages)]
     kinds = [
-        (shape.windows[a:b], shape.mlps[a:b], b == shape.num_layers) for a, b in pairwise(starts)
+        (shape.windows[a:b], shape.mlps[a:b], shape.mixers[a:b], b == shape.num_layers)
+        for a, b in pairwise(starts)
     ]
     return [kinds.index(kind) for kind in kinds]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from furlong.errors import ConfigError
 from furlong.plan.values import Keep, Order, Tier, Tiers
@@ -29,8 +29,9 @@ class ChunkOptions:
     num_retained: int = 1
     """How many last chunks of a sequence keep their whole graph (ChunkFlow's K); with layer-first
     at the last stage only, where the forward turns around on the spot."""
-    keep: Keep = "attention"
-    """Kept by the other chunks between forward and backward."""
+    keep: Keep | Literal["auto"] = "attention"
+    """Kept by the other chunks between forward and backward. `auto`, for values of tokens, hidden
+    states and `furlong.chunked` alone: what memory has room for, call by call."""
     tier: Tier | Mapping[str, Tier] | Tiers = "device"
     """Where kept tensors live: one tier for all kinds, or a mapping of kinds (kv, inputs,
     attention, graphs), the others on the device."""
@@ -54,6 +55,18 @@ class ChunkOptions:
         return self.tier
 
     @property
+    def kept(self) -> Keep:
+        """The keep itself. Raises ConfigError where nobody has decided it."""
+        if self.keep == "auto":
+            _refuse(
+                "keep", "auto",
+                f"one of {', '.join(get_args(Keep))}: with auto only Engine.token_values,"
+                " Engine.hidden_states and furlong.chunked choose",
+                "name one; furlong plan and furlong train search for it",
+            )  # fmt: skip
+        return self.keep
+
+    @property
     def sampling(self) -> Sampling | None:
         """Which chunks get a backward; None: all."""
         assert not isinstance(self.sample, Mapping)  # __post_init__ has made it a Sampling
@@ -64,7 +77,7 @@ class ChunkOptions:
             _check_whole(name, getattr(self, name), lowest)
         if not isinstance(self.hybrid, bool):
             _refuse("hybrid", self.hybrid, "True or False", "pass a boolean")
-        _check_among("keep", self.keep, get_args(Keep))
+        _check_among("keep", self.keep, (*get_args(Keep), "auto"))
         _check_among("order", self.order, get_args(Order))
         object.__setattr__(self, "tier", checked_tier(self.tier))
         object.__setattr__(self, "sample", sampling_of(self.sample))

@@ -93,6 +93,9 @@ def _chunk_words(plan: ChunkPlan) -> str:
         mean = sum(sizes) / len(sizes)
         span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
     more = f"; besides {count_words(dummies, 'dummy chunk')}, to go in step" if dummies else ""
+    if plan.trees:
+        branches = sum(s.parent is not None for chunk in plan.chunks for s in chunk.slices)
+        more += f"; {count_words(branches, 'branch')} of {count_words(len(plan.trees), 'sequence')}"
     return f"{count_words(len(sizes), 'chunk')} ({named}) of {span}{more}"
 
 

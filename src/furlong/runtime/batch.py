@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from furlong.errors import ConfigError, DataError
 from furlong.models.causal_lm import CausalLM
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan, Forward
+from furlong.runtime.cells.loss_head import FinalHead
 from furlong.runtime.inputs import (
+    Part,
     ShiftedSequence,
     count_valid_tokens,
     no_data,
@@ -20,7 +22,6 @@ from furlong.runtime.inputs import (
     shift_labels,
     whole_number,
 )
-from furlong.runtime.loss_head import FinalHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def batch_of(
     DataError unless the sequences are of the lengths that the plan was made for.
     """
     if not isinstance(sequences, Mapping):
-        shifted = shift_labels(sequences)
+        shifted = along_paths(plan, shift_labels(sequences))
         _require_lens([len(s.input_ids) for s in shifted], plan.seq_lens)
         return PlannedSequences(plan, shifted, count_valid_tokens(shifted))
     own: dict[Any, ShiftedSequence] = dict(
@@ -77,9 +78,25 @@ def batch_of(
         )
     ids = [seq_id for seq_id in range(len(plan.seq_lens)) if seq_id in own]
     _require_lens([len(own[i].input_ids) for i in ids], [plan.seq_lens[i] for i in ids])
-    shifted = among(own, len(plan.seq_lens))
+    shifted = along_paths(plan, among(own, len(plan.seq_lens)))
     is_whole = len(ids) == len(plan.seq_lens)
     return PlannedSequences(plan, shifted, count_valid_tokens(shifted) if is_whole else None)
+
+
+def along_paths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> list[ShiftedSequence]:
+    """The sequences of a plan; those that branch with the tokens that follow one another. The label
+    of a branch's first token is what the token predicts that it goes on from."""
+    found = list(sequences)
+    for seq_id in plan.trees.keys() & range(len(found)):
+        bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
+        parts = [Part(seq_id, start, start, stop - 1, start) for start, stop, _ in bounds]
+        parts += [
+            Part(seq_id, start - 1, before - 1, before, start - 1)
+            for start, _, before in bounds
+            if before
+        ]
+        found[seq_id] = replace(found[seq_id], parts=tuple(parts))
+    return found
 
 
 def among(own: Mapping[Any, ShiftedSequence], num_sequences: int) -> list[ShiftedSequence]:

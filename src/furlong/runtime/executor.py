@@ -31,20 +31,20 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
-from furlong.runtime.cell import Cell, require_each_layer
-from furlong.runtime.chunk_inputs import BatchInputs
+from furlong.runtime.cells.cell import Cell
+from furlong.runtime.cells.chunk_inputs import BatchInputs
+from furlong.runtime.cells.layout import chunk_pieces, open_store, rows_on
+from furlong.runtime.cells.live_cell import LiveCell, last_actions
+from furlong.runtime.cells.loss_head import FinalHead, loss_head
+from furlong.runtime.cells.stage_inputs import StageInputs
 from furlong.runtime.comms import Comms
-from furlong.runtime.heap import FreedMemory, process_heap
 from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
-from furlong.runtime.layout import chunk_pieces, open_store, rows_on
-from furlong.runtime.ledger import Ledger
-from furlong.runtime.live_cell import LiveCell, last_actions
-from furlong.runtime.loss_head import FinalHead, loss_head
-from furlong.runtime.pools import Pools
+from furlong.runtime.memory.heap import FreedMemory, process_heap
+from furlong.runtime.memory.ledger import Ledger
+from furlong.runtime.memory.pools import Pools
+from furlong.runtime.memory.saved_graphs import SavedGraph, saving
 from furlong.runtime.recorder import Measuring, Recorder
 from furlong.runtime.rng import RNGState, replayed
-from furlong.runtime.saved_graphs import SavedGraph, saving
-from furlong.runtime.stage_inputs import StageInputs
 from furlong.timeline import Timeline
 
 
@@ -207,20 +207,19 @@ class Executor:
         chunk, stage = at
         own, cell = self._inputs.of(chunk), live.cell
         before = RNGState.read(self._model.device) if self._draws else None
-        cell.attended.clear()
-        cell.expect(what)
+        cell.begin_pass(what)
         try:
             with ExitStack() as stack, self._modes():
                 x = own.input_ids if stage == 0 else self._leaf(live, at, what, stack)
                 hidden = self._stages[stage].run(x, own.position_ids, cell, what)
         except KVReady:
-            require_each_layer(self._model.name, cell.attended, cell.layers)
+            cell.require_met(self._model.name)
             raise
         finally:
             if before is not None and not self.has_drawn:
                 self.has_drawn = not before.equals(RNGState.read(self._model.device))
         # LayerDrop skips layers in some forwards only, which the self-check need not have met
-        require_each_layer(self._model.name, cell.attended, cell.layers)
+        cell.require_met(self._model.name)
         return hidden
 
     def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
@@ -288,9 +287,10 @@ class Executor:
             self._hidden.drop(at)
 
     def _open(self, chunk: int, stage: int) -> Cell:
+        own = self._stages[stage]
         return Cell(
             self._inputs.of(chunk).rows, chunk_pieces(self._plan, chunk), self._store,
-            self._backend, self._attention, self._stages[stage].layers, self._exchange,
+            self._backend, self._attention, own.layers, own.events, self._exchange,
         )  # fmt: skip
 
     def _free_kv(self, chunk: int, stage: int) -> None:

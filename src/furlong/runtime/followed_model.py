@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,21 +21,22 @@ from furlong.models.held import Skip
 from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan
+from furlong.runtime.cells.layout import rows_on
+from furlong.runtime.checks.self_check import self_check
+from furlong.runtime.checks.surroundings import device_type, left_out, refuse_autocast, refuse_mode
 from furlong.runtime.comms import Alone, Comms
-from furlong.runtime.exchange import AllToAll
 from furlong.runtime.kept import Kept
-from furlong.runtime.layout import rows_on
+from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.comms import ShardedRanks
+from furlong.runtime.parallel.empty_passes import EmptyPasses
+from furlong.runtime.parallel.exchange import AllToAll
 from furlong.runtime.parallel.likeness import require_alike
 from furlong.runtime.parallel.links import Parcel
 from furlong.runtime.parallel.pipeline import open_pipeline, stage_heights
 from furlong.runtime.parallel.ranks import Ranks, ranks_given, require_stages
 from furlong.runtime.parallel.sharding import one_step, shard
-from furlong.runtime.pools import Storage
 from furlong.runtime.precision import compute_parameters
-from furlong.runtime.self_check import self_check
-from furlong.runtime.surroundings import device_type, left_out, refuse_autocast, refuse_mode
 
 # By the model itself, weakly: a model that is forgotten takes its buffers with it, and its copies
 # and saved files hold nothing of ours.
@@ -59,10 +61,11 @@ class FollowedModel:
         storage: Storage | None,
         ranks: Ranks | None = None,
         process_group: ProcessGroup | None = None,
+        needs_head: bool = True,
     ) -> None:
         """`ranks`, or a `process_group` of replicas: the processes that call it together; None for
-        one alone."""
-        self.given, self.storage = given, storage
+        one alone. `needs_head`: see `CausalLM`."""
+        self.given, self.storage, self._needs_head = given, storage, needs_head
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.kept = _KEPT.setdefault(bare_model(given), Kept())
         self.ranks = ranks_given(ranks, process_group, device_type(given))
@@ -112,7 +115,7 @@ class FollowedModel:
             return
         self._require_own_shards(base)
         refuse_placement(base)
-        self.model = CausalLM(self.given, max_seq_len=self.max_seq_len)
+        self.model = CausalLM(self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head)
         if self.ranks is not None:
             require_stages(self.ranks.pp, self.model.num_layers)
         self.kept.open_pools(self.model.device, self.storage)
@@ -153,9 +156,7 @@ class FollowedModel:
     @property
     def exchange(self) -> AllToAll | None:
         """The exchange with the others of the pool."""
-        if self.ranks is None or self.ranks.sp == 1:
-            return None
-        return AllToAll(self.ranks.place_groups)
+        return self.kept.exchange_of(self.ranks)
 
     @property
     def heights(self) -> tuple[int, ...]:
@@ -183,7 +184,9 @@ class FollowedModel:
         layers = self.model.layers if self._is_sharded else ()
         pipeline = self.kept.pipeline
         messages = (pipeline.links, self._parcel(plan)) if pipeline and plan else None
-        return ShardedRanks(self.model.base, layers, self.ranks, messages)
+        own = self.exchange
+        pool = partial(EmptyPasses, self.model, own, self.rank, self.process) if own else None
+        return ShardedRanks(self.model.base, layers, self.ranks, messages, pool)
 
     def require_settled(self) -> None:
         """Raise LinkError if an earlier step ended in the middle of what processes do together."""

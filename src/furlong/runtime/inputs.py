@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -11,15 +11,54 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError, DataError
-from furlong.ops.loss import IGNORE_INDEX
+from furlong.ops.loss import IGNORE_INDEX, labelled_rows
 from furlong.planners.options import ChunkOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of one of the sequences that were joined to a tree."""
+
+    sequence: int
+    """The number of that sequence in its call."""
+    token: int
+    """The number of the first token in that sequence."""
+    start: int
+    """Where in the tree the tokens lie: [start, stop)."""
+    stop: int
+    label: int
+    """Where among the tree's labels that of the first token is."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftedSequence:
     input_ids: Tensor  # (T,) int64
-    labels: Tensor  # (T,) int64, label t is what token t predicts
+    labels: Tensor  # (T,) int64, label t is what token t predicts; of a tree, those of its parts
     first_position: int = 0
+    parts: tuple[Part, ...] = ()
+    """The parts that a tree was joined of, or those of its own paths; none: no tree."""
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[Part, range]]:
+        """The parts of a tree that have tokens in [start, stop), with the ones that lie there."""
+        for part in self.parts:
+            tokens = range(max(start, part.start), min(stop, part.stop))
+            if tokens:
+                yield part, tokens
+
+    def labelled(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The rows (R,) among tokens [start, stop) that have a label, and their labels (R,). One
+        that several tokens follow is there with each of them."""
+        if not self.parts:
+            rows = labelled_rows(labels := self.labels[start:stop])
+            return rows, labels[rows]
+        found = [torch.empty((2, 0), dtype=torch.int64, device="cpu")]
+        for part, tokens in self.within(start, stop):
+            first = part.label + tokens.start - part.start
+            labels = self.labels[first : first + len(tokens)]
+            rows = labelled_rows(labels)
+            found.append(torch.stack([rows + tokens.start - start, labels[rows]]))
+        rows, labels = torch.cat(found, 1)
+        return rows, labels
 
 
 def shift_labels(sequences: object) -> list[ShiftedSequence]:
@@ -38,6 +77,11 @@ def _shift(sequence: object, index: int) -> ShiftedSequence:
         raise refused_data(
             f"sequence {index} of type {type(sequence).__name__}", "a dict of input_ids and labels"
         )
+    if "input_ids" not in sequence:
+        found = ", ".join(map(str, sequence)) or "nothing"
+        raise refused_data(
+            f"sequence {index} without input_ids, with {found}", "a dict of input_ids and labels"
+        )
     unknown = sorted(str(key) for key in sequence.keys() - {"input_ids", "labels"})
     if unknown:
         raise refused_data(
@@ -52,9 +96,11 @@ def _shift(sequence: object, index: int) -> ShiftedSequence:
         or input_ids.shape != labels.shape
         or len(input_ids) == 0
     ):
+        both = _is_token_vector(input_ids) and _is_token_vector(labels) and len(input_ids)
         raise refused_data(
             f"sequence {index} with input_ids {_describe(input_ids)}, labels {_describe(labels)}",
             "input_ids and labels as int64 tensors of one shape (T,), T at least 1",
+            *(("give each token a label, -100 where it has none",) if both else ()),
         )
     for name, tensor in (("input_ids", input_ids), ("labels", labels)):
         if tensor.layout != torch.strided or tensor.is_meta:
@@ -176,12 +222,13 @@ def refused_data(
     return DataError(given=given, required=required, source=source, change=change)
 
 
-def no_data(given: str, required: str) -> DataError:
+def no_data(
+    given: str,
+    required: str,
+    change: str = "leave batches without labels out, or pass num_valid_tokens",
+) -> DataError:
     """A call without anything to train on."""
-    return DataError(
-        given=given, required=required, source="the arguments of forward_backward",
-        change="leave batches without labels out, or pass num_valid_tokens",
-    )  # fmt: skip
+    return refused_data(given, required, change)
 
 
 def require_options(options: object) -> None:
@@ -190,6 +237,6 @@ def require_options(options: object) -> None:
         raise ConfigError(
             given=f"options of type {type(options).__name__}",
             required="furlong.ChunkOptions",
-            source="the arguments of forward_backward",
+            source="the options that were passed",
             change="pass furlong.ChunkOptions(size=..., keep=...)",
         )

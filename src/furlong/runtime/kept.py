@@ -13,9 +13,10 @@ import torch
 
 from furlong.kv.arena import Arena
 from furlong.ops.choose import ProbedBackend
+from furlong.runtime.memory.pools import Pools, Storage
+from furlong.runtime.parallel.exchange import AllToAll
 from furlong.runtime.parallel.pipeline import Pipeline
 from furlong.runtime.parallel.ranks import Ranks
-from furlong.runtime.pools import Pools, Storage
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Kept:
     """The processes among which the weights are divided, for good."""
     pipeline: Pipeline | None = None
     """The links to other stages, where the ranks have several."""
+    exchange: AllToAll | None = None
+    """That of the pool, where the ranks have pools."""
     trained_layers: range | None = None
     """The layers that this process of a pipeline has trained."""
     heights: tuple[int, ...] = ()
@@ -40,8 +43,17 @@ class Kept:
     """Whether nothing of an earlier step is left under way between the processes."""
     compute_dtype: torch.dtype | None = None
     """The dtype in which divided weights are gathered."""
+    room_bytes: int | None = None
+    """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
     dropped: deque[Callable[[], None]] = field(default_factory=deque)
     """Ends of calls whose values nobody holds any more."""
+
+    def exchange_of(self, ranks: Ranks | None) -> AllToAll | None:
+        """The exchange with the others of a pool, always the same one; None without others."""
+        if ranks is None or ranks.sp == 1:
+            return None
+        self.exchange = self.exchange or AllToAll(ranks.place_groups)
+        return self.exchange
 
     def drop(self, end: Callable[[], None]) -> None:
         """Give back what a call holds: at once, or when the call that runs now is over."""

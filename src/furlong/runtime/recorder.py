@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypedDict, Unpack
 
 from furlong.plan.values import Action
-from furlong.runtime.memory import MemoryMeter
-from furlong.runtime.pools import Pools
+from furlong.runtime.memory.measure import MemoryMeter
+from furlong.runtime.memory.pools import Pools
 from furlong.runtime.stopwatch import Clock, stopwatch
 from furlong.timeline import Record, Timeline
 

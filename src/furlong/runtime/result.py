@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,3 +27,5 @@ class StepResult:
     host_bytes: int = 0
     """Most bytes at a time in the tier host."""
     disk_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures of the loss, by name."""

@@ -12,6 +12,7 @@ from furlong.errors import PlanError
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.values import ChunkPlan
 from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
+from furlong.runtime.checks.surroundings import drawn, untrainable
 from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import check_ranges
@@ -23,7 +24,6 @@ from furlong.runtime.precision import forgotten_gradients, made_gradients
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
 from furlong.runtime.rng import independent_draws
-from furlong.runtime.surroundings import drawn, untrainable
 
 
 def batch_for(followed: FollowedModel, plan: object, sequences: object) -> PlannedSequences:

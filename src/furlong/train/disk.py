@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from furlong.errors import CheckpointError, ConfigError
-from furlong.train.checkpoint_folder import NUM_KEPT, list_checkpoints
+from furlong.train.checkpoints.folder import NUM_KEPT, list_checkpoints
 from furlong.units import format_bytes
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

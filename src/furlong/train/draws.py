@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from furlong.data.loader import Batch
+from furlong.data.tokenize import IGNORE_INDEX
 from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
+from furlong.planners.sampling.plans import sampled
 from furlong.planners.sampling.use import num_drawn
 
 
@@ -23,3 +28,22 @@ def drawn_share(plan: ChunkPlan | None) -> float | None:
     if plan is None or not plan.sampled:
         return None
     return num_drawn(plan) / len(plan.chunks)
+
+
+def with_draw(plan: ChunkPlan, batch: Batch, options: ChunkOptions) -> ChunkPlan:
+    """The plan with the draw that `options` ask for, if any: the same on all processes that have
+    the batch, whose labels are read."""
+    if options.sampling is None:
+        return plan
+    return sampled(plan, options.sampling, _labelled(plan, batch))
+
+
+def _labelled(plan: ChunkPlan, batch: Batch) -> set[int]:
+    """The chunks of cut sequences that have a label: that of a token is the token behind it."""
+    found = set()
+    for index in {chunk for group in plan.groups.values() for chunk in group}:
+        for piece in plan.chunks[index].slices:
+            labels = batch.sequences[piece.seq_id].labels[piece.start + 1 : piece.stop + 1]
+            if np.any(labels != IGNORE_INDEX):
+                found.add(index)
+    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import EVALUATION
 from furlong.train.replicas import Replicas
-from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -50,8 +51,10 @@ class Evaluation:
 
     loss: float
     num_valid_tokens: int
-    by_position: tuple[PositionBucket, ...]
-    """Ascending; buckets without a label are left out."""
+    by_position: tuple[PositionBucket, ...] = ()
+    """Ascending; buckets without a label are left out. None of pairs."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures of the loss, by name."""
 
 
 def evaluate(
@@ -72,45 +75,53 @@ def evaluate(
     loss_sum, num_valid_tokens = 0.0, 0
     sums = torch.zeros(64, dtype=torch.float64)
     counts = torch.zeros(64, dtype=torch.int64)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches:
             if should_stop():
                 return None
             if batch.num_valid_tokens == 0:
                 continue
-            result = fitting.compute(
-                partial(_losses, replicas, batch, device, used),
-                name="an evaluation", num_tokens=batch.num_tokens, device=device,
-            )  # fmt: skip
+            result = losses_of(replicas, batch, device, fitting, used)
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
             for number in replicas.share(len(batch.sequences)):
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
-    finally:
-        for module, training in modes:
-            module.training = training
     figures = replicas.processes.sums([*sums.tolist(), *counts.tolist()])
     sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
     by_position = _buckets(sums, counts.long())
     return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, by_position)
 
 
-def _losses(
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model evaluates; its modes are afterwards as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def losses_of(
     replicas: Replicas,
     batch: Batch,
     device: torch.device,
+    fitting: Fitting,
     used: UsedMemory | None,
-    options: ChunkOptions,
 ) -> StepResult:
-    """The losses of a batch, within the budget of `used`."""
-    compute = partial(replicas.compute, batch, options, device, name=EVALUATION, backward=False)
-    if used is None:
-        return compute()
-    used.restart()
-    return compute(watch=used.check)
+    """The losses of a batch, in chunks that fit the memory and the budget of `used`."""
+
+    def call(options: ChunkOptions) -> StepResult:
+        compute = partial(replicas.compute, batch, options, device, name=EVALUATION, backward=False)
+        if used is None:
+            return compute()
+        used.restart()
+        return compute(watch=used.check)
+
+    return fitting.compute(call, name="an evaluation", num_tokens=batch.num_tokens, device=device)
 
 
 def _add_by_position(losses: Tensor, labels: Tensor, sums: Tensor, counts: Tensor) -> None:

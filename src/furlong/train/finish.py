@@ -11,12 +11,12 @@ import torch
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.models.build import export_model
-from furlong.train.checkpoint_folder import write_json
+from furlong.train.checkpoints.folder import write_json
+from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures
-from furlong.train.prepare import build_run_model
 from furlong.train.processes.together import Processes
-from furlong.train.report import TrainReport, list_export
 from furlong.train.run_folder import EXPORT, REPORT, clear_export
+from furlong.train.setup.prepare import build_run_model
 from furlong.train.whole import put_weights, whole_weights
 
 

@@ -11,18 +11,16 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 
 from furlong.errors import ConfigError, UserError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import give_back_memory, is_out_of_memory
+from furlong.runtime.memory.measure import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
 
-if TYPE_CHECKING:
-    from furlong.runtime.result import StepResult
-
+_T = TypeVar("_T")
 SMALLEST_TOKENS = 64
 """Smaller chunks save hardly any memory: what a step needs then does not depend on them."""
 
@@ -47,13 +45,13 @@ class Fitting:
 
     def compute(
         self,
-        call: Callable[[ChunkOptions], StepResult],
+        call: Callable[[ChunkOptions], _T],
         *,
         name: str,
         num_tokens: int,
         device: torch.device,
         undo: Callable[[], None] = lambda: None,
-    ) -> StepResult:
+    ) -> _T:
         """The outcome of `call` with the options that fit.
 
         `name`: what messages call it; `num_tokens`: those of its batch. After a failure `undo`

@@ -14,13 +14,14 @@ from furlong.data.loader import Batch, LoaderState, told_ahead
 from furlong.plan.values import ChunkPlan
 from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
+from furlong.train.figures.metrics import MetricsLog
+from furlong.train.figures.mfu import MfuMeter
+from furlong.train.figures.used_memory import SCRATCH_BYTES, UsedMemory
 from furlong.train.fitting import Fitting
-from furlong.train.metrics import MetricsLog
-from furlong.train.mfu import MfuMeter
-from furlong.train.optimizer import make_state
 from furlong.train.replicas import Replicas
+from furlong.train.setup.optimizer import make_state
 from furlong.train.step import TrainedStep, train_step
-from furlong.train.used_memory import UsedMemory
+from furlong.units import format_bytes
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -148,7 +149,7 @@ def run_steps(
         progress = progress.after(batch, figures, num_skipped)
         losses.append(figures.loss)
         log.step(progress.step, figures)
-        _tell(progress.step, num_steps, cadence, log, figures, result)
+        _tell(progress.step, num_steps, cadence, log, figures, result, budget_bytes)
         if cadence.save and _is_due(progress.step, num_steps, cadence.save_every_steps):
             cadence.save(progress)
             saved_step = progress.step
@@ -165,8 +166,16 @@ def _tell(
     log: MetricsLog,
     figures: TrainedStep,
     result: StepResult,
+    budget_bytes: int | None,
 ) -> None:
-    """Report a step as measured; the first one also as predicted."""
+    """Report a step as measured; the first one also as predicted, and what it has taken beyond the
+    budget."""
+    if step == 1 and budget_bytes is not None and figures.used_memory_bytes > budget_bytes:
+        log.say(
+            f"warning: step 1 has used {format_bytes(figures.used_memory_bytes)}, memory.device is"
+            f" {format_bytes(budget_bytes)}; up to {format_bytes(SCRATCH_BYTES)} more is let pass,"
+            " as the libraries' own"
+        )
     if step == 1 and cadence.predict and result.plan:
         log.predicted(step, figures, cadence.predict(result.plan))
     if cadence.measured and (step == 1 or _is_due(step, num_steps, cadence.save_every_steps)):

@@ -19,6 +19,7 @@ from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import Action, ChunkPlan, Forward, Unshard
+from furlong.planners.auto.rivals import CHUNKS, Rivals
 from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replica import plan_replica
@@ -44,6 +45,16 @@ class Wanted:
         return f"plan/{sha256(json.dumps(values).encode()).hexdigest()[:32]}"
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The plan of a batch."""
+
+    plan: ChunkPlan
+    method: str = ""
+    """Names of the planners of its replicas, see `planners.auto.rivals`; known to the first process
+    alone."""
+
+
 def plan_batch(
     wanted: Wanted,
     *,
@@ -52,9 +63,11 @@ def plan_batch(
     work: Callable[[Sequence[int]], Sequence[float]],
     num_layers: int,
     frozen_layers: int = 0,
-) -> ChunkPlan:
+    rivals: Rivals | None = None,
+) -> BatchPlan:
     """A checked plan in which each replica walks its own sequences: as one device would, as one
-    pool over which each chunk is divided, or as a pipeline in state-aware 1F1B.
+    pool over which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the
+    `rivals` that is predicted to be faster.
 
     `stages`: layers of each stage of a pipeline. `work`: the FLOPs of each sequence, or whatever
     else is to be dealt out evenly. Where there are fewer sequences than replicas some have a dummy.
@@ -64,20 +77,25 @@ def plan_batch(
     num_busy = min(layout.dp, len(wanted.seq_lens))
     dealt = by_cost(work(wanted.seq_lens), num_busy)
     is_cut = layout.pp > 1 or wanted.options.order == "layer-first"
-    plans = [
-        plan_replica(
-            [wanted.seq_lens[seq_id] for seq_id in own], wanted.options,
+    frozen = frozen_layers if is_cut and wanted.backward else 0
+    methods, plans = [], []
+    for own in dealt:
+        seq_lens = [wanted.seq_lens[seq_id] for seq_id in own]
+        method, plan = CHUNKS, plan_replica(
+            seq_lens, wanted.options,
             num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
-            frozen_layers=frozen_layers if is_cut and wanted.backward else 0,
-        )
-        for own in dealt
-    ]  # fmt: skip
+            frozen_layers=frozen,
+        )  # fmt: skip
+        if rivals is not None and wanted.backward:
+            method, plan = rivals.fastest(seq_lens, plan, wanted.options, frozen_layers=frozen)
+        methods.append(method)
+        plans.append(plan)
     num_idle = layout.dp - num_busy
     plans += [idle_plan(plans[0])] * num_idle
     joined = join_replicas(plans, [*dealt, *([[]] * num_idle)], wanted.seq_lens)
     plan = replace(joined, actions=tuple(map(_gathering, joined.actions)))
     check(plan)
-    return plan
+    return BatchPlan(plan, ", ".join(dict.fromkeys(methods)))
 
 
 def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -89,11 +107,11 @@ def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
 class SharedPlans:
     """The plans of a run of several processes, in the order in which all of them ask."""
 
-    def __init__(self, processes: Processes, make: Callable[[Wanted], ChunkPlan]) -> None:
+    def __init__(self, processes: Processes, make: Callable[[Wanted], BatchPlan]) -> None:
         """`make` runs in a thread of the first process."""
         self._processes, self._make = processes, make
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
-        self._coming: dict[str, Future[ChunkPlan]] = {}
+        self._coming: dict[str, Future[BatchPlan]] = {}
         self._given: list[str] = []
         self._is_closed = False
         self.waited_s = 0.0
@@ -104,28 +122,29 @@ class SharedPlans:
         if wanted.name not in self._coming:
             self._coming[wanted.name] = self._thread.submit(self._find, wanted)
 
-    def get(self, wanted: Wanted) -> ChunkPlan:
-        """The plan; the same on all processes, which all ask for it."""
+    def get(self, wanted: Wanted) -> BatchPlan:
+        """The plan, the same on all processes, which all ask for it."""
         started_s = time.perf_counter()
         self.expect(wanted)
-        plan = self._coming.pop(wanted.name).result()
+        planned = self._coming.pop(wanted.name).result()
         self._given.append(wanted.name)
         if self._processes.is_first:
             self._forget()
         self.waited_s = time.perf_counter() - started_s
-        return plan
+        return planned
 
     def close(self) -> None:
         """End the thread, when nobody asks any more."""
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _find(self, wanted: Wanted) -> ChunkPlan:
+    def _find(self, wanted: Wanted) -> BatchPlan:
         if not self._processes.is_first:
-            return unpacked(self._processes.fetch(wanted.name, lambda: self._is_closed))
-        plan = self._make(wanted)
-        self._processes.publish(wanted.name, packed(plan))
-        return plan
+            text = self._processes.fetch(wanted.name, lambda: self._is_closed)
+            return BatchPlan(unpacked(text))
+        planned = self._make(wanted)
+        self._processes.publish(wanted.name, packed(planned.plan))
+        return planned
 
     def _forget(self) -> None:
         """Let go of texts that all have fetched by now."""

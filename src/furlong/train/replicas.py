@@ -1,12 +1,12 @@
 """A global batch, computed by all processes of a run: one plan, and to each its own sequences.
 
-Each process runs out of memory on its own, and the engine tells all: they take smaller chunks. In a
-pool, whose processes meet in every chunk, such a process ends the run.
+Each process runs out of memory on its own, and the engine tells all: they take smaller chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ import torch
 from furlong.data.loader import Batch
 from furlong.plan.layout import Layout
 from furlong.plan.text import format_action
+from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
+from furlong.train.draws import with_draw
 from furlong.train.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
 
@@ -28,6 +30,11 @@ def _tokens(seq_lens: Sequence[int]) -> Sequence[float]:
     return seq_lens
 
 
+def _wanted(batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wanted:
+    """The plan of all chunks of a batch, of which a sample leaves some out."""
+    return Wanted(batch.seq_lens, replace(options, sample=None), backward)
+
+
 class Replicas:
     """The engines of all processes; one alone is its own engine."""
 
@@ -37,10 +44,14 @@ class Replicas:
         processes: Processes = ALONE,
         work: Callable[[Sequence[int]], Sequence[float]] = _tokens,
         stages: Sequence[int] = (),
+        rivals: Rivals | None = None,
     ) -> None:
         """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
-        of each stage of a pipeline."""
+        of each stage of a pipeline. `rivals`: other plans than those of the dials, which the first
+        process may take."""
         self.engine, self.processes = engine, processes
+        self.method: str | None = None
+        """Names of the planners of the last plan, on the first of several processes."""
         self._plans: SharedPlans | None = None
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
@@ -48,7 +59,7 @@ class Replicas:
             make = partial(
                 plan_batch,
                 layout=Layout(ranks.dp, ranks.sp, ranks.pp), stages=stages, work=work,
-                num_layers=model.num_layers, frozen_layers=int(frozen.min()),
+                num_layers=model.num_layers, frozen_layers=int(frozen.min()), rivals=rivals,
             )  # fmt: skip
             self._plans = SharedPlans(processes, make)
 
@@ -60,7 +71,7 @@ class Replicas:
     def expect(self, batch: Batch, options: ChunkOptions) -> None:
         """A step over this batch will come: its plan can be made."""
         if self._plans is not None and batch.num_valid_tokens:
-            self._plans.expect(Wanted(batch.seq_lens, options))
+            self._plans.expect(_wanted(batch, options))
 
     def compute(
         self,
@@ -70,13 +81,15 @@ class Replicas:
         *,
         name: str,
         backward: bool = True,
+        weights: Sequence[float] | None = None,
         watch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Gradients of the batch's mean loss, or its losses; the loss is that of all processes, and
         token losses are those of the whole batch.
 
-        `name`: what the batch is called where a process has stopped. `watch`: see `Executor.run`. A
-        process that fails raises its own error, and all others raise ElsewhereError.
+        `name`: what the batch is called where a process has stopped. `weights`: on several
+        processes, see `Engine.run`. `watch`: see `Executor.run`. A process that fails raises its
+        own error, and all others raise ElsewhereError.
         """
         if self._plans is None:
             divisor = batch.num_valid_tokens if backward else None
@@ -84,10 +97,13 @@ class Replicas:
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
         processes = self.processes
         processes.at(f"{name} plan")
-        plan = self._plans.get(Wanted(batch.seq_lens, options, backward))
+        planned = self._plans.get(_wanted(batch, options, backward=backward))
+        plan, self.method = planned.plan, planned.method or None
+        if backward:
+            plan = with_draw(plan, batch, options)
         own = batch.part(self.engine.reads(plan), device)
         return self.engine.run(
-            plan, own, batch.num_valid_tokens, watch=watch,
+            plan, own, batch.num_valid_tokens, weights=weights, watch=watch,
             begun=lambda action: processes.at(f"{name} {format_action(action)}"),
         )  # fmt: skip
 

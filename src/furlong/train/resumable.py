@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,36 +16,35 @@ import torch
 from torch import nn
 
 from furlong.config.schema import RunConfig
+from furlong.data.dataset import DataSet
 from furlong.data.loader import Batch, LoaderState
-from furlong.data.tokenize import Sequence
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.timeline import Timeline
-from furlong.train.checkpoint_folder import list_checkpoints, write_json
-from furlong.train.decided import values_of
+from furlong.train.checkpoints.folder import list_checkpoints, write_json
+from furlong.train.checkpoints.state import RunState
 from furlong.train.draws import step_options
 from furlong.train.evaluator import evaluator
+from furlong.train.figures.metrics import MetricsLog, open_bar
+from furlong.train.figures.mfu import MfuMeter, build_meter
+from furlong.train.figures.trackers import open_trackers
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
-from furlong.train.metrics import MetricsLog, open_bar
-from furlong.train.mfu import MfuMeter, build_meter
-from furlong.train.optimizer import build_optimizer, build_schedule
 from furlong.train.processes.together import Processes
 from furlong.train.replicas import Replicas
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
-from furlong.train.state import RunState
+from furlong.train.setup.decided import values_of
+from furlong.train.setup.optimizer import build_optimizer, build_schedule
 from furlong.train.stop import StopRequest
-from furlong.train.trackers import open_trackers
-from furlong.train.used_memory import UsedMemory
 from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
     from furlong.runtime.result import StepResult
 
 
@@ -56,8 +54,8 @@ class RunData:
 
     batches: Callable[[LoaderState], Iterator[Batch]]
     """The global batches from a position on, endless."""
-    train: Items[Sequence]
-    held_out: Items[Sequence] | None
+    train: DataSet
+    held_out: DataSet | None
     fingerprint: dict[str, str]
     """Changes with the training sequences or their order."""
 
@@ -74,18 +72,19 @@ def run_resumable(
     num_steps: int,
     architecture: dict[str, Any],
     base: str | None,
+    reference: str | None = None,
     predict: Callable[[ChunkPlan], Prediction] | None = None,
 ) -> LoopFigures:
     """Begins, or goes on from the run's checkpoint, and takes the steps up to `num_steps`, or up
     to the one in which `stop` is asked of any process. `predict` tells what a plan is expected to
-    take; `base` is the model's `base_fingerprint`.
+    take; `base` and `reference` are fingerprints, see `RunState`.
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
     settings, processes, options = config.train, replicas.processes, decision.options
     state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
-    names = all_names(list(trained(model)), processes)
-    state = replace(state, base_fingerprint=base, processes=processes, names=names)
+    state = replace(state, base_fingerprint=base, reference=reference, processes=processes)
+    state = replace(state, names=all_names(list(trained(model)), processes))
     progress = Progress()
     if run.checkpoint is not None and run.state is not None:
         restore = partial(state.restore, run.checkpoint, run.state)
@@ -145,8 +144,8 @@ def _cadence(
         eval_every_steps=settings.eval_every_steps,
         save=save if settings.save_every_steps else None,
         save_every_steps=settings.save_every_steps,
-        measured=partial(_write_measured, folder, replicas),
-        check=_checker(config, replicas.engine, model, fitting, state.optimizer, log),
+        measured=partial(_write_measured, folder, replicas) if settings.loss == "sft" else None,
+        check=_checker(config, replicas, model, fitting, state.optimizer, log),
         should_stop=is_stopped,
     )
 
@@ -247,7 +246,7 @@ def _write_measured(folder: Path, replicas: Replicas, step: int, result: StepRes
 
 def _checker(
     config: RunConfig,
-    engine: Engine,
+    replicas: Replicas,
     model: nn.Module,
     fitting: Fitting,
     optimizer: torch.optim.Optimizer,
@@ -266,7 +265,7 @@ def _checker(
         optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
         used.restart()
         options = step_options(fitting.options, step)
-        found = check_sample(engine, model, batch, options, watch=used.check)
+        found = check_sample(replicas, model, batch, options, watch=used.check)
         log.sample_check(step, found, time.perf_counter() - started_s)
 
     return check

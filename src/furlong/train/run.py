@@ -8,13 +8,20 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.train.announce import announce
-from furlong.train.checkpoint import one_process
-from furlong.train.decide import cost_model, predict_step
+from furlong.train.checkpoints.checkpoint import one_process
+from furlong.train.checkpoints.fingerprints import base_fingerprint
 from furlong.train.disk import folder_errors_reported
+from furlong.train.figures.announce import announce
+from furlong.train.figures.report import TrainReport
 from furlong.train.finish import finish
 from furlong.train.fitting import lack_of_memory_told
-from furlong.train.prepare import (
+from furlong.train.preference.setup import reference_of, replicas_of, with_references
+from furlong.train.processes.alike import check_alike
+from furlong.train.processes.together import ALONE, Processes
+from furlong.train.resumable import run_resumable
+from furlong.train.run_folder import RunFolder, create_run_folder
+from furlong.train.setup.decide import cost_model, predict_step, rivals_of
+from furlong.train.setup.prepare import (
     build_run_model,
     check_batches,
     check_run_room,
@@ -30,14 +37,7 @@ from furlong.train.prepare import (
     steps_of,
     work_of,
 )
-from furlong.train.processes.alike import check_alike
-from furlong.train.processes.together import ALONE, Processes
-from furlong.train.replicas import Replicas
-from furlong.train.report import TrainReport
-from furlong.train.resumable import run_resumable
-from furlong.train.run_folder import RunFolder, create_run_folder
-from furlong.train.start import open_run
-from furlong.train.state import base_fingerprint
+from furlong.train.setup.start import open_run
 from furlong.train.stop import StopRequest
 from furlong.train.whole import model_size
 
@@ -67,54 +67,49 @@ def train_opened(
 def _train(
     config: RunConfig, run: RunFolder, stack: ExitStack, processes: Processes
 ) -> TrainReport | None:
-    folder = run.path
-    device = device_of(processes.launch)
+    folder, launch = run.path, processes.launch
+    device = device_of(launch)
     # What fails without weights and data fails first.
     storage, architecture, tokenizer = processes.together(
-        lambda: checked(config, run, device, processes.launch)
+        lambda: checked(config, run, device, launch)
     )
-    data = processes.first_of_each_machine(lambda: load_splits(config.data, tokenizer))
+    data = processes.first_of_each_machine(
+        partial(load_splits, config.data, tokenizer, config.train.loss)
+    )
     train = data["train"]
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))
     decision = decided(config, run, train, device, storage, processes)
-    launch = processes.launch
+    rope, num_local = rope_of(config), launch.num_local
     model_cost = cost_model(
-        config, device, rope=rope_of(config), num_processes=launch.num_processes,
-        num_local=launch.num_local,
-    )  # fmt: skip
+        config, device, rope=rope, num_processes=launch.num_processes, num_local=num_local
+    )
+    rivals = rivals_of(config, device, decision, rope=rope, num_local=num_local)
     torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
-    layers = layers_of(decision.stages, ranks)
-    model = processes.together(lambda: build_run_model(config, layers).to(device))
+    build = partial(build_run_model, config, layers_of(decision.stages, ranks))
+    model = processes.together(lambda: build().to(device))
     base = base_fingerprint(model, processes)
+    reference = reference_of(config, model, architecture, processes)
     engine = engine_of(config, model, storage, ranks, processes)
     for split in data.values():
         processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
-    replicas = Replicas(engine, processes, work_of(model_cost), decision.stages)
+    replicas = replicas_of(config, engine, processes, work_of(model_cost), decision.stages, rivals)
     stack.callback(replicas.close)
-    num_steps = steps_of(config.train, train)
-    size = model_size(engine, processes)
+    num_steps, size = steps_of(config.train, train), model_size(engine, processes)
     announce(config, size, decision, device, storage, num_steps)
     processes.together(lambda: check_run_room(config, size.trained_bytes, folder, num_steps))
+    data, decision = with_references(config, data, replicas, decision, reference)
     with folder_errors_reported(folder), StopRequest() as stop:
         if run.is_new:
             make_folder = partial(create_run_folder, stack, folder)
             processes.together(make_folder if processes.is_first else lambda: None)
         processes.keep_flight(folder)
         figures = run_resumable(
-            config,
-            run,
-            replicas,
-            model,
-            decision,
-            run_data(config, data),
-            stop,
-            num_steps=num_steps,
-            architecture=architecture,
-            base=base,
+            config, run, replicas, model, decision, run_data(config, data), stop,
+            num_steps=num_steps, architecture=architecture, base=base, reference=reference,
             predict=None if model_cost is None else partial(predict_step, model_cost),
-        )
+        )  # fmt: skip
         report = None
         if not figures.stopped:
             report = finish(config, folder, engine, tokenizer, figures, processes)

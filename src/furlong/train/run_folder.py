@@ -17,7 +17,7 @@ from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError
 from furlong.planners.auto.decide import Decision
 from furlong.report.measured import MEASURED
-from furlong.train.checkpoint_folder import (
+from furlong.train.checkpoints.folder import (
     DAMAGED,
     STATE,
     list_checkpoints,
@@ -25,10 +25,10 @@ from furlong.train.checkpoint_folder import (
     read_state,
     set_aside,
 )
-from furlong.train.decided import decision_of
 from furlong.train.disk import check_creatable, folder_errors_reported
+from furlong.train.figures.report import TrainReport, missing_of_export, read_report
 from furlong.train.processes.flight import FLIGHT
-from furlong.train.report import TrainReport, missing_of_export, read_report
+from furlong.train.setup.decided import decision_of
 
 CONFIG, OPTIONS, METRICS, REPORT = "config.json", "options.json", "metrics.jsonl", "report.json"
 CHECKPOINTS, EXPORT, WANDB = "checkpoints", "model", "wandb.json"

@@ -7,20 +7,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from furlong.data.loader import Batch
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.use import num_drawn
-from furlong.runtime.memory import give_back_memory, is_out_of_memory
+from furlong.runtime.memory.measure import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
+from furlong.train.processes.watch import STEP
 from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:
-    from furlong.api import Engine
+    from furlong.runtime.result import StepResult
+    from furlong.train.replicas import Replicas
+
+_NAME = f"{STEP} check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class SampleCheck:
 
 
 def check_sample(
-    engine: Engine,
+    replicas: Replicas,
     model: nn.Module,
     batch: Batch,
     options: ChunkOptions,
@@ -46,7 +52,7 @@ def check_sample(
     watch: Callable[[], None] = lambda: None,
 ) -> SampleCheck | None:
     """Compares the two gradients of the batch's longest sequence with a label, with the draw that
-    `options` say; None where memory did not suffice for both.
+    `options` say; None where memory did not suffice for both. A collective of all processes.
     `watch` is called after every action, and its MemoryError is a lack of memory.
 
     Dropout is off: what differs is the sample alone. Gradients, random generators and the model's
@@ -55,10 +61,13 @@ def check_sample(
     device = next(model.parameters()).device
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
-    sequences = Batch((longest,), batch.next_state).tensors(device)
+    compute = partial(
+        replicas.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
+        watch=watch,
+    )  # fmt: skip
     try:
         with _undisturbed(model, device) as parameters:
-            return _check(engine, parameters, sequences, options, watch)
+            return _check(replicas, parameters, compute, options)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -68,17 +77,20 @@ def check_sample(
 
 
 def _check(
-    engine: Engine,
+    replicas: Replicas,
     parameters: Sequence[nn.Parameter],
-    sequences: list[dict[str, Tensor]],
+    compute: Callable[[ChunkOptions], StepResult],
     options: ChunkOptions,
-    watch: Callable[[], None],
 ) -> SampleCheck:
-    engine.forward_backward(sequences, replace(options, sample=None), watch=watch)
-    exact = _taken(parameters)
-    plan = engine.forward_backward(sequences, options, watch=watch).plan
-    assert plan is not None  # the engine plans every step
-    cosine, error = _compared(exact, _taken(parameters))
+    elsewhere = {id(parameter) for parameter in replicas.engine.counted_elsewhere}
+    own = [parameter for parameter in parameters if id(parameter) not in elsewhere]
+    compute(replace(options, sample=None))
+    exact = _taken(own)
+    for parameter in parameters:
+        parameter.grad = None
+    plan = compute(options).plan
+    assert plan is not None  # the run plans every step
+    cosine, error = _compared(*replicas.processes.sums(_sums(exact, _taken(own))))
     return SampleCheck(cosine, error, sum(plan.seq_lens), len(plan.chunks), num_drawn(plan))
 
 
@@ -113,15 +125,24 @@ def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return taken
 
 
-def _compared(
-    exact: Sequence[Tensor], drawn: Sequence[Tensor]
-) -> tuple[float | None, float | None]:
-    """Cosine and relative error of the second by the first; sums are in float64."""
-    sums = torch.zeros(4, dtype=torch.float64, device=exact[0].device)
-    for one, other in zip(exact, drawn, strict=True):
+def _sums(exact: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[float]:
+    """Sums over this process's part of all gradients, in float64: exact x drawn, the squares of
+    both, and that of their difference."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for one, other in zip(map(_local, exact), map(_local, drawn), strict=True):
         pairs = ((one, other), (one, one), (other, other), (other - one, other - one))
-        sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
-    product, exact_square, drawn_square, difference_square = sums.tolist()
+        sums += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).cpu()
+    return sums.tolist()
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _compared(
+    product: float, exact_square: float, drawn_square: float, difference_square: float
+) -> tuple[float | None, float | None]:
+    """Cosine and relative error of a drawn gradient by the exact one."""
     if not exact_square > 0 or not math.isfinite(drawn_square):
         return None, None
     error = math.sqrt(difference_square / exact_square)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +14,13 @@ from torch import nn
 from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.memory import memory_bytes, peak_memory_bytes
+from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes
 from furlong.train.draws import drawn_share, step_options
+from furlong.train.figures.mfu import MfuMeter
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
-from furlong.train.mfu import MfuMeter
 from furlong.train.processes.watch import STEP
 from furlong.train.replicas import Replicas
-from furlong.train.used_memory import UsedMemory
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -30,8 +31,9 @@ class TrainedStep:
     """Figures of one optimizer step that was taken."""
 
     loss: float | None
-    """Mean over the labels of the global batch, before the update. A sampled step estimates it from
-    the drawn chunks, unless it reports the loss of all; None where these have no label."""
+    """Mean over the labels, or the pairs, of the global batch, before the update. A sampled step
+    estimates it from the drawn chunks, unless it reports the loss of all; None where these have no
+    label."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -68,6 +70,11 @@ class TrainedStep:
     plan_s: float | None = None
     """Seconds in which the first process waited for the step's plan; None where it plans as it
     goes, alone."""
+    plan_method: str | None = None
+    """Names of the plan's planners (`planners.auto.rivals`), those of all replicas; None for one
+    process."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures of the loss, by name: of pairs, means over those of the global batch."""
     drawn_share: float | None = None
     """Share of the step's chunks that were drawn, whole sequences among them; None: all, for the
     gradient is exact."""
@@ -101,10 +108,9 @@ def train_step(
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
-    seconds = result.timeline.seconds_by_kind()
+    seconds, share = result.timeline.seconds_by_kind(), drawn_share(result.plan)
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(used.device)
-    share = drawn_share(result.plan)
     figures = TrainedStep(
         loss=loss,
         grad_norm=norm,
@@ -128,6 +134,8 @@ def train_step(
         host_bytes=result.host_bytes or None,
         disk_bytes=result.disk_bytes or None,
         plan_s=replicas.waited_s,
+        plan_method=replicas.method,
+        metrics=result.metrics,
         drawn_share=share,
     )
     return figures, result

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from furlong.config.schema import RunConfig
+from furlong.config.train import TrainConfig
 from furlong.models.build import build_model, export_model
 from furlong.models.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
@@ -85,6 +86,9 @@ def _write_run(config: RunConfig, shrunk: Any, home: Path) -> Path:
         "steps": NUM_STEPS, "epochs": None, "sequences_per_step": 4,
         "save_every_steps": SAVE_EVERY_STEPS, "eval_every_steps": 0, "eval_train_share": 0,
     }  # fmt: skip
+    if config.train.loss != "sft":  # its data are pairs of texts, of which tokens make none
+        own = TrainConfig().model_dump(mode="json")
+        values["train"] |= {n: own[n] for n in ("loss", "beta", "loss_type", "label_smoothing")}
     values["log"] = {}
     file = home / "run.json"
     file.write_text(json.dumps(values), encoding="utf-8")

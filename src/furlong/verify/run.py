@@ -16,7 +16,7 @@ from furlong.models.shrink import LONGEST_TOKENS, shrink_config
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.auto.words import dials_in_words
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.runtime.pools import Storage
+from furlong.runtime.memory.pools import Storage
 from furlong.units import format_seconds
 from furlong.verify.checks import (
     Finding,
@@ -114,7 +114,7 @@ def _describe(subject: Subject, name: str) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config
     kinds = ", ".join(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
     adapters = ", adapters" if base is not model else ""
     dials = dials_in_words(options)
     return (

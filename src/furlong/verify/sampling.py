@@ -30,7 +30,7 @@ from furlong.planners.sampling.rules import (
     fixed_factors,
 )
 from furlong.planners.sampling.use import check_sampling, sampling_in_words
-from furlong.runtime.chunk_inputs import labelled_chunks
+from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
 from furlong.verify.checks import Bound, Finding
 from furlong.verify.subject import (

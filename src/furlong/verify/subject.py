@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +19,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from furlong.families import family_of
 from furlong.models.build import build_model
 from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
-from furlong.runtime.pools import Storage
+from furlong.runtime.memory.pools import Storage
+from furlong.verify.wide import Wide
 
 EXACT = 1e-12
 ROUNDED = 2e-6
+WIDE = 1e-9
 CHUNK_SIZE = 16
 LENS = (LONGEST_TOKENS, SHORTEST_TOKENS, 23, 30)
 # Two prompts without labels; the first one fills more than a chunk.
@@ -47,6 +51,12 @@ class Subject:
     max_seq_len: int = LONGEST_TOKENS
     storage: Storage | None = None
     """Where the tiers of these dials live."""
+    is_wide: bool = False
+    """Whether what its layers round to float32 stays in float64: recurrent ones sum in it."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Within it the model is computed, here and in chunks."""
+        return Wide() if self.is_wide else nullcontext()
 
 
 def build_subject(
@@ -58,7 +68,9 @@ def build_subject(
     storage: Storage | None = None,
 ) -> Subject:
     """A random model of a shrunk transformers config, with adapters that do something."""
-    with TemporaryDirectory() as folder:
+    is_wide = family_of(config.model_type).recurrent != "none"
+    making = Wide() if is_wide else nullcontext()  # tables made once are float64, too
+    with TemporaryDirectory() as folder, making:
         config.save_pretrained(folder)
         model = build_model(
             str(Path(folder)),
@@ -73,7 +85,7 @@ def build_subject(
     if hasattr(base, "set_experts_implementation"):
         base.set_experts_implementation("eager")  # the others know no float64
     spread_weights(model, seed=seed)
-    return Subject(model, options, storage=storage)
+    return Subject(model, options, storage=storage, is_wide=is_wide)
 
 
 def spread_weights(model: nn.Module, *, seed: int) -> None:
@@ -111,12 +123,13 @@ def true_gradients(subject: Subject, batch: Batch) -> tuple[float, Gradients]:
     """Mean loss and gradients by the model's own forward."""
     divisor, total = num_labels(batch), 0.0
     for sequence in batch:
-        logits = subject.model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
-        loss = cross_entropy(
-            logits[:-1].double(), sequence["labels"][1:],
-            ignore_index=IGNORE_INDEX, reduction="sum",
-        )  # fmt: skip
-        (loss / divisor).backward()
+        with subject.computing():
+            logits = subject.model(input_ids=sequence["input_ids"][None], use_cache=False).logits[0]
+            loss = cross_entropy(
+                logits[:-1].double(), sequence["labels"][1:],
+                ignore_index=IGNORE_INDEX, reduction="sum",
+            )  # fmt: skip
+            (loss / divisor).backward()
         total += float(loss.detach())
     return total / divisor, take_gradients(subject.model)
 
@@ -188,6 +201,6 @@ def computes_in_float32(subject: Subject) -> bool:
 
 def _watched(subject: Subject) -> _Float32Watch:
     watch = _Float32Watch()
-    with watch:
+    with watch, subject.computing():
         subject.model(input_ids=sequences()[1]["input_ids"][None], use_cache=False)
     return watch

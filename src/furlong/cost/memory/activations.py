@@ -42,17 +42,20 @@ class Activations:
 
     def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
         """Bytes per token of one layer's graph."""
-        mlp = shape.mlps[layer]
+        mlp, mixer = shape.mlps[layer], shape.mixers[layer]
         routed = self.routed * (mlp.num_active if mlp.router else 0)
-        qk_size = shape.q_size + shape.kv_size
+        qk_size = mixer.query_size + mixer.kv_size // 2
         narrow = (
             (self.hidden + routed) * shape.hidden_size
-            + self.query * shape.q_size
-            + self.kv * 2 * shape.kv_size
+            + (self.query - 1) * mixer.query_size
+            + mixer.output_size
+            + self.kv * mixer.kv_size
             + self.qk * qk_size
             + self.mlp * mlp.active_width
+            + mixer.saved
         )
-        wide = self.hidden_float32 * shape.hidden_size + self.qk_float32 * qk_size + shape.num_heads
+        wide = self.hidden_float32 * shape.hidden_size + self.qk_float32 * qk_size
+        wide += (shape.num_heads if mixer.attends else 0) + mixer.saved_float32
         return element_bytes * narrow + _FLOAT32 * wide
 
     def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:

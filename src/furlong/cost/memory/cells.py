@@ -27,10 +27,14 @@ class StageBytes:
     """Bytes of each layer's graph."""
     checkpointed: float
     """Bytes that a layer which is recomputed alone keeps: its input."""
-    attention: float
-    """Bytes of one layer's attention output and log-sum-exp."""
+    attention_layers: tuple[float, ...]
+    """Bytes of each layer's attention output and log-sum-exp; 0 without attention."""
     working: float
     """Bytes of the largest set of tensors at work in one layer beside what it saves."""
+    exchange: float
+    """Bytes that a token's way to other processes of a pool and back takes in one layer beside what
+    is at work there in any case: of its four ways (q, k, v; the output; its gradient; those of q,
+    k, v) what comes in last and is not yet used, and a copy of what is sent."""
     message: float
     """Bytes of hidden states, or their gradient, between two stages."""
     kv_layer: float
@@ -39,11 +43,22 @@ class StageBytes:
     """Bytes of dK and dV of one layer in the store."""
     ends: float
     """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
+    state: int
+    """Bytes of the states that leave a chunk, whatever its tokens."""
     logit: float
     """Bytes per logit of a tile; 0 except at the last stage."""
     head_gradient: float
     """Bytes of a trained head's gradient, which autograd makes whole for each tile before it is
     added to the others; 0 except at the last stage."""
+
+    def attention(self, layers: range) -> float:
+        """Bytes per token of the attention outputs of some layers."""
+        return sum(self.attention_layers[layers.start : layers.stop])
+
+    @property
+    def widest_attention(self) -> float:
+        """Bytes per token of the largest attention output."""
+        return max(self.attention_layers, default=0.0)
 
     def graph(self, recompute_layers: int = 0) -> float:
         """Bytes per token of the stage's whole graph, its first layers checkpointed."""
@@ -68,19 +83,25 @@ def stage_bytes(
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size / tp
     widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
-    attention = (element * shape.q_size + max(element, _FLOAT32) * shape.num_heads) / tp
-    at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size)
+    lse = max(element, _FLOAT32) * shape.num_heads
+    mixers = [shape.mixers[layer] for layer in layers]
+    scans = [mixer.saved + mixer.saved_float32 * _FLOAT32 / element for mixer in mixers]
+    at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     # other frameworks' kernels add to it in place
     makes_one = is_last and activations is None and training.lora is None
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
         graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) / tp for i in layers),
         checkpointed=hidden,
-        attention=attention,
+        attention_layers=tuple(
+            (element * mixer.output_size + lse) / tp if mixer.attends else 0.0 for mixer in mixers
+        ),
         working=3 * hidden + element * at_work / tp,
+        exchange=element * (2 * shape.q_size + 2 * shape.kv_size) / tp,
         message=hidden,
-        kv_layer=2 * shape.kv_size * element / tp,
-        kv_gradient_layer=2 * shape.kv_size * training.kv_gradient_bytes / tp,
+        kv_layer=shape.stored_size * element / tp,
+        kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes / tp,
+        state=shape.state_bytes(layers, element),
         ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
         logit=saved.logit_bytes / tp if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,

@@ -3,7 +3,8 @@
 glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
 back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
 the next graph does not find room in all of the holes. Plans with a lower tier, which are there for
-memory, give back what the next actions do not need (`runtime.heap`); others keep it, for time.
+memory, give back what the next actions do not need (`runtime.memory.heap`); others keep it, for
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ NO_HEAP = Heap()
 def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> float:
     """Bytes of the largest block that comes and goes with the cells: activations, gradients of a
     matrix."""
-    widest = max(shape.q_size, *(mlp.width for mlp in shape.mlps))
+    widest = max(shape.hidden_size, shape.q_size, *(mlp.width for mlp in shape.mlps))
     tokens = [plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)]
     largest = max(tokens, default=0) * widest * training.compute_bytes
     if training.lora is None and any(isinstance(a, Backward) for a in plan.actions[rank]):

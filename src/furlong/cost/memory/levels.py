@@ -8,7 +8,15 @@ from furlong.cost.memory.traffic import KINDS, Kind, tier_of
 from furlong.plan.values import Tier, Tiers
 
 Part = Literal[
-    "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "logits", "buffers"
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "kv",
+    "kv_gradients",
+    "states",
+    "logits",
+    "buffers",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -49,7 +57,7 @@ class Levels:
         """Bytes until they are let go: in the tier of their kind, if `name` is one."""
         key = name, chunk, stage
         assert key not in self.held, f"{name} of {chunk}.{stage} is there"
-        tier: Tier = getattr(self._tiers, name, "device")
+        tier: Tier = self._tiers.kv if name == "states" else getattr(self._tiers, name, "device")
         self.held[key] = tier, part, num_bytes
         self.add(part, num_bytes, tier)
 

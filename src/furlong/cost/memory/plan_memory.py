@@ -59,21 +59,23 @@ class PlanMemory(MemoryRules):
 
 
 def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
-    """One process of the pool for all that hold as many tokens of every chunk of the rank, get as
-    many of others, and hold as many of every cut sequence."""
+    """One process of the pool for all that hold as many tokens of every chunk of the rank, exchange
+    as many, get as many of others, and hold as many of every cut sequence."""
     if plan.sp_size == 1:
         return [0]
     rows: list[NDArray[np.float64]] = []
     for chunk in {a.chunk: None for a in plan.actions[rank] if isinstance(a, Forward)}:
-        tokens, gathered = np.zeros(plan.sp_size), np.zeros(plan.sp_size)
+        tokens, gathered, exchanged = np.zeros((3, plan.sp_size))
         for piece in plan.chunks[chunk].slices:
             who = slice(piece.place.first, piece.place.stop)
             tokens[who] += piece.num_tokens / piece.place.size
             gathered[who] += gathered_tokens(piece, piece.place.first, shape)
+            if piece.place.size > 1:
+                exchanged[who] += piece.num_tokens / piece.place.size
             if piece.seq_id in plan.groups:
                 share = np.zeros(plan.sp_size)
                 share[who] = 1 / piece.place.size
                 rows.append(share)
-        rows += tokens, gathered
+        rows += tokens, gathered, exchanged
     processes: list[int] = np.unique(rows, axis=1, return_index=True)[1].tolist() if rows else [0]
     return processes

@@ -127,7 +127,10 @@ class _Segments:
         """The segments that `piece` sees come from the lower tier."""
         seen = self.stored.seen(piece)
         filling = [index for index in self._filling if index in seen]
-        num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
+        if isinstance(seen, range):
+            num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
+        else:
+            num_bytes = sum(self._kv[index] for index in seen)
         num_bytes -= sum(self._kv[index] for index in filling)
         reading = sum(layer in some for some in layers for layer in self.stored.layers)
         num_reads = (len(seen) - len(filling)) * reading
@@ -142,7 +145,7 @@ class _Segments:
                     self._hot.add(index)
                     levels.add("kv_gradients", self._gradients[index])
             return
-        num_rest = bisect_left(touched, seen[-NUM_HOT:].start)
+        num_rest = bisect_left(touched, seen[-NUM_HOT:][0] if seen else 0)
         rest, newest = touched[:num_rest], touched[num_rest:]
         had = [index for index in touched if index in self._sent]
         here = [index for index in self._hot if index in touched]

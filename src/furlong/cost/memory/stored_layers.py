@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from furlong.cost.memory.cells import StageBytes
 from furlong.cost.shapes.shape import ModelShape
+from furlong.plan.pieces import lens_of
 from furlong.plan.segments import StoredTokens, segment_tokens
 from furlong.plan.values import ChunkPlan, Slice
 
@@ -44,16 +45,16 @@ class StoredLayers:
 
     def touched(self, piece: int) -> range:
         """The segments that hold tokens of a piece."""
-        is_last = piece + 1 == len(self.tokens.offsets)
-        return range(0) if is_last else self.tokens.segments(self.tokens.of_piece(piece))
+        return self.tokens.segments(self.tokens.of_piece(piece))
 
-    def seen(self, piece: int) -> range:
-        """The segments that hold tokens which a piece sees."""
-        return self.tokens.segments(self.tokens.seen_from(piece, self.window))
+    def seen(self, piece: int) -> Sequence[int]:
+        """The segments that hold tokens which a piece sees, ascending."""
+        return self.tokens.seen_segments(piece, self.window)
 
     def sent_to(self, piece: int) -> Sequence[int]:
         """The segments that a piece sees and sends gradients to."""
-        parts = self.tokens.gradients_in(self.tokens.seen_from(piece, self.window))
+        runs = self.tokens.seen_from(piece, self.window)
+        parts = [part for run in runs for part in self.tokens.gradients_in(run)]
         if len(parts) == 1:
             return self.tokens.segments(parts[0])
         return sorted({index for part in parts for index in self.tokens.segments(part)})
@@ -75,21 +76,22 @@ def stored_layers(
     """Stored tokens of a cut sequence at a stage, one entry per window; none on a process without a
     share."""
     group = plan.groups[seq_id][: plan.num_computed[seq_id]]
-    pieces = [s for c in group for s in plan.chunks[c].slices if s.seq_id == seq_id]
-    if not token_share(pieces[0], process):
+    first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
+    if not token_share(first_piece, process):
         return ()
-    share = shape.kv_share(pieces[0].place.size)
+    share = shape.kv_share(first_piece.place.size)
     first = sum(plan.stages[:stage])
     windows = shape.windows[first : first + plan.stages[stage]]
-    lens = [piece.num_tokens for piece in pieces]
+    lens, tree = lens_of(plan, seq_id), plan.trees.get(seq_id)
     kv = cell.kv_layer * share
     found = []
-    for window in dict.fromkeys(windows):
-        tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type))
+    attends = [mixer.attends for mixer in shape.mixers[first : first + plan.stages[stage]]]
+    for window in dict.fromkeys(w for w, has in zip(windows, attends, strict=True) if has):
+        tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type), tree)
         if plan.sampled:
             tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
         sizes = [stop - start for start, stop in pairwise(tokens.bounds)]
-        layers = tuple(i for i, other in enumerate(windows) if other == window)
+        layers = tuple(i for i, other in enumerate(windows) if other == window and attends[i])
         gradients = cell.kv_gradient_layer * share
         touching = _pieces_of_segments(tokens)
         found.append(StoredLayers(tokens, window, layers, kv, gradients, tuple(sizes), touching))
@@ -99,7 +101,7 @@ def stored_layers(
 def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
     """The pieces that touch each segment, each found once."""
     pieces: list[list[int]] = [[] for _ in range(tokens.num_segments)]
-    for piece in range(len(tokens.offsets) - 1):
+    for piece in range(len(tokens.lens)):
         for index in tokens.segments(tokens.of_piece(piece)):
             pieces[index].append(piece)
     return tuple(map(tuple, pieces))

@@ -38,10 +38,10 @@ class Lora:
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
         hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
         count = 0
-        if self.attention:
+        if self.attention and shape.mixers[layer].attends:
             count += 2 * (hidden + q) + 2 * (hidden + kv)
         mlp = shape.mlps[layer]
-        if self.mlp and mlp.num_experts == 1:
+        if self.mlp and mlp.num_experts == 1 and mlp.width:
             count += mlp.num_matrices * (hidden + mlp.width)
         return self.rank * count
 
@@ -76,6 +76,9 @@ class Training:
     """Data-parallel replicas of the whole plan that it does not list; they share its state."""
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
+    gathers: bool = False
+    """Whether every step gathers whole weights from the shards of a group and adds gradients up
+    into shards (FSDP2, weights kept for the step): shards of weights lie beside whole ones."""
     kv_gradient_bytes: int = 4
     """Bytes of a number in dK,dV while they wait for their own chunk."""
 
@@ -119,11 +122,31 @@ class Training:
         in_use = base + (trained if self.lora is not None else 0)
         shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
         weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
+        if self.gathers and group_size > 1:
+            frozen = in_use - trained
+            weights += (frozen + (0 if self.master_bytes else trained)) * (
+                self.compute_bytes / group_size
+            )
         return StateBytes(
             weights=round(weights),
             gradients=round(trained * self.gradient_bytes / shard[1]),
             optimizer=round(trained * self.optimizer_bytes / shard[0]),
         )
+
+    def collective_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Bytes beside whole gradients where they are added up by a group: the largest layer passes
+        through a buffer; so does what is beside the layers, which by then are shards."""
+        if not self.gathers or group_size <= 1:
+            return 0
+        layers = list(map(shape.layer_parameters, _layers(stages, held)))
+        ends = len({0, len(stages) - 1} & held)
+        beside = shape.embedding_parameters * (1 if shape.tied_head else ends)
+        freed = sum(layers) * (1 - 1 / group_size)
+        added = self.gradient_bytes if self.lora is None else 0
+        element_bytes = max(self.compute_bytes, added)
+        return round(max(*layers, beside - freed) * element_bytes / self.tp_size)
 
     def unreduced_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int

@@ -19,6 +19,7 @@ from furlong.cost.memory.levels import PARTS, Levels, Part
 from furlong.cost.memory.rules import MemoryRules
 from furlong.cost.memory.stored_kv import StoredKV
 from furlong.cost.memory.stored_layers import gathered_tokens, token_share
+from furlong.cost.memory.stored_states import StoredStates
 from furlong.cost.memory.traffic import KINDS, PlanTraffic
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
@@ -82,6 +83,15 @@ class _Walk:
             else sum(s.num_tokens * token_share(s, process) for s in plan.chunks[index].slices)
             for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
         }
+        self._exchanged = {
+            index: sum(
+                s.num_tokens * token_share(s, process)
+                for s in plan.chunks[index].slices
+                if s.place.size > 1
+            )
+            for index in self._tokens
+        }
+        """Tokens of the process's own part that travel, in each layer."""
         self._gathered = {
             index: sum(gathered_tokens(s, process, rules.shape) for s in plan.chunks[index].slices)
             for index in self._tokens
@@ -89,6 +99,7 @@ class _Walk:
         """Tokens of which K,V come beyond the process's own part; their gradients go back."""
         self.levels = Levels(plan.tiers)
         self._store = StoredKV(rules, plan, process, self.levels)
+        self._states = StoredStates(rules, plan, process, self.levels)
 
     def start(self, overhead_bytes: float) -> None:
         """Bytes that are there before the first action, and stay."""
@@ -103,7 +114,8 @@ class _Walk:
         unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, trained, group)
         self.levels.add("gradients", state.gradients + unreduced)
         self.levels.add("optimizer", state.optimizer)
-        self.levels.add("buffers", overhead_bytes + self._under_way())
+        collective = training.collective_bytes(self._rules.shape, plan.stages, self._held, group)
+        self.levels.add("buffers", overhead_bytes + collective + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
             gathered = training.gathered_bytes(self._rules.shape, plan.stages, self._held, group)
             self.levels.add("buffers", gathered)
@@ -149,31 +161,36 @@ class _Walk:
             return
         backward, message = what.computes == "backward", tokens * cell.message
         gathered = self._gathered[chunk] * cell.kv_layer
-        levels.pass_by("buffers", tokens * cell.working + gathered)
+        exchanged = self._exchanged[chunk] * cell.exchange
+        levels.pass_by("buffers", tokens * cell.working + gathered + exchanged)
         if what.loss:
             levels.pass_by("logits", self._rules.loss_bytes(cell, tokens, backward=backward))
         if what.writes_kv:
             self._store.write(chunk, stage)
+            self._states.write(chunk, stage)
         height = self._plan.stages[stage]
         if backward:
             again = range(what.remembered, what.recompute_layers)
             self._store.read(chunk, stage, range(height), again)
             self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
             return
+        self._states.read(chunk, stage)
         layers = range(what.remembered, height - (what.computes == "to last kv"))
         if layers:
             self._store.read(chunk, stage, layers)
         if stage:
             levels.read("inputs", message)
-        levels.read("attention", tokens * what.remembered * cell.attention, 2 * what.remembered)
+        levels.read(
+            "attention", tokens * cell.attention(range(what.remembered)), 2 * what.remembered
+        )
         if what.computes == "graph":
             self._graph(action, what)
         else:
             if stage and tiers.inputs != "device":
                 levels.pass_by("activations", message)
             if tiers.attention != "device" and (what.remembers or what.remembered):
-                levels.pass_by("activations", tokens * cell.attention)
-        if remembered := tokens * what.remembers * cell.attention:
+                levels.pass_by("activations", tokens * cell.widest_attention)
+        if remembered := tokens * cell.attention(range(what.remembers)):
             levels.write("attention", remembered, 2 * what.remembers)
             levels.hold("attention", chunk, stage, "activations", remembered)
 
@@ -207,7 +224,7 @@ class _Walk:
         else:
             if tiers.attention == "device":
                 # the graph is made of what was remembered of attention, no second copy
-                num_bytes -= tokens * what.remembered * cell.attention
+                num_bytes -= tokens * cell.attention(range(what.remembered))
             levels.hold("graph again", chunk, stage, "activations", num_bytes)
         if stage and tiers.inputs != "device":
             levels.hold("leaf", chunk, stage, "activations", tokens * cell.message)
@@ -216,6 +233,7 @@ class _Walk:
         tokens, cell, levels = self._tokens[chunk], self._cells[stage], self.levels
         message = tokens * cell.message
         self._store.send_back(chunk, stage)
+        self._states.send_back(chunk, stage)
         levels.pass_by("buffers", message)
         graph = levels.held.get(("graphs", chunk, stage))
         if graph is not None:
@@ -243,6 +261,7 @@ class _Walk:
                 levels.hold("leaf", chunk, stage, "activations", num_bytes)
         for chunk, stage in kv_dead:
             self._store.free(chunk, stage)
+            self._states.free(chunk, stage)
         match action:
             case Backward(chunk, stage):
                 for name in ("graphs", "graph again", "attention", "ids", "leaf"):

@@ -5,15 +5,16 @@ C chunks, S processes of a pool; a slice on a place of n processes counts 1/n wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.seconds.flops import attended_keys
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import Chunk
+from furlong.plan.values import Chunk, Slice
 
 Array = NDArray[np.float64]
 
@@ -42,10 +43,15 @@ class ChunkTable:
 
 
 def chunk_table(
-    chunks: Sequence[Chunk], model: ModelShape, sp_size: int, tile_tokens: int = 0
+    chunks: Sequence[Chunk],
+    model: ModelShape,
+    sp_size: int,
+    tile_tokens: int = 0,
+    position: Callable[[Slice], int] = attrgetter("start"),
 ) -> ChunkTable:
     """The table of a model's chunks. `tile_tokens`: keys of a tile of attention; of the one that
-    the diagonal cuts, on average half is computed in vain."""
+    the diagonal cuts, on average half is computed in vain. `position`: that of a slice's first
+    token, for sequences that branch."""
     kinds = list(dict.fromkeys(model.windows))
     shape = (sp_size, len(chunks))
     sizes = {piece.place.size for chunk in chunks for piece in chunk.slices} - {1}
@@ -58,21 +64,24 @@ def chunk_table(
     for c, chunk in enumerate(chunks):
         if chunk.is_dummy:
             tokens[:, c] = num_slices[:, c] = 1
+        before = -1
         for piece in chunk.slices:
-            n, start, size = piece.num_tokens, piece.start, piece.place.size
+            n, start, size = piece.num_tokens, position(piece), piece.place.size
             who = slice(piece.place.first, piece.place.stop)
             tokens[who, c] += n / size
             num_slices[who, c] += calls[size]
             if size > 1:
                 exchanged[size][who, c] += n
             for window in kinds:
-                keys = computed_keys(start, piece.stop, window, tile_tokens)
+                keys = computed_keys(start, start + n, window, tile_tokens)
                 (shared if size > 1 else local)[window][who, c] += keys / size
                 if start:
                     seen = start if window is None else min(start, window - 1)
-                    prefix[window][who, c] += seen * model.kv_share(size)
-                    before = attended_keys(start, piece.stop, window) - attended_keys(0, n, window)
-                    prefix_keys[window][who, c] += before / size
+                    if piece.seq_id != before:  # branches of one parent read it once
+                        prefix[window][who, c] += seen * model.kv_share(size)
+                    earlier = attended_keys(start, start + n, window) - attended_keys(0, n, window)
+                    prefix_keys[window][who, c] += earlier / size
+            before = piece.seq_id
     return ChunkTable(tokens, num_slices, exchanged, local, shared, prefix, prefix_keys)
 
 

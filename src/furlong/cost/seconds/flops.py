@@ -8,11 +8,11 @@ the tiles that a kernel computes beyond the diagonal are not: they end up in the
     backward                                              4 P   (2 P where the matrix is frozen)
     attention, per pair of query and key, forward         4 N H
     backward (flash: scores again, then four products)    10 N H
+    scan of a recurrent layer                             by its inner chunks (`shapes.recurrent`)
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -57,8 +57,9 @@ class StageFlops:
     tail_per_token: int
     """FLOPs of its last layer behind the K,V projection: a pass up to the last K,V leaves them
     out."""
-    attention_per_key: int
-    """FLOPs of one (query, key) pair in one layer, over all heads."""
+    attention_per_key: tuple[int, ...]
+    """FLOPs of one (query, key) pair in each layer, over all heads; 0 in those without
+    attention."""
     head_per_token: int
     """FLOPs of the language-model head; 0 unless it is the last stage."""
     layer_linear_per_token: tuple[int, ...]
@@ -67,8 +68,11 @@ class StageFlops:
 
     def forward(self, num_tokens: float, keys: Mapping[int | None, float]) -> Flops:
         """FLOPs without the head; `keys`: attended keys for each window of the stage's layers."""
-        pairs = sum(count * keys[window] for window, count in Counter(self.windows).items())
-        return Flops(self.linear_per_token * num_tokens, self.attention_per_key * pairs)
+        attention = sum(
+            each * keys[window]
+            for each, window in zip(self.attention_per_key, self.windows, strict=True)
+        )
+        return Flops(self.linear_per_token * num_tokens, attention)
 
     def sequence(self, seq_len: int) -> Flops:
         """FLOPs of one whole sequence, head included."""
@@ -81,16 +85,21 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
     """The work of `stage`, of a model cut into `stages` (layers of each)."""
     first = sum(stages[:stage])
     layers = range(first, first + stages[stage])
-    linear = tuple(2 * shape.layer_active_parameters(layer) for layer in layers)
+    linear = tuple(shape.layer_flops(layer) for layer in layers)
     is_last = stage == len(stages) - 1
     return StageFlops(
         linear_per_token=sum(linear),
-        tail_per_token=(linear[-1] - 2 * shape.qkv_parameters) if linear else 0,
-        attention_per_key=4 * shape.q_size,
+        tail_per_token=_tail_flops(shape, layers[-1]) if layers else 0,
+        attention_per_key=tuple(shape.mixers[layer].key_flops for layer in layers),
         head_per_token=2 * shape.embedding_parameters if is_last else 0,
         layer_linear_per_token=linear,
         windows=tuple(shape.windows[layer] for layer in layers),
     )
+
+
+def _tail_flops(shape: ModelShape, layer: int) -> int:
+    """FLOPs of a layer per token behind what later chunks need of it."""
+    return 2 * (shape.layer_active_parameters(layer) - shape.mixers[layer].before_kv)
 
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:

@@ -103,8 +103,9 @@ class StageRates:
         linear, passed = np.array([self._per_token(part) for part in parts], float).T
         layers = np.array([self._num_layers(part) for part in parts])
         attending = [self._attending(part) for part in parts]
-        called = np.array([len(windows) for windows in attending])
-        counts, keys = [Counter(windows) for windows in attending], [*map(self._key_s, parts)]
+        called = np.array([len(layers) for layers in attending])
+        keys = [*map(self._key_s, parts)]
+        seen = self.flops.windows
         times = np.array([2 if part.work == "backward" else 1 for part in parts])
         passes = np.array([part.work in ("forward", "to last kv", "backward") for part in parts])
         tp_call_s, tp_token_s = self._tp_s()
@@ -113,8 +114,13 @@ class StageRates:
             + layers * tp_token_s,
             process_s=linear * hardware.linear.half_tokens / rate + layers * tp_call_s,
             key_s={
-                window: np.array([n[window] * key_s for n, key_s in zip(counts, keys, strict=True)])
-                for window in dict.fromkeys(self.flops.windows)
+                window: np.array(
+                    [
+                        sum(some[layer] for layer in layers if seen[layer] == window)
+                        for layers, some in zip(attending, keys, strict=True)
+                    ]
+                )
+                for window in dict.fromkeys(seen)
             },
             half_tokens=np.array([self._attention(part).half_tokens * tp for part in parts]),
             exchanges=called,
@@ -161,30 +167,32 @@ class StageRates:
             return sum(saved) - saved[-1] * flops.tail_per_token / flops.layer_linear_per_token[-1]
         return sum(saved)
 
-    def _attending(self, part: Part) -> tuple[int | None, ...]:
-        """Windows of the layers whose attention runs."""
-        windows = self.flops.windows
+    def _attending(self, part: Part) -> list[int]:
+        """Layers of the stage whose attention runs."""
+        height = len(self.flops.windows)
         match part.work:
             case "forward":
-                return windows[part.remembered :]
+                layers = range(part.remembered, height)
             case "to last kv":
-                return windows[part.remembered : -1]
+                layers = range(part.remembered, height - 1)
             case "first layers":
-                return windows[part.remembered : part.layers]
+                layers = range(part.remembered, part.layers)
             case "backward":
-                return windows
+                layers = range(height)
             case _:
-                return ()
+                layers = range(0)
+        return [layer for layer in layers if self.flops.attention_per_key[layer]]
 
     def _attention(self, part: Part) -> Efficiency:
         backward = part.work == "backward"
         return self.hardware.attention_backward if backward else self.hardware.attention_forward
 
-    def _key_s(self, part: Part) -> float:
-        """Seconds of an attended key in one layer, at the best efficiency."""
-        flops = self.flops.attention_per_key / self.training.tp_size
-        flops *= ATTENTION_BACKWARD if part.work == "backward" else 1.0
-        return flops / (self.hardware.peak_flops_per_s * self._attention(part).best)
+    def _key_s(self, part: Part) -> list[float]:
+        """Seconds of an attended key in each layer, at the best efficiency."""
+        times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
+        rate = self.hardware.peak_flops_per_s * self._attention(part).best
+        times /= self.training.tp_size * rate
+        return [times * flops for flops in self.flops.attention_per_key]
 
     def _exchange_s(self, size: int) -> float:
         """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
@@ -220,8 +228,9 @@ class StageRates:
         matrices = np.where(tokens > 0, tokens / tp + hardware.linear.half_tokens, 0.0)
         own_s = self._per_token(part)[0] * matrices / rate / len(attending)
         slower = 1 + self._attention(part).half_tokens * tp / np.maximum(tokens, 1e-9)
-        for window, count in Counter(attending).items():
-            keys_s = table.prefix_keys[window] * self._key_s(part) * slower
+        key_s, windows = self._key_s(part), self.flops.windows
+        for (window, each), count in Counter((windows[i], key_s[i]) for i in attending).items():
+            keys_s = table.prefix_keys[window] * each * slower
             load_s = self._loads_s(table.prefix_tokens[window], part.work == "backward")
             total += count * self._stall_s(table.prefix_tokens[window], own_s, keys_s, load_s)
         return total
@@ -242,7 +251,7 @@ class StageRates:
         segments = np.ceil(tokens / self.segment_tokens)
         # gradients of all segments but the newest come in, and go out on the other direction
         cold = np.maximum(segments - NUM_HOT, 0) * backward
-        each = self.segment_tokens * 2 * self.shape.kv_size / training.tp_size
+        each = self.segment_tokens * self.shape.stored_size / training.tp_size
         loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
         seconds: Array = (segments + cold) * self.stream.latency_s
         seconds += loaded / self.stream.bytes_per_s

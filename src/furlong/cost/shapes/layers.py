@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from furlong.cost.shapes.kinds import Kind, is_plain
 from furlong.errors import ConfigError
-from furlong.families import NUM_ACTIVE_EXPERTS, NUM_EXPERTS, Family, Flag
+from furlong.families import (
+    ACTIVE_EXPERTS,
+    NUM_EXPERTS,
+    SHARED_EXPERTS,
+    SHARED_WIDTHS,
+    Family,
+    is_set,
+)
+
+NO_ATTENTION = 1
+"""The window of a layer without attention: a token sees itself alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,8 @@ class Mlp:
     bias: bool = False
     router: bool = False
     router_bias: bool = False
+    shared_gate: bool = True
+    """Whether a gate scales what the shared expert gives."""
 
     @property
     def active_width(self) -> int:
@@ -35,47 +48,34 @@ class Mlp:
     def active_parameters(self, hidden: int) -> int:
         """Parameters of the matrices that one token is multiplied with."""
         routing = hidden * self.num_experts if self.router else 0
-        gate = hidden if self.shared_width else 0
-        return self.num_matrices * hidden * self.active_width + routing + gate
+        return self.num_matrices * hidden * self.active_width + routing + self._gate(hidden)
 
     def parameters(self, hidden: int, *, idle_only: bool = False) -> int:
         """All parameters; with `idle_only` those of the experts that a token does not visit."""
-        biases = (self.num_matrices - 1) * self.width + hidden if self.bias else 0
+        biases = (self.num_matrices - 1) * self.width + hidden if self.bias and self.width else 0
         expert = self.num_matrices * hidden * self.width + biases
         if idle_only:
             return expert * (self.num_experts - self.num_active)
         routing = hidden * self.num_experts if self.router else 0
         routing += self.num_experts if self.router_bias else 0
         shared = self.num_matrices * hidden * self.shared_width
-        return expert * self.num_experts + routing + shared + (hidden if self.shared_width else 0)
+        return expert * self.num_experts + routing + shared + self._gate(hidden)
+
+    def _gate(self, hidden: int) -> int:
+        """Parameters of the shared expert's gate."""
+        return hidden if self.shared_width and self.shared_gate else 0
 
 
-def attention_vectors(
-    config: Mapping[str, Any],
-    family: Family,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    hidden: int,
-) -> int:
-    """Parameters of one layer's attention outside its matrices."""
-    q, kv = heads * head_dim, kv_heads * head_dim
-    count = q + 2 * kv if _is_set(config, family.qkv_bias) else 0
-    count += hidden if _is_set(config, family.out_bias) else 0
-    if family.qk_norm == "head":
-        count += 2 * head_dim
-    asked = config.get("use_qk_norm") or config.get("qk_layernorm")
-    if family.qk_norm == "width" or (family.qk_norm == "heads" and asked):
-        count += q + kv
-    return count + (heads if family.sinks else 0)
-
-
-def layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
-    """The sliding window of each layer in tokens, None where it sees everything."""
+def layer_windows(
+    config: Mapping[str, Any], family: Family, kinds: tuple[Kind, ...] = ()
+) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; `kinds`: those of a family whose layers differ."""
     num_layers = int(config["num_hidden_layers"])
     window = config.get("sliding_window", family.default_window)
     types = config.get("layer_types")
+    if kinds:
+        window = window or config.get("attention_window_size")
+        return tuple(_window_of(kind, config, window) for kind in kinds)
     if types:
         slides = ["sliding" in str(kind) for kind in types]
     elif isinstance(family.windows, int):
@@ -89,35 +89,99 @@ def layer_windows(config: Mapping[str, Any], family: Family) -> tuple[int | None
     return tuple(int(window) if window and has_window else None for has_window in slides)
 
 
-def layer_mlps(config: Mapping[str, Any], family: Family) -> tuple[Mlp, ...]:
-    """The MLP of each layer; some layers of a mixture of experts may be dense."""
+def _window_of(kind: Kind, config: Mapping[str, Any], window: int | None) -> int | None:
+    match kind:
+        case "full" | "hybrid":
+            return None
+        case "sliding":
+            return int(window) if window else None
+        case "chunked":
+            return int(config["attention_chunk_size"])
+        case "recurrent" | "mlp" | "experts":
+            return NO_ATTENTION
+
+
+def layer_mlps(
+    config: Mapping[str, Any], family: Family, kinds: tuple[Kind, ...] = ()
+) -> tuple[Mlp, ...]:
+    """The MLP of each layer; some layers of a mixture of experts may be dense, and some layers of
+    hybrids have none."""
     num_layers = int(config["num_hidden_layers"])
-    bias = _is_set(config, family.mlp_bias)
+    bias = is_set(config, family.mlp_bias)
     matrices = 3 if family.gated else 2
-    dense = Mlp(int(config["intermediate_size"]), matrices, bias=bias)
-    if not family.experts:
-        return (dense,) * num_layers
-    sparse = Mlp(
-        width=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+    dense = Mlp(_dense_width(config, family), matrices, bias=bias)
+    if family.parts == "shared":  # the block's MLP counts with its attention
+        return (Mlp(0),) * num_layers
+    if family.parts == "one":
+        mlps = {"mlp": dense}
+        if "experts" in kinds:
+            mlps["experts"] = _experts(config, family, matrices, bias)
+        return tuple(mlps.get(kind, Mlp(0)) for kind in kinds)
+    has_experts = family.experts and any(config.get(key) for key in NUM_EXPERTS)
+    if not has_experts:
+        if family.experts and is_plain(family):
+            _count(config, *NUM_EXPERTS)  # refuses
+        alone = config.get("shared_intermediate_size")  # Granite's, where it has no experts
+        return (Mlp(int(alone), matrices, bias=bias) if alone else dense,) * num_layers
+    sparse = _experts(config, family, matrices, bias)
+    chosen = _has_experts(config, range(num_layers))
+    return tuple(sparse if has else dense for has in chosen)
+
+
+def _experts(config: Mapping[str, Any], family: Family, matrices: int, bias: bool) -> Mlp:
+    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    return Mlp(
+        width=width,
         num_matrices=matrices,
         num_experts=_count(config, *NUM_EXPERTS),
-        num_active=_count(config, NUM_ACTIVE_EXPERTS),
-        shared_width=int(config.get("shared_expert_intermediate_size") or 0),
+        num_active=_count(config, *ACTIVE_EXPERTS),
+        shared_width=_shared_width(config, family, width),
         bias=bias,
         router=True,
         router_bias=family.sinks,  # gpt-oss alone has either
+        shared_gate=family.shared_gate,
     )
+
+
+def _shared_width(config: Mapping[str, Any], family: Family, width: int) -> int:
+    """Width of the experts that every token visits."""
+    for key in SHARED_WIDTHS:
+        if config.get(key):
+            return int(config[key])
+    if family.shared_gate:
+        return 0
+    number = next((config[key] for key in SHARED_EXPERTS if key in config), family.shared_experts)
+    return int(number or 0) * width
+
+
+def _dense_width(config: Mapping[str, Any], family: Family) -> int:
+    """Width of an MLP without experts."""
+    width = int(config.get("intermediate_size_mlp") or config.get("intermediate_size") or 0)
+    width //= family.mlp_divisor
+    if config.get("block_auto_adjust_ff_dim"):  # LFM2, as Llama's own code does
+        width = int((config.get("block_ffn_dim_multiplier") or 1) * int(2 * width / 3))
+        step = int(config.get("block_multiple_of") or 1)
+        width = -(-width // step) * step
+    return width
+
+
+def _has_experts(config: Mapping[str, Any], layers: range) -> list[bool]:
+    """Whether each layer has experts, by whichever key the config tells it."""
+    names, listed = config.get("mlp_layer_types"), config.get("moe_layers")
+    if names:
+        return [name == "sparse" for name in names]
+    if listed is not None:
+        return [layer in listed for layer in layers]
+    dense = config.get("first_k_dense_replace", config.get("num_dense_layers"))
+    if dense is not None:
+        return [layer >= dense for layer in layers]
+    if period := config.get("expert_layer_period"):
+        offset = int(config.get("expert_layer_offset") or 0)
+        several = _count(config, *NUM_EXPERTS) > 1
+        return [several and layer % period == offset for layer in layers]
     dense_layers = set(config.get("mlp_only_layers") or ())
-    step = int(config.get("decoder_sparse_step") or 1)
-    return tuple(
-        dense if layer in dense_layers or (layer + 1) % step else sparse
-        for layer in range(num_layers)
-    )
-
-
-def _is_set(config: Mapping[str, Any], flag: Flag) -> bool:
-    """The value of a flag for one config."""
-    return flag if isinstance(flag, bool) else bool(config.get(*flag))
+    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    return [layer not in dense_layers and (layer + 1) % int(step) == 0 for layer in layers]
 
 
 def _count(config: Mapping[str, Any], *keys: str) -> int:

@@ -5,15 +5,21 @@ N query heads, K key-value heads, H head dim, D hidden size, F MLP width, V voca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from furlong.cost.files import read_object
 from furlong.cost.shapes.config_values import check_values, rope_original
-from furlong.cost.shapes.layers import Mlp, attention_vectors, layer_mlps, layer_windows
+from furlong.cost.shapes.gemma4 import gemma4_layers
+from furlong.cost.shapes.kinds import completed
+from furlong.cost.shapes.layers import Mlp, layer_mlps, layer_windows
+from furlong.cost.shapes.mixers import MixerShape, attention_mixer, latent_mixer
+from furlong.cost.shapes.recurrent import layer_mixers
+from furlong.errors import ConfigError
 from furlong.families import FAMILIES, family_of
-from furlong.plan.values import inner_size
+from furlong.plan.rows import inner_size
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,18 @@ class ModelShape:
     vocab_size: int
     tied_head: bool
     windows: tuple[int | None, ...]
-    """Sliding window of each layer in tokens, the token itself included; None: sees all."""
+    """Sliding window of each layer in tokens, the token itself included; None: sees all; 1: a layer
+    without attention."""
     mlps: tuple[Mlp, ...]
     """The MLP of each layer."""
-    attention_vectors: int = 0
-    """Parameters of one layer's attention outside its four matrices: biases, norms of q and k,
-    sinks."""
+    mixers: tuple[MixerShape, ...]
+    """The attention or recurrence of each layer."""
     norm_parameters: int = 0
     """Parameters of one layer's norms."""
     final_norm_parameters: int = 0
     head_bias_parameters: int = 0
+    entrance_parameters: int = 0
+    """Parameters beside the embedding at the decoder's entrance."""
     exact: bool = True
     """Whether the family is in the table; others are read as if they were Llamas."""
     num_positions: int | None = None
@@ -52,13 +60,18 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """N * H: the width of one token's queries."""
-        return self.num_heads * self.head_dim
+        """N * H: the width of one token's queries, and of what attention gives."""
+        return max((m.query_size + m.output_size) // 2 for m in self.mixers)
 
     @property
     def kv_size(self) -> int:
         """K * H: the width of one token's keys, and of its values."""
-        return self.num_kv_heads * self.head_dim
+        return max(mixer.kv_size for mixer in self.mixers) // 2
+
+    @property
+    def stored_size(self) -> int:
+        """Numbers of one token that a layer with attention keeps for later chunks."""
+        return max(mixer.stored for mixer in self.mixers)
 
     def inner_size(self, place_size: int) -> int:
         """Processes of a place that divide the heads among them (`plan.values.inner_size`)."""
@@ -70,23 +83,37 @@ class ModelShape:
         return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
     @property
-    def attention_parameters(self) -> int:
-        """The q, k, v and output matrices of one layer."""
-        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+    def is_recurrent(self) -> bool:
+        """Whether a state goes from chunk to chunk in any layer."""
+        return any(mixer.is_recurrent for mixer in self.mixers)
 
     @property
-    def qkv_parameters(self) -> int:
-        """The q, k and v matrices of one layer."""
-        return self.hidden_size * (self.q_size + 2 * self.kv_size)
+    def whole(self) -> str:
+        """Why the decoder is not divided between layers, as the end of "which ..."; "" if it is."""
+        return family_of(self.family).whole
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether the store holds narrower vectors than the keys and values made of them."""
+        return any(0 < mixer.stored < mixer.kv_size for mixer in self.mixers)
 
     def layer_parameters(self, layer: int) -> int:
         """All parameters of a layer."""
-        attention = self.attention_parameters + self.attention_vectors
-        return attention + self.mlps[layer].parameters(self.hidden_size) + self.norm_parameters
+        own = self.mixers[layer].parameters + self.mlps[layer].parameters(self.hidden_size)
+        return own + self.norm_parameters
 
     def layer_active_parameters(self, layer: int) -> int:
         """Parameters of a layer's matrices that one token is multiplied with."""
-        return self.attention_parameters + self.mlps[layer].active_parameters(self.hidden_size)
+        own = self.mlps[layer].active_parameters(self.hidden_size)
+        return self.mixers[layer].matrices + own
+
+    def layer_flops(self, layer: int) -> int:
+        """FLOPs of a layer's forward per token, attention apart."""
+        return 2 * self.layer_active_parameters(layer) + self.mixers[layer].scan_flops
+
+    def state_bytes(self, layers: Iterable[int], element_bytes: int) -> int:
+        """Bytes of the states that leave one chunk of a sequence in these layers."""
+        return sum(self.mixers[layer].state_bytes(element_bytes) for layer in layers)
 
     @property
     def embedding_parameters(self) -> int:
@@ -100,9 +127,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
-        return (
-            self.embedding_parameters + layers + self.final_norm_parameters + self.head_parameters
-        )
+        ends = self.embedding_parameters + self.entrance_parameters
+        return ends + layers + self.final_norm_parameters + self.head_parameters
 
     @property
     def num_active_parameters(self) -> int:
@@ -116,7 +142,7 @@ class ModelShape:
         first = sum(stages[:stage])
         count = sum(self.layer_parameters(first + i) for i in range(stages[stage]))
         if stage == 0:
-            count += self.embedding_parameters
+            count += self.embedding_parameters + self.entrance_parameters
         if stage == len(stages) - 1:
             tied_here = self.tied_head and stage == 0
             head = self.head_bias_parameters + (0 if tied_here else self.embedding_parameters)
@@ -129,14 +155,31 @@ class ModelShape:
         or no sizes of a decoder."""
         inside = config.get("text_config")
         config = {**config, **inside} if isinstance(inside, dict) else config
-        name = str(config.get("model_type", ""))
-        family = family_of(name)
+        family = family_of(str(config.get("model_type", "")))
+        if family.not_in_chunks:
+            raise _not_in_chunks(config, family.not_in_chunks, source)
+        config, kinds = completed(config, family)
         check_values(config, source)
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // heads)
+        if family.attention == "none":
+            head_dim = 0
         norm = hidden * (2 if family.norm == "layer" else 1)
-        vocab = int(config["vocab_size"])
+        vocab, name = int(config["vocab_size"]), str(config.get("model_type", ""))
+        attention = (
+            latent_mixer(config, family, hidden=hidden, heads=heads)
+            if family.attention == "latent"
+            else attention_mixer(
+                config, family, hidden=hidden, heads=heads, kv_heads=kv_heads, dim=head_dim
+            )
+        )
+        windows = layer_windows(config, family, kinds)
+        mlps = layer_mlps(config, family, kinds)
+        mixers, entrance = layer_mixers(config, family, kinds, attention), 0
+        if family.varied:
+            layers = gemma4_layers(config, family, windows=windows, mlp=mlps[0])
+            mixers, mlps, entrance = layers.mixers, layers.mlps, layers.entrance_parameters
         return cls(
             family=name,
             hidden_size=hidden,
@@ -145,14 +188,13 @@ class ModelShape:
             head_dim=head_dim,
             vocab_size=vocab,
             tied_head=bool(config.get("tie_word_embeddings", family.tied)),
-            windows=layer_windows(config, family),
-            mlps=layer_mlps(config, family),
-            attention_vectors=attention_vectors(
-                config, family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden
-            ),
+            windows=windows,
+            mlps=mlps,
+            mixers=mixers,
             norm_parameters=family.num_norms * norm,
             final_norm_parameters=norm,
             head_bias_parameters=vocab if family.head_bias else 0,
+            entrance_parameters=entrance,
             exact=name in FAMILIES and not family.refused,
             num_positions=config.get("max_position_embeddings") or None,
             original_positions=rope_original(config),
@@ -166,3 +208,13 @@ class ModelShape:
         change = "give a model's config.json, or a folder that holds it"
         config = read_object(path, source="the model's name", change=change)
         return cls.from_config(config, str(path))
+
+
+def _not_in_chunks(config: dict[str, Any], reason: str, source: str) -> ConfigError:
+    return ConfigError(
+        given=f"a model of type {config.get('model_type')}, which {reason}",
+        required="a decoder whose tokens meet by their positions alone, or by a state that goes"
+        " from one to the next",
+        source=source,
+        change="train a model of another family",
+    )

@@ -57,6 +57,8 @@ class ByteBound:
             None if window is None else -(-window // sp_size)
             for window in shape.windows[first : first + self._num_layers]
         )
+        self._attends = tuple(mixer.attends for mixer in shape.mixers[first:][: self._num_layers])
+        """Whether each layer has attention."""
         held = frozenset((share.stage,))
         state = model.training.state_bytes(shape, own, held, share.group_size)
         self._static_bytes = state.total + memory.overhead_bytes
@@ -117,13 +119,16 @@ class ByteBound:
                 used["device"] += graph_tokens * cell.message
             if keep == "attention":
                 dropped = max(0, tokens - done - graph_tokens)
-                known = (num_layers - height) * tokens + (height - 1) * dropped
-                used[tiers.attention] += known * cell.attention
+                whole, own = (self._cell((num_layers,)), num_layers - height)
+                known = tokens * whole.attention(range(own))
+                known += dropped * whole.attention(range(own, num_layers - 1))
+                used[tiers.attention] += known
         if keep == "all" or options.num_retained:
             ahead_tokens, again = self._share.ahead_tokens, min(options.recompute_layers, height)
             used[tiers.graphs] += ahead_tokens * cell.graph(again)
         held = height if num_below and keep in ("input", "attention") else num_layers
         used[tiers.kv] += self._stored_tokens(held) * cell.kv_layer
+        used[tiers.kv] += max(0, self._num_chunks - 1 - -(-done // self._size)) * cell.state
         sent_back = self._stored_tokens(height, seen=True)
         if tiers.kv == "device":
             used["device"] += sent_back * cell.kv_gradient_layer
@@ -143,7 +148,10 @@ class ByteBound:
         """Tokens times layers of the last `height` ones, at most so many in each; `seen`: only
         those that the last chunk sees."""
         total = 0.0
-        for window in self._windows[self._num_layers - height :]:
+        first = self._num_layers - height
+        for window, attends in zip(self._windows[first:], self._attends[first:], strict=True):
+            if not attends:
+                continue
             stored = self._stored
             if window is not None and seen:
                 stored = min(stored, window - 1)

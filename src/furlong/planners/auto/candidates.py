@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
 from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.values import Keep, Tier, Tiers
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of
+from furlong.units import count_words
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
 _KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
@@ -88,10 +90,25 @@ def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
     heights = [given["stage_layers"]] if "stage_layers" in given else [
         *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
     ]  # fmt: skip
+    if space.model.shape.whole:
+        heights = [height for height in heights if height >= num_layers]
+        if not heights:
+            raise _not_in_stages(space, given["stage_layers"])
     for height in heights:
         is_small = num_chunks * -(-num_layers // height) <= space.most_cells
         if is_small or (order == "layer-first" and height == heights[-1]):
             yield {"order": "layer-first", "stage_layers": height}
+
+
+def _not_in_stages(space: Space, height: int) -> ConfigError:
+    shape = space.model.shape
+    return ConfigError(
+        given=f"stages of {count_words(height, 'layer')}, for a {shape.family},"
+        f" which {shape.whole}",
+        required="one stage of all layers: its decoder is not divided between them",
+        source="chunks.order, chunks.stage_layers and the model's layers",
+        change="set chunks.order to chunk-first",
+    )
 
 
 def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:

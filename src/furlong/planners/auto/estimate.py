@@ -97,7 +97,7 @@ class TimeEstimate:
             action
             for stage in dict.fromkeys(first_alike(self._model.shape, stages))
             for action in schedule_group(
-                some, num_retained=few.num_retained, keep=few.keep, stage=stage
+                some, num_retained=few.num_retained, keep=few.kept, stage=stage
             )
         ]
         slowest_s = max(self._stage_seconds(actions, some, stages, options).values())
@@ -152,7 +152,7 @@ class TimeEstimate:
         read: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
         written = dict(read)
         if keep == "attention":
-            remembered = self._tokens * (layers - layers / num_stages) * cell.attention
+            remembered = self._tokens * (1 - 1 / num_stages) * cell.attention(range(round(layers)))
             read[tiers.attention] += remembered
             written[tiers.attention] += remembered
         if keep != "all":
@@ -160,11 +160,13 @@ class TimeEstimate:
             read[tiers.inputs] += 3 * delivered
             written[tiers.inputs] += 2 * delivered
         if tiers.kv != "device":
+            attending = layers / self._num_layers
+            attending *= sum(mixer.attends for mixer in self._model.shape.mixers)
             times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
             each = segment_tokens(cell.kv_layer, self._model.device_type)
             cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
-            gradients = cold * layers * cell.kv_gradient_layer
-            read[tiers.kv] += times * self._prefix_tokens * (layers - 1) * cell.kv_layer
+            gradients = cold * attending * cell.kv_gradient_layer
+            read[tiers.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
             read[tiers.kv] += gradients
             written[tiers.kv] += gradients
         host, disk = self._model.hardware.links.host, self._model.hardware.links.disk

@@ -130,7 +130,7 @@ def space_of(space: Space, layout: Layout) -> Space:
     """The space in a layout, in which all processes of a stage share its state."""
     shape, training = space.model.shape, space.model.training
     zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
-    training = replace(training, zero_stage=zero, replicas=layout.dp)
+    training = replace(training, zero_stage=zero, gathers=bool(zero), replicas=layout.dp)
     stages = cut_layers(shape, layout.pp, space.mean_keys) if layout.pp > 1 else ()
     model = replace(space.model, training=training)
     return replace(space, model=model, layout=layout, stages=stages)

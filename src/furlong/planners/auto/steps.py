@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from furlong.plan.values import Chunk, ChunkPlan
@@ -13,7 +13,7 @@ from furlong.planners.chunks.placement import shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import number_chunks, state_aware_lists
 from furlong.planners.orders.replica import plan_replica
-from furlong.planners.predict import simulated_s, step_s
+from furlong.planners.predict import one_draw, simulated_s, step_s
 
 Dealt = list[list[list[int]]]
 """Places of the sequences among all, by step and by replica; the replica with most work first."""
@@ -41,7 +41,7 @@ def busiest_groups(space: Space, dealt: Dealt, size: int) -> list[list[list[Chun
     return found
 
 
-def _renamed(chunk: Chunk, seq_ids: Sequence[int]) -> Chunk:
+def _renamed(chunk: Chunk, seq_ids: Sequence[int] | Mapping[int, int]) -> Chunk:
     """The chunk with `seq_ids[i]` for the sequence i."""
     return Chunk(tuple(replace(piece, seq_id=seq_ids[piece.seq_id]) for piece in chunk.slices))
 
@@ -71,19 +71,30 @@ def busiest_s(space: Space, steps: Sequence[Groups], options: ChunkOptions) -> f
     """Seconds of all steps of the replicas with most work, without the gradients' reduction, which
     takes as long under all options."""
     if space.stages:
-        return sum(step_s(space.model, _pipeline(space, groups, options)) for groups in steps)
-    groups, sp_size = one_list(steps), space.layout.sp
-    return simulated_s(space.model, space.seq_lens, groups, options, sp_size=sp_size)
+        plans = (_pipeline(space, groups, options) for groups in steps)
+        return sum(step_s(space.model, one_draw(plan, options)) for plan in plans)
+    seq_lens, groups = _numbered(space.seq_lens, one_list(steps))
+    return simulated_s(space.model, seq_lens, groups, options, sp_size=space.layout.sp)
+
+
+def _numbered(seq_lens: Sequence[int], groups: Groups) -> tuple[Sequence[int], list[list[Chunk]]]:
+    """The lengths of the sequences that groups have, which are numbered by them from 0."""
+    found = {piece.seq_id for group in groups for chunk in group for piece in chunk.slices}
+    numbers = {seq_id: number for number, seq_id in enumerate(sorted(found))}
+    return [seq_lens[seq_id] for seq_id in numbers], [
+        [_renamed(chunk, numbers) for chunk in group] for group in groups
+    ]
 
 
 def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
     """The plan of some of the sequences, not checked: for its seconds."""
+    seq_lens, groups = _numbered(space.seq_lens, groups)
     lists = state_aware_lists(
         number_chunks(groups), space.stages, num_retained=options.num_retained,
-        keep=options.keep, recompute_layers=options.recompute_layers,
+        keep=options.kept, recompute_layers=options.recompute_layers,
     )  # fmt: skip
     return ChunkPlan(
-        seq_lens=tuple(space.seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
         stages=space.stages, actions=tuple(map(tuple, lists)), tiers=options.tiers,
         sp_size=space.layout.sp,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Ways to make groups of chunks.
 
-A group is all pieces of one sequence in order, or one packed chunk. Groups run in the order in
-which they are listed; these functions list the one with most tokens first, since a short sequence
-before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
+A group is all pieces of one sequence in order, branches included, or one packed chunk. Groups run
+in the order in which they are listed; these functions list the one with most tokens first, since a
+short sequence before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from furlong.errors import DataError
 from furlong.plan.values import Chunk, Slice
+from furlong.planners.chunks.branches import Forks, branch_chunks
 from furlong.planners.chunks.pack import pack
 from furlong.planners.chunks.split import split_equal_work, split_long
 from furlong.planners.options import ChunkOptions
@@ -19,17 +20,26 @@ from furlong.units import count_words
 Groups = Sequence[Sequence[Chunk]]
 
 
-def group_chunks(seq_lens: Sequence[int], options: ChunkOptions) -> list[list[Chunk]]:
-    """The chunks of every cut sequence, and every packed chunk by itself; most tokens first."""
+def group_chunks(
+    seq_lens: Sequence[int], options: ChunkOptions, forks: Forks | None = None
+) -> list[list[Chunk]]:
+    """The chunks of every cut sequence, and every packed chunk by itself; most tokens first.
+    `forks`: where sequences branch."""
     refuse_unusable(seq_lens)
-    long = split_long(seq_lens, options.size)
-    short = {seq_id: n for seq_id, n in enumerate(seq_lens) if seq_id not in long}
-    tails = [pieces[-1].num_tokens for pieces in long.values()] if options.hybrid else []
+    forks = forks or {}
+    groups = [
+        [Chunk((piece,)) for piece in pieces]
+        for seq_id, pieces in split_long(seq_lens, options.size).items()
+        if seq_id not in forks
+    ]
+    groups += [branch_chunks(i, seq_lens[i], own, options.size) for i, own in forks.items()]
+    cut = {group[0].slices[0].seq_id for group in groups}
+    short = {seq_id: n for seq_id, n in enumerate(seq_lens) if seq_id not in cut}
+    tails = [group[-1].num_tokens for group in groups] if options.hybrid else []
     bins = [
         [Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids]
         for seq_ids in pack(short, options.size, taken=tails)
     ]
-    groups = [[Chunk((piece,)) for piece in pieces] for pieces in long.values()]
     if options.hybrid:
         for group, joined in zip(groups, bins, strict=False):
             # a chunk's piece with a prefix comes first

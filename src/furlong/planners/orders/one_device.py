@@ -19,6 +19,7 @@ from typing import Any
 
 from furlong.plan.check import check
 from furlong.plan.values import Action, ChunkPlan, Reduce
+from furlong.planners.chunks.branches import Forks, without_unread
 from furlong.planners.chunks.groups import Groups, group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.layer_first import stage_heights, walk_layer_first
@@ -27,11 +28,16 @@ from furlong.planners.orders.schedule import schedule_group
 
 
 def plan_on_device(
-    seq_lens: Sequence[int], options: ChunkOptions, *, num_layers: int, **others: Any
+    seq_lens: Sequence[int],
+    options: ChunkOptions,
+    *,
+    num_layers: int,
+    forks: Forks | None = None,
+    **others: Any,
 ) -> ChunkPlan:
-    """A checked plan for one device of the chunks that `options` make; `others` as for
-    `plan_groups`."""
-    groups = group_chunks(seq_lens, options)
+    """A checked plan for one device of the chunks that `options` make; `forks`: where sequences
+    branch; `others` as for `plan_groups`."""
+    groups = group_chunks(seq_lens, options, forks)
     return plan_groups(seq_lens, groups, options, num_layers=num_layers, **others)
 
 
@@ -67,6 +73,7 @@ def plan_groups(
         stages=stages, actions=(tuple(actions),), tiers=options.tiers, sp_size=sp_size,
         frozen_stages=frozen_stages,
     )  # fmt: skip
+    plan = without_unread(plan)
     check(plan)
     return plan
 
@@ -90,7 +97,7 @@ def walk_group(
     """The actions of one group. `reduces`: it is a rank's last one, and each stage is reduced
     behind its last Backward; `layer_first`: more for `walk_layer_first`."""
     dials: dict[str, Any] = {
-        "keep": options.keep, "num_retained": options.num_retained, "backward": backward,
+        "keep": options.kept, "num_retained": options.num_retained, "backward": backward,
         "recompute_layers": min(options.recompute_layers, stages[0]),
     }  # fmt: skip
     if options.order == "layer-first":

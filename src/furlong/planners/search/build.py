@@ -200,6 +200,7 @@ def _slowest_first(
 
 
 def _quadratic_share(model: CostModel) -> float:
-    """FLOPs of attention per squared token over the others per token, of one layer."""
-    shape = model.shape
-    return shape.q_size / shape.layer_active_parameters(0)
+    """FLOPs of attention per squared token over the others per token, of all layers."""
+    shape, layers = model.shape, range(model.shape.num_layers)
+    keys = sum(mixer.key_flops for mixer in shape.mixers)
+    return keys / 2 / sum(shape.layer_flops(layer) for layer in layers)

@@ -21,6 +21,8 @@ def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]
     fewer devices may have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
     groups = problem.num_devices // problem.model.training.tp_size
+    if problem.model.shape.is_recurrent:
+        return  # a state is on one device
     for layout in (Layout(sp=number) for number in round_numbers(groups)):
         sizes = (layout.dp, layout.sp, layout.pp)
         if layout.sp == 1 or any(n not in (None, own) for n, own in zip(given, sizes, strict=True)):

@@ -115,6 +115,8 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
     lens, given, model = problem.seq_lens, problem.given, problem.model
     mean_keys, longest, number = mean_attended_keys(lens), max(lens), given.get("num_retained")
     heights = within(stage_heights(model.shape.num_layers), given.get("stage_layers"))
+    if model.shape.whole:
+        heights = ()
     cuts: dict[int, tuple[int, ...]] = {}
     for layout in layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,

@@ -39,6 +39,7 @@ PART_COLOURS = {
     "buffers": "#e3e6ea",
     "kv": "#2f6fb0",
     "kv_gradients": "#9cc3e6",
+    "states": "#882e10",
     "activations": "#e08a2e",
     "logits": "#f2d64b",
     "in use": "#9db6d3",
@@ -125,13 +126,22 @@ def colour_chunks(
         slices = plan.chunks[chunk].slices
         if links:
             seq_id, position = links[0]
-            left = 1 - position / (len(plan.groups[seq_id]) - 1)
+            left = 1 - _done(plan, seq_id, position)
             looks.append(ChunkLook(tint(hues[seq_id], -DARKEST * left), seq_id))
         elif len(slices) == 1 and slices[0].seq_id in hues:
             looks.append(ChunkLook(hues[slices[0].seq_id], slices[0].seq_id))
         else:
             looks.append(ChunkLook(PACKED_COLOURS[tones.get(chunk, 0)], None))
     return tuple(looks)
+
+
+def _done(plan: ChunkPlan, seq_id: int, position: int) -> float:
+    """Share of a cut sequence's chunks before one, where it branches of those on its longest
+    path: branches that are equally far from the start look alike."""
+    tree = plan.trees.get(seq_id)
+    if tree is None:
+        return position / (len(plan.groups[seq_id]) - 1)
+    return len(tree.path(position)) / max(len(tree.path(n)) for n in range(len(tree.parents)))
 
 
 def _runs(timeline: Timeline) -> list[list[int]]:

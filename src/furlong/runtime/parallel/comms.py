@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -16,16 +16,16 @@ from furlong.plan.values import (
     Action,
     Backward,
     ChunkPlan,
+    Computing,
     Forward,
-    RebuildKV,
-    Recompute,
     Recv,
     Reduce,
     Reshard,
     Send,
     Unshard,
 )
-from furlong.runtime.memory import is_out_of_memory
+from furlong.runtime.memory.measure import is_out_of_memory
+from furlong.runtime.parallel.empty_passes import EmptyPasses
 from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.parallel.recovery import Failures, cannot_go_on, let_go
@@ -41,12 +41,15 @@ class ShardedRanks:
         layers: Sequence[nn.Module],
         ranks: Ranks,
         messages: tuple[Links, Parcel] | None = None,
+        pool: Callable[[ChunkPlan], EmptyPasses] | None = None,
     ) -> None:
         """`base`: the model, as `sharding.shard` has left it; whole where no other process holds
         the same stage. `layers`: all of its decoder, of which a pipeline's process has its own.
-        `messages`: the links to other stages, and the form of what passes them in this plan."""
+        `messages`: the links to other stages, and the form of what passes them in this plan.
+        `pool`: the exchanges of a plan's passes, where processes share its slices."""
         self._base, self._layers, self._ranks = base, layers, ranks
-        self._messages = messages
+        self._messages, self._pool = messages, pool
+        self._exchanges: EmptyPasses | None = None
         self._waiting: ChunkPlan | None = None
         self._stages: tuple[tuple[FSDPModule, ...], ...] = ()
         self._last_stage = 0
@@ -59,7 +62,8 @@ class ShardedRanks:
         ranks = self._ranks
         require_layout(plan, ranks)
         self._waiting = plan
-        own = plan.actions[ranks.plan_rank]
+        self._exchanges = self._pool(plan) if self._pool else None
+        own = self._actions = plan.actions[ranks.plan_rank]
         self._last_backwards = {a.stage: a for a in own if isinstance(a, Backward)}
         self._last_stage = min(self._last_backwards, default=0)
         self._regathers = plan.regathers
@@ -130,8 +134,9 @@ class ShardedRanks:
                 raise cannot_go_on(error, dist.get_rank(), meanwhile) from error
             return
         let_go(error)
-        for action in rest:
+        for index, action in enumerate(rest, len(self._actions) - len(rest)):
             self._skip(action)
+            self._exchange_nothing(index, action)
         self.settle()
 
     def _is_waited_for(self, rest: Sequence[Action]) -> str | None:
@@ -142,8 +147,9 @@ class ShardedRanks:
             return "while gradients were added up"
         if self._failures.stage_knows:
             return None
-        computing = (Forward, Recompute, RebuildKV, Backward)
-        if ranks.sp > 1 and any(isinstance(action, computing) for action in rest):
+        exchanges, first = self._exchanges, len(self._actions) - len(rest)
+        is_needed = any(isinstance(action, Computing) for action in rest)
+        if exchanges is not None and is_needed and not exchanges.are_known(first):
             return "while its pool exchanged a chunk"
         is_shared = ranks.shard_mesh.size() > 1
         if is_shared and (self._regathers or any(isinstance(a, Reshard) for a in rest)):
@@ -155,11 +161,20 @@ class ShardedRanks:
         match action:
             case Send() | Recv():
                 self._links(action).skip(action)
-            case Unshard() | Forward() if not self._failures.stage_knows:
+            case Unshard() if not self._failures.stage_knows:
+                self._gather()
+            case Forward() if not self._failures.stage_knows and self._exchanges is None:
                 self._gather()
             case Backward(_, stage) if action is self._last_backwards[stage]:
                 if not self._failures.stage_knows and stage not in self._agreed:
                     self._agree_on(stage)
+
+    def _exchange_nothing(self, index: int, action: Action) -> None:
+        """Take part in what a pool exchanges, as long as it does."""
+        if self._exchanges is None or self._failures.stage_knows:
+            return
+        if isinstance(action, Computing):
+            self._exchanges.join(index, self._gather_layer)
 
     def _gather(self) -> None:
         """Gather what a first forward gathers on its way, in the same order."""
@@ -167,6 +182,12 @@ class ShardedRanks:
             self._base.unshard()
         for stage in self._stages:
             for module in stage:
+                module.unshard()
+
+    def _gather_layer(self, layer: int) -> None:
+        """Gather a layer, as its first forward would, behind what is beside all layers."""
+        for module in (self._base, self._layers[layer]):
+            if isinstance(module, FSDPModule):
                 module.unshard()
 
     def _agree_on(self, stage: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from furlong.errors import ConfigError, UserError
 from furlong.plan.values import ChunkPlan
 from furlong.planners.orders.replicas import join_replicas
-from furlong.runtime.chunk_inputs import labelled_chunks
+from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.parallel.ranks import Ranks
 

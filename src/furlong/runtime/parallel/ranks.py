@@ -106,6 +106,17 @@ def require_stages(pp: int, num_layers: int) -> None:
         )
 
 
+def not_copied(num_processes: int) -> ConfigError:
+    """The error for a copy of an engine that several processes call."""
+    return ConfigError(
+        given=f"a copy, or a pickle, of an engine of {num_processes} processes",
+        required="the engine itself: its weights are divided among them, and its groups are theirs",
+        source="copy.deepcopy or pickle of a furlong.Engine",
+        change="save the weights (torch.distributed.checkpoint, or furlong train's checkpoints) and"
+        " make a new engine of a new model, on all processes",
+    )
+
+
 def ranks_of_group(group: ProcessGroup, device_type: str) -> Ranks:
     """Data-parallel ranks in a process group that the caller has made."""
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))

@@ -1,7 +1,8 @@
 """An error on one of several processes in the middle of a step: nobody waits for it for ever.
 
 A process that has failed lets go of all it holds and walks through the rest of its list without
-computing: it sends zeros, takes what comes, gathers weights, and joins every agreement in its turn.
+computing: it sends zeros, also to its pool (`empty_passes`), takes what comes, gathers weights, and
+joins every agreement in its turn.
 So it communicates as it would have done without the error, in the same order. Before gradients are
 added up the processes of a stage agree that none of them has failed, and at the end of the list all
 processes do; where one has, all raise, and the same step can be taken again.
@@ -16,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from furlong.errors import ConfigError, ElsewhereError, NoMemoryElsewhereError
-from furlong.runtime.memory import is_out_of_memory
+from furlong.runtime.memory.measure import is_out_of_memory
 from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.ranks import Ranks
 

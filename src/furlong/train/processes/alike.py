@@ -9,8 +9,8 @@ from typing import Any
 
 from furlong import __version__
 from furlong.errors import ConfigError
-from furlong.train.architecture import differing_keys
 from furlong.train.processes.together import Processes
+from furlong.train.setup.architecture import differing_keys
 
 _PACKAGES = ("torch", "transformers")
 

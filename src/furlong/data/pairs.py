@@ -1,0 +1,238 @@
+"""Two answers to one prompt: records of `chosen` and `rejected`, as they lie around.
+
+prompt, chosen, rejected       three texts, or three lists of messages
+chosen, rejected               two whole conversations, or texts: what they begin with is the prompt
+prompt (a text), chosen, rejected      whole conversations in which the prompt is a turn of the user
+
+A record becomes two sequences, chosen and then rejected, of which the turns (or characters) behind
+the prompt are learnt. Without an answer, or with the same one twice, there is nothing to prefer:
+such records are left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Sequence as Items
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from furlong.data.cache import Entry
+from furlong.data.chat import Conversation, Rendered, template_of, tools_of
+from furlong.data.formats import IGNORE_INDEX, check_fields, messages_of, text_of
+from furlong.data.records import SourceRecord
+from furlong.data.rendering import rendering
+from furlong.data.tokenize import Encoded, encode_rendered
+from furlong.errors import DataError
+
+SAME, EMPTY = NO_PAIRS = "pairs with the same answers", "pairs with an empty answer"
+
+# Other programs' names of a prompt: beside texts without `prompt` they would be lost.
+_PROMPTS = (
+    "instruction", "input", "question", "query", "messages", "conversations", "conversation",
+    "history", "system", "context",
+)  # fmt: skip
+_Answers = tuple[Rendered, Rendered] | str
+"""Chosen and rejected, or why they are left out."""
+_Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Records that are no pairs: how many, and where the first one is."""
+
+    counts: Counter[str]
+    first: dict[str, tuple[int, int]]
+    """File and line."""
+
+    def add(self, what: str, record: SourceRecord | Encoded) -> None:
+        self.counts[what] += 1
+        self.first.setdefault(what, (record.file, record.line))
+
+
+def encode_pairs(
+    records: Iterable[SourceRecord], tokenizer: Any, left_out: LeftOut
+) -> Iterator[Encoded]:
+    """Every record as two sequences, chosen and rejected; see `encode`. The first record decides
+    whether answers are texts or conversations. Raises UserError."""
+    records = iter(records)
+    first = next(records)
+    check_fields(first, "preference")
+    is_chat = not isinstance(first.fields["chosen"], str)
+    texts = nullcontext(render_texts)
+    with rendering(tokenizer, render_turns) if is_chat else texts as render:
+        found = _rendered(chain((first,), records), render, left_out)
+        encoded = encode_rendered(found, tokenizer, "chat" if is_chat else "completion")
+        for chosen, rejected in zip(encoded, encoded, strict=True):
+            if np.array_equal(chosen.input_ids, rejected.input_ids):
+                left_out.add(SAME, chosen)
+            elif not (_is_learnt(chosen) and _is_learnt(rejected)):
+                left_out.add(EMPTY, chosen)
+            else:
+                yield chosen
+                yield rejected
+
+
+def render_texts(record: SourceRecord) -> _Answers:
+    """The answers of a record of texts. Raises DataError."""
+    chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
+    if chosen == rejected:
+        return SAME
+    if record.fields.get("prompt") is not None:
+        if not isinstance(record.fields["prompt"], str):
+            raise _refusal(
+                record, "a prompt of messages with answers that are texts",
+                "a prompt and two answers of one kind",
+                'write each answer as [{"role": "assistant", "content": "..."}]',
+            )  # fmt: skip
+        prompt = text_of(record, "prompt")
+        chosen, rejected = prompt + chosen, prompt + rejected
+    else:
+        prompt = _common_text(record, chosen, rejected)
+    start = len(prompt)
+    if not (chosen[start:].strip() and rejected[start:].strip()):
+        return EMPTY
+    ranges = [((start, len(text)),) for text in (chosen, rejected)]
+    return Rendered(chosen, ranges[0]), Rendered(rejected, ranges[1])
+
+
+def render_turns(
+    record: SourceRecord, tokenizer: Any, before: Callable[[], object] = lambda: None
+) -> _Answers:
+    """The answers of a record of conversations; see `render_conversation`. Raises UserError."""
+    tools = tools_of(record)
+    template = template_of(tokenizer, tools)
+    chosen, rejected, first = _conversations(record, template)
+    if chosen == rejected:
+        return SAME
+    if not (_answers(chosen[first:]) and _answers(rejected[first:])):
+        return EMPTY
+    make = partial(Conversation, record, tokenizer, template, tools, before=before, first=first)
+    return make(turns=chosen).rendered(), make(turns=rejected).rendered()
+
+
+def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> None:
+    """Raises DataError where all that sources held was left out as no pair. `found`: by source, its
+    rows and how many of what were left out; `key`: where the sources were named."""
+    counts: Counter[str] = Counter()
+    for rows, left_out in found:
+        if len(rows):
+            return
+        counts.update({what: left_out.get(what, 0) for what in (SAME, EMPTY)})
+    if counts.total():
+        raise DataError(
+            given=" and ".join(f"{number:,} {what}" for what, number in counts.items() if number)
+            + ", and no other",
+            required="at least one pair of two answers that differ behind their prompt",
+            source=key,
+            change="check that the right files are named, and what chosen and rejected hold",
+        )
+
+
+def require_answers(
+    entry: Entry, rows: Iterable[int], limit: int, origin: Callable[[int], str]
+) -> None:
+    """Raises DataError for a pair, in `rows` and those behind, of which the first `limit` tokens
+    hold no answer, or the same twice."""
+    for row in rows:
+        (chosen, labels), (rejected, others) = (entry.tokens(r) for r in (row, row + 1))
+        none = any((x[1:limit] == IGNORE_INDEX).all() for x in (labels, others))
+        if none or np.array_equal(chosen[:limit], rejected[:limit]):
+            what = "are a prompt and no answer" if none else "are the same in both answers"
+            raise DataError(
+                given=f"a pair of {max(len(chosen), len(rejected)):,} tokens, of which the first"
+                f" {limit:,} {what}",
+                required="two answers that differ within data.max_seq_len",
+                source=origin(row),
+                change="raise data.max_seq_len, set data.too_long to drop, or shorten the prompt",
+            )
+
+
+def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns, int]:
+    """The turns of both conversations, and how many of them are the prompt. Raises DataError."""
+    chosen = messages_of(record, template, "chosen")
+    rejected = messages_of(record, template, "rejected")
+    prompt = record.fields.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        turns = messages_of(record, template, "prompt")
+        first = len(turns)
+        if not turns:
+            raise _without_prompt(record, "a prompt of no message", "messages")
+        if chosen[:first] == rejected[:first] == turns:  # the whole conversations after all
+            return chosen, rejected, first
+        return turns + chosen, turns + rejected, first
+    first = _common(chosen, rejected)
+    if not first:
+        raise _without_prompt(record, "two conversations that begin differently", "messages")
+    if isinstance(prompt, str) and not any(
+        turn["role"] == "user" and str(turn.get("content")).strip() == prompt.strip()
+        for turn in chosen[:first]
+    ):
+        raise _refusal(
+            record, f"a prompt {prompt[:40]!r} that is no turn of the user in both conversations",
+            "the prompt among the turns with which chosen and rejected begin",
+            'write prompt as [{"role": "user", "content": "..."}] if it precedes them, or remove'
+            " the record",
+        )  # fmt: skip
+    return chosen, rejected, first
+
+
+def _common(chosen: Items[Any], rejected: Items[Any]) -> int:
+    """The number of turns, or of characters, with which both begin."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shorter = min(len(chosen), len(rejected))
+    return next((number for number, (a, b) in pairs if a != b), shorter)
+
+
+def _answers(turns: _Turns) -> bool:
+    """Whether the assistant says or calls anything."""
+    return any(
+        turn["role"] == "assistant" and (str(turn.get("content") or "").strip()
+                                         or turn.get("tool_calls"))
+        for turn in turns
+    )  # fmt: skip
+
+
+def _common_text(record: SourceRecord, chosen: str, rejected: str) -> str:
+    """The characters with which two whole texts begin. The loss of a pair does not depend on where
+    in them the prompt ends: tokens that both have add the same to both."""
+    foreign = [name for name in _PROMPTS if name in record.fields]
+    common = chosen[: _common(chosen, rejected)]
+    if foreign or not common.strip():
+        what = f"texts beside {foreign[0]}" if foreign else "two texts that begin differently"
+        raise _without_prompt(record, what, "text", *foreign[:1])
+    return common
+
+
+def _rendered(
+    records: Iterable[SourceRecord], render: Callable[[SourceRecord], _Answers], left_out: LeftOut
+) -> Iterator[tuple[SourceRecord, Rendered]]:
+    """The answers of each record, one after the other."""
+    for record in records:
+        check_fields(record, "preference")
+        found = render(record)
+        if isinstance(found, str):
+            left_out.add(found, record)
+        else:
+            yield from ((record, answer) for answer in found)
+
+
+def _is_learnt(encoded: Encoded) -> bool:
+    return bool((encoded.labels[1:] != IGNORE_INDEX).any())
+
+
+def _without_prompt(record: SourceRecord, what: str, kind: str, *foreign: str) -> DataError:
+    change = f"rename {foreign[0]} to prompt" if foreign else "add the prompt of each record"
+    return _refusal(
+        record, f"{what}, without a prompt",
+        f"prompt ({kind}), chosen and rejected, or whole conversations that begin alike", change,
+    )  # fmt: skip
+
+
+def _refusal(record: SourceRecord, given: str, required: str, change: str) -> DataError:
+    return DataError(given=given, required=required, source=record.origin, change=change)

@@ -1,0 +1,1 @@
+"""Layers that remember earlier tokens in a state: found, called slice by slice, checked alone."""

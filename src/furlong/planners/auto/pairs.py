@@ -1,0 +1,106 @@
+"""The dials of a run whose loss stands between two phases, of a pair of sequences in each call.
+
+The longest pair must fit, with what both of its sequences keep from one phase to the other. Times
+are those of a few pairs, evenly spread over their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from furlong.cost.model import CostModel
+from furlong.errors import ConfigError
+from furlong.plan.values import Keep, Tiers
+from furlong.planners.auto.candidates import Space, sizes
+from furlong.planners.auto.decide import Decision
+from furlong.planners.auto.search import SLACK, Budgets
+from furlong.planners.auto.words import dials_in_words, needs_in_words
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.predict import Needs, needs_of, step_s
+from furlong.units import format_bytes
+
+if TYPE_CHECKING:
+    from furlong.config.schema import ChunksConfig
+
+Pair = tuple[int, int]
+"""Tokens of both sequences."""
+_KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
+_NUM_TIMED = 3
+
+
+def decide_pairs(
+    pairs: Sequence[Pair],
+    *,
+    model: CostModel,
+    budgets: Budgets,
+    budget_words: str,
+    dials: Mapping[str, Any] | None = None,
+) -> Decision | None:
+    """The fastest options that fit, or None where none is predicted to. `dials`: those given."""
+    given = dict(dials or {})
+    ordered = sorted(pairs, key=sum)
+    largest = max(pairs, key=lambda pair: (sum(pair), max(pair)))
+    timed = [ordered[(2 * i + 1) * len(ordered) // (2 * _NUM_TIMED)] for i in range(_NUM_TIMED)]
+    longest = max(map(max, pairs))
+    found = []
+    for options in _candidates(Space(model, largest, 1, longest, given), budgets):
+        needs = _needs(model, largest, options)
+        if budgets.hold(needs):
+            plans = (_plan(model, pair, options) for pair in timed)
+            found.append((sum(step_s(model, plan) for plan in plans), needs, options))
+    if not found:
+        return None
+    fastest_s = min(seconds for seconds, *_ in found)
+    alike = [one for one in found if one[0] <= fastest_s * (1 + SLACK)]
+    _, needs, options = min(alike, key=lambda one: (one[1].device_bytes, one[0]))
+    words = (
+        f"{dials_in_words(options)}: the fastest of {len(found)} that fit"
+        f" {format_bytes(budgets.device_bytes)} ({budget_words}) less {budgets.margin:.0%} for what"
+        f" no prediction sees, one pair at a time; {needs_in_words(needs)} predicted"
+    )
+    return Decision(options, words, model=model)
+
+
+def check_dials(chunks: ChunksConfig) -> None:
+    """Raises ConfigError for dials that two phases have not."""
+    retained = chunks.num_retained
+    for name, value, is_odd, change in (
+        ("keep", chunks.keep, chunks.keep == "all", "set it to attention, kv or input"),
+        ("order", chunks.order, chunks.order == "layer-first", "remove it"),
+        ("stage_layers", chunks.stage_layers, chunks.stage_layers != "auto", "remove it"),
+        ("num_retained", retained, retained not in ("auto", 0), "remove it, or set it to 0"),
+        ("sample", "{...}", chunks.sample is not None, "remove it"),
+    ):
+        if is_odd:
+            raise ConfigError(
+                given=f"chunks.{name} = {value} with train.loss: dpo",
+                required="chunk-first plans without a graph between forward and backward, where"
+                " the loss of a pair is made, and exact gradients",
+                source=f"chunks.{name} and train.loss",
+                change=change,
+            )
+
+
+def _candidates(space: Space, budgets: Budgets) -> Iterator[ChunkOptions]:
+    """Keeps and chunk sizes; tiers on the device, then what is read least often lower first."""
+    given = space.given
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else _KEPT
+    for size in sizes(space):
+        for keep in keeps:
+            tiers = [Tiers()] if "tier" not in given else [ChunkOptions(tier=given["tier"]).tiers]
+            if "tier" not in given:
+                for lower in budgets.lower_tiers:
+                    tiers += [Tiers(attention=lower)] if keep == "attention" else []
+                    tiers += [Tiers(attention=lower, kv=lower)]
+            for each in tiers:
+                yield ChunkOptions(size=size, keep=keep, num_retained=0, tier=each)
+
+
+def _plan(model: CostModel, pair: Pair, options: ChunkOptions) -> Any:
+    return plan_two_phases(pair, options, num_layers=model.shape.num_layers)
+
+
+def _needs(model: CostModel, pair: Pair, options: ChunkOptions) -> Needs:
+    return needs_of(model.memory().curve(_plan(model, pair, options), 0))

@@ -1,0 +1,71 @@
+"""The keep of two phases, where a caller leaves it to us: as much as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from furlong.cost.devices.hardware import free_ram_budget_bytes, rounded_budget
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
+from furlong.errors import ConfigError
+from furlong.planners.auto.keep import with_keep
+from furlong.planners.auto.search import Budgets
+from furlong.planners.options import ChunkOptions
+from furlong.runtime.checks.surroundings import Autocast
+from furlong.runtime.followed_model import FollowedModel
+
+_COPIES_TO_COME = 3
+"""Copies of the trained weights that are not there at the first call: gradients, and the two
+moments of AdamW."""
+
+
+def decided(
+    followed: FollowedModel, options: ChunkOptions, seq_lens: Sequence[int], autocast: Autocast
+) -> ChunkOptions:
+    """The options of a call with gradients; `kv` in the place of auto where the model's bytes
+    cannot be counted."""
+    if options.keep != "auto":
+        return options
+    model, storage = followed.model, followed.kept.opened.storage
+    try:
+        shape = ModelShape.from_config(model.config.to_dict())
+    except ConfigError:
+        return replace(options, keep="kv")
+    own = followed.compute_dtype or next(model.model.parameters()).dtype
+    dtype = autocast.dtype if autocast.enabled else own
+    training = Training.in_dtype(str(dtype).removeprefix("torch."))
+    room = storage.device_bytes
+    if room is None:
+        room = _room_bytes(followed)
+    memory = PlanMemory(shape, training, room, device_type=model.device.type)
+    budgets = Budgets(room, storage.host_bytes, storage.disk_bytes)
+    return with_keep(seq_lens, options, memory, budgets)
+
+
+def _room_bytes(followed: FollowedModel) -> int:
+    """Bytes that were free on the device at the first call, without what training will need of
+    them beside its calls: the same for all calls on a model, so that equal ones have equal plans.
+    """
+    kept = followed.kept
+    if kept.room_bytes is None:
+        to_come = _COPIES_TO_COME * _trained_bytes(followed.model.model)
+        kept.room_bytes = max(0, _free_bytes(followed.model.device) - to_come)
+    return kept.room_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """The budget of `memory.device: auto`; on CUDA with what torch's allocator holds and nobody
+    uses."""
+    if device.type != "cuda":
+        return free_ram_budget_bytes()
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return rounded_budget((torch.cuda.mem_get_info(device)[0] + held) * 19 // 20)
+
+
+def _trained_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,1 @@
+"""The state of a run on disk: saved, found again, exported."""

@@ -1,0 +1,1 @@
+"""Training on pairs of answers: `train.loss: dpo`."""

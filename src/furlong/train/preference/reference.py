@@ -1,0 +1,125 @@
+"""The reference of a run: log-probabilities by the model that it begins with, computed once.
+
+With adapters that is the model without them. Answers are computed without a graph, packed by length
+and in groups that the data alone decide, so that a pass that was killed ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from furlong.data.dataset import DataSet
+from furlong.data.reference import Reference
+from furlong.train.checkpoints.fingerprints import checksum
+from furlong.train.evaluation import evaluating
+from furlong.train.fitting import Fitting
+from furlong.train.preference.replicas import PairReplicas
+from furlong.train.processes.together import ALONE, Processes
+from furlong.units import count_words, format_seconds
+
+_GROUP_TOKENS = 2**16
+"""Tokens of the sequences of a call, but for a single longer one."""
+
+
+def reference_fingerprint(
+    model: Any, architecture: Mapping[str, Any], *, dtype: str, max_seq_len: int,
+    processes: Processes = ALONE,
+) -> str:  # fmt: skip
+    """A checksum of what decides log-probabilities besides tokens: the model without adapters, as
+    a run begins with it, and the dtype of the compute. A collective, of whole weights."""
+    is_adapted = hasattr(model, "disable_adapter")
+    own = {
+        name: checksum(parameter.data)
+        for name, parameter in model.named_parameters()
+        if not (is_adapted and parameter.requires_grad)
+    }
+    weights: dict[str, str] = {}
+    for text in processes.of_each(json.dumps(own)):  # of a pipeline each has its layers
+        weights |= json.loads(text)
+    known = json.dumps(architecture, sort_keys=True, default=str)
+    # whose factors follow from the longest sequence of a run
+    limit = max_seq_len if "longrope" in known else None
+    text = json.dumps([weights, known, dtype, limit], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def referenced(
+    data: DataSet, replicas: PairReplicas, fitting: Fitting, *, folder: Path, fingerprint: str,
+    key: str,
+) -> DataSet:  # fmt: skip
+    """The data set with the reference of each answer: what is not in the cache is computed.
+
+    The model must be as the run begins with it. `fingerprint`: see `reference_fingerprint`;
+    `folder`: that of the cache; `key`: the data set's, for what is printed. A collective.
+    """
+    started_s = time.perf_counter()
+    processes, model = replicas.processes, replicas.engine.model.model
+    device = replicas.engine.model.device
+    facts: dict[str, Any] = {"model": fingerprint}
+    if data.num_truncated:
+        facts["max_seq_len"] = data.max_seq_len
+    is_wide = next(model.parameters()).dtype == torch.float64
+    references: dict[int, Reference] = {}
+    num_computed = 0
+    with torch.no_grad(), evaluating(model), _as_it_begins(replicas):
+        for number, group in _groups(data):
+            if number not in references:
+                opened = partial(
+                    Reference, folder, data.parts[number].entry, facts,
+                    "float64" if is_wide else "float32",
+                )  # fmt: skip
+                references[number] = processes.first_of_each_machine(opened)
+            rows = [data.row(seq_id)[1] for seq_id in group]
+            if not processes.any(not references[number].is_done(rows)):
+                continue
+            found = fitting.compute(
+                partial(replicas.log_probs, [data[i] for i in group], device=device),
+                name=f"the reference of {key}", device=device,
+                num_tokens=int(data.seq_lens[group].sum()),
+            )  # fmt: skip
+            if processes.launch.local_number == 0:
+                references[number].write(dict(zip(rows, found, strict=True)))
+            num_computed += len(group)
+    processes.together(lambda: None)  # what one has written the others of its machine read
+    seconds = format_seconds(time.perf_counter() - started_s)
+    said = f"{count_words(num_computed, 'answer')} computed in {seconds}"
+    print(f"{key}: log-probabilities of the reference: {said if num_computed else 'cached'}")
+    return data.with_references(references)
+
+
+def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
+    """The sequences of each call, of one part of the data, shortest first: its number, theirs."""
+    by_part: dict[int, list[int]] = defaultdict(list)
+    for seq_id in np.argsort(data.seq_lens, kind="stable").tolist():
+        by_part[data.row(seq_id)[0]].append(seq_id)
+    for number, own in sorted(by_part.items()):
+        group: list[int] = []
+        num_tokens = 0
+        for seq_id in own:
+            seq_len = int(data.seq_lens[seq_id])
+            if group and num_tokens + seq_len > _GROUP_TOKENS:
+                yield number, group
+                group, num_tokens = [], 0
+            group.append(seq_id)
+            num_tokens += seq_len
+        yield number, group
+
+
+def _as_it_begins(replicas: PairReplicas) -> AbstractContextManager[object]:
+    """Within it adapters are off. Where weights are divided they stay: new ones add nothing."""
+    model: Any = replicas.engine.model.model
+    if replicas.engine.ranks is not None or not hasattr(model, "disable_adapter"):
+        return nullcontext()
+    disabled: AbstractContextManager[object] = model.disable_adapter()
+    return disabled

@@ -1,0 +1,1 @@
+"""The parts of a run before its first step."""

@@ -1,0 +1,269 @@
+"""The dials of a run: what the user gave, and the search's choice for each `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from furlong.config.schema import RunConfig
+from furlong.cost.calibration.file import calibrated
+from furlong.cost.devices.hardware import (
+    HardwareSpec,
+    free_ram_budget_bytes,
+    hardware,
+    one_of,
+    rounded_budget,
+    this_cpu,
+)
+from furlong.cost.devices.names import nearest_hardware
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.data.dataset import DataSet
+from furlong.errors import ConfigError
+from furlong.models.build import read_config
+from furlong.models.folder import check_folder
+from furlong.plan.lengths import count_lengths
+from furlong.plan.values import ChunkPlan, Unshard
+from furlong.planners.auto.decide import (
+    FREE_RAM,
+    SEARCHED_DIALS,
+    Decision,
+    decide,
+    given_dials,
+    training_of,
+)
+from furlong.planners.auto.pairs import decide_pairs
+from furlong.planners.auto.rivals import Rivals
+from furlong.planners.auto.search import MARGIN, Budgets
+from furlong.planners.layout import layouts
+from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.predict import Prediction, predict
+from furlong.planners.sampling.use import check_sampling
+from furlong.runtime.memory.pools import Storage
+from furlong.train.processes.launch import layout_of, sizes_of
+from furlong.train.setup.stages import stages_of_run
+from furlong.units import format_bytes
+
+DIALS = (*SEARCHED_DIALS, "stage_layers")
+_NO_BOUND_BYTES = 2**62
+
+
+def decide_options(
+    config: RunConfig,
+    train: DataSet,
+    device: torch.device,
+    storage: Storage,
+    *,
+    rope: dict[str, Any] | None = None,
+    num_processes: int = 1,
+    num_local: int = 1,
+) -> Decision:
+    """The options of a run over `train`, and the layout of its processes, `num_local` of which
+    share this machine. Call it before the model takes memory.
+
+    Raises ConfigError where a budget or a lower tier is given and no plan is predicted to fit, for
+    sizes that no layout has, and for a sample that would leave no chunk of the data out.
+    """
+    if config.train.loss == "dpo" and num_processes == 1:
+        return _of_pairs(config, train, device, storage, rope)
+    given, budget = _given(config, train), config.memory.device
+    tiers = asdict(ChunkOptions(tier=given.get("tier", "device")).tiers).values()
+    is_lowered = set(tiers) != {"device"}
+    try:
+        model = _model(config, device, rope=rope, num_local=num_local)
+    except ConfigError as error:
+        return _uncounted(config, train, given, num_processes, error, rope=rope)
+    sizes = sizes_of(config.parallel)
+    some = layouts(num_processes, model.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
+    if all(layout.pp > 1 for layout in some):
+        given.setdefault("order", "chunk-first")
+    nothing_left = _are_all(given) and budget == "auto" and len(some) == 1
+    figures = calibrated(model, config.model.dtype)
+    if nothing_left and not is_lowered:
+        stages = stages_of_run(config, train, some[0], rope=rope)
+        return Decision(
+            ChunkOptions(**given), "", model=figures.model, layout=some[0], stages=stages
+        )
+    _, free_bytes, free_words = _device(device, num_local)
+    if nothing_left:  # but the lower tiers must hold it
+        free_bytes = _NO_BOUND_BYTES
+    seed = config.train.seed
+    decision = decide(
+        count_lengths(train.epoch_lens(seed)),
+        sequences_per_step=config.train.sequences_per_step * train.rows_per_record,
+        seed=seed,
+        longest=train.longest,
+        model=figures.model,
+        layouts=some,
+        budget_bytes=free_bytes if budget == "auto" else budget,
+        budget_words=free_words if budget == "auto" else "memory.device",
+        host_bytes=storage.host_bytes,
+        disk_bytes=storage.disk_bytes,
+        margin=figures.margin(MARGIN),
+        must_fit=is_lowered or budget != "auto",
+        dials=given,
+    )
+    return replace(decision, words="" if _are_all(given) else decision.words, figures=figures.words)
+
+
+def _of_pairs(
+    config: RunConfig, train: DataSet, device: torch.device, storage: Storage, rope: Any
+) -> Decision:
+    """The options of a run on pairs, on one device; see `decide_options`."""
+    given = given_dials(config.chunks) | {"order": "chunk-first", "num_retained": 0}
+    budget = config.memory.device
+    small = {"keep": "kv", **given}
+    try:
+        figures = calibrated(_model(config, device, rope=rope, num_local=1), config.model.dtype)
+    except ConfigError as error:
+        words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
+        return Decision(fixed_options(config.data.max_seq_len, small), words)
+    if {"size", "keep", "tier"} <= given.keys() and budget == "auto":
+        return Decision(ChunkOptions(**given), "", model=figures.model)
+    _, free_bytes, free_words = _device(device)
+    budgets = Budgets(
+        free_bytes if budget == "auto" else budget, storage.host_bytes, storage.disk_bytes,
+        figures.margin(MARGIN),
+    )  # fmt: skip
+    words = free_words if budget == "auto" else "memory.device"
+    lens = train.seq_lens.reshape(-1, 2).tolist()
+    found = decide_pairs(
+        [(a, b) for a, b in lens], model=figures.model, budgets=budgets, budget_words=words,
+        dials=given,
+    )  # fmt: skip
+    if found is not None:
+        return replace(found, figures=figures.words)
+    if budget != "auto":
+        raise ConfigError(
+            given=f"a pair of {' and '.join(f'{n:,}' for n in max(lens, key=sum))} tokens, of which"
+            " no plan is predicted to fit",
+            required=f"memory for what both keep between forward and backward, within"
+            f" {format_bytes(budgets.limit_bytes)}",
+            source="memory.device",
+            change="raise it, set chunks.keep: input, lower data.max_seq_len, or use model.lora",
+        )
+    options = ChunkOptions(**({"size": 1024} | small))
+    return Decision(options, "small chunks, for no plan is predicted to fit", model=figures.model)
+
+
+def _uncounted(
+    config: RunConfig,
+    train: DataSet,
+    given: dict[str, Any],
+    num_processes: int,
+    error: ConfigError,
+    *,
+    rope: dict[str, Any] | None,
+) -> Decision:
+    """The decision for a model whose work cannot be counted, by fixed rules."""
+    layout = layout_of(config.parallel, num_processes)
+    if layout.pp > 1:
+        given.setdefault("order", "chunk-first")
+    words = f"by the fixed rule, for the model's work cannot be counted: {error.given}"
+    if _are_all(given) and config.memory.device == "auto":
+        words = ""
+    options = fixed_options(config.data.max_seq_len, given)
+    stages = stages_of_run(config, train, layout, rope=rope)
+    return Decision(options, words, layout=layout, stages=stages)
+
+
+def _are_all(given: Mapping[str, Any]) -> bool:
+    """Whether no dial is left to choose."""
+    dials = SEARCHED_DIALS if given.get("order") == "chunk-first" else DIALS
+    return all(name in given for name in dials)
+
+
+def _given(config: RunConfig, train: DataSet) -> dict[str, Any]:
+    """The dials of the run file; a sample draws by the run's own seed."""
+    given = given_dials(config.chunks)
+    if "sample" in given:
+        is_cut = train.seq_lens > given["size"]
+        # the first token of a sequence is predicted from nothing
+        unlabelled = (train.seq_lens - 1 - train.valid_tokens)[is_cut]
+        has_unlabelled = bool((unlabelled >= given["size"]).any())
+        check_sampling(
+            given["sample"], size=given["size"], longest=train.longest,
+            has_unlabelled=has_unlabelled,
+        )  # fmt: skip
+        given["sample"] = replace(given["sample"], seed=config.train.seed)
+    return given
+
+
+def cost_model(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    rope: dict[str, Any] | None = None,
+    num_processes: int = 1,
+    num_local: int = 1,
+) -> CostModel | None:
+    """The cost model of a run's plans, which list all processes; None where the model's work cannot
+    be counted."""
+    try:
+        model = _model(config, device, rope=rope, num_local=num_local)
+    except ConfigError:
+        return None
+    if num_processes > 1:
+        model = replace(model, training=replace(model.training, zero_stage=1, gathers=True))
+    return calibrated(model, config.model.dtype).model
+
+
+def rivals_of(
+    config: RunConfig,
+    device: torch.device,
+    decision: Decision,
+    *,
+    rope: dict[str, Any] | None = None,
+    num_local: int = 1,
+) -> Rivals | None:
+    """Other plans than those of the dials, for a run with pools or a pipeline; None where there
+    are none, or where the model's work cannot be counted. Call it before the model takes memory."""
+    layout = decision.layout
+    if layout.sp == layout.pp == 1:
+        return None
+    try:
+        model = _model(config, device, rope=rope, num_local=num_local)
+    except ConfigError:
+        return None
+    figures, budget = calibrated(model, config.model.dtype), config.memory.device
+    budget_bytes = _device(device, num_local)[1] if budget == "auto" else budget
+    training = figures.model.training
+    training = replace(training, zero_stage=1, gathers=True, replicas=layout.dp)
+    return Rivals(
+        replace(figures.model, training=training),
+        budget_bytes=int(budget_bytes * (1 - figures.margin(MARGIN))),
+        options=decision.options,
+        is_free=not given_dials(config.chunks),
+    )
+
+
+def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """Seconds and bytes of a step of a run: its processes gather whole weights once and sum whole
+    gradients once, as under ZeRO-1, where a Reduce counts both."""
+    lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in plan.actions)
+    return predict(model, replace(plan, actions=tuple(lists)))
+
+
+def _model(
+    config: RunConfig, device: torch.device, *, rope: dict[str, Any] | None, num_local: int
+) -> CostModel:
+    """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    whole = read_config(source, rope=rope, max_seq_len=limit)
+    shape = ModelShape.from_config(whole.to_dict())
+    spec = one_of(_device(device)[0], num_local)
+    return CostModel(shape, spec, training_of(config.model))
+
+
+def _device(device: torch.device, num_local: int = 1) -> tuple[HardwareSpec, int, str]:
+    """A device's figures, the bytes that its free memory allows, and the words for that budget."""
+    if device.type != "cuda":
+        words = FREE_RAM if num_local == 1 else f"{FREE_RAM} over {num_local} processes"
+        return this_cpu(measured=False), free_ram_budget_bytes() // num_local, words
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    name = nearest_hardware(torch.cuda.get_device_name(device), total_bytes)
+    # gaps between the allocator's blocks
+    return hardware(name), rounded_budget(free_bytes * 19 // 20), f"95% of what is free, as {name}"

@@ -1,0 +1,247 @@
+"""The parts of a run before its first step: device, tiers, data, dials, model, engine, steps.
+
+Below `train.run` functions take plain arguments; those here read them from the config.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from furlong.api import Engine
+from furlong.config.data import DataConfig
+from furlong.config.schema import RunConfig
+from furlong.config.train import TrainConfig
+from furlong.cost.model import CostModel
+from furlong.data.dataset import DataSet
+from furlong.data.load import load_data
+from furlong.data.loader import count_steps, describe_batches, iterate_batches
+from furlong.data.tokenize import load_tokenizer
+from furlong.errors import ConfigError
+from furlong.models.build import build_model, read_config
+from furlong.models.check import check_model
+from furlong.models.folder import check_folder
+from furlong.plan.layout import Layout
+from furlong.planners.auto.decide import Decision
+from furlong.planners.chunks.balance import sequence_work
+from furlong.runtime.memory.pools import Storage
+from furlong.runtime.parallel.ranks import Ranks, make_ranks
+from furlong.train.checkpoints.state import check_data
+from furlong.train.disk import check_room
+from furlong.train.processes.launch import Launch
+from furlong.train.processes.together import Processes
+from furlong.train.resumable import RunData
+from furlong.train.run_folder import CHECKPOINTS, RunFolder
+from furlong.train.setup.architecture import architecture_of, check_architecture
+from furlong.train.setup.decide import decide_options
+from furlong.train.setup.decided import decision_of, values_of
+from furlong.train.setup.start import source_of
+from furlong.train.setup.storage import check_free, storage_of
+
+
+def device_of(launch: Launch) -> torch.device:
+    """The device of this process."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.num_processes == 1:
+        return torch.device("cuda")
+    return torch.device("cuda", launch.local_number)
+
+
+def checked(
+    config: RunConfig, run: RunFolder, device: torch.device, launch: Launch
+) -> tuple[Storage, dict[str, Any], Any]:
+    """Tiers, architecture and tokenizer of a run, as far as they can be had before all else."""
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and launch.local_number >= num_gpus:
+        raise ConfigError(
+            given=f"{launch.num_local} processes on a machine with {num_gpus} GPUs",
+            required="at most one process per GPU",
+            source="the number of processes that were started",
+            change=f"torchrun --nproc-per-node {num_gpus}",
+        )
+    storage = storage_of(config, device, num_local=launch.num_local)
+    limit = config.data.max_seq_len
+    check_model(config.model.name, init=config.model.init, rope=rope_of(config), max_seq_len=limit)
+    architecture = read_architecture(config)
+    if run.checkpoint is not None and run.state is not None:
+        check_architecture(run.checkpoint, run.state, architecture, config.model.name)
+    return storage, architecture, load_tokenizer(config.model.name)
+
+
+def check_batches(config: RunConfig, run: RunFolder, train: DataSet) -> None:
+    """Raises UserError for data other than a checkpoint's, and for batches larger than it."""
+    if run.checkpoint is not None and run.state is not None:
+        check_data(run.checkpoint, run.state, train.fingerprint)
+    draws_per_epoch = sum(train.mixture.draws)
+    per_step = config.train.sequences_per_step
+    print(f"data.train: {describe_batches(draws_per_epoch, per_step, train.noun)}")
+
+
+def decided(
+    config: RunConfig,
+    run: RunFolder,
+    train: DataSet,
+    device: torch.device,
+    storage: Storage,
+    processes: Processes,
+) -> Decision:
+    """The dials of the run; the first process decides for all."""
+
+    def decide() -> Decision:
+        if run.decided is not None:
+            return run.decided
+        launch = processes.launch
+        decision = decide_options(
+            config, train, device, storage, rope=rope_of(config),
+            num_processes=launch.num_processes, num_local=launch.num_local,
+        )  # fmt: skip
+        check_free(storage, decision)
+        return decision
+
+    if processes.num_processes == 1:
+        return decide()
+
+    def decide_for_all() -> dict[str, Any]:
+        decision = decide()
+        words = {
+            "words": decision.words, "figures": decision.figures,
+            "layout_words": decision.layout_words,
+        }  # fmt: skip
+        return {"decided": values_of(decision)} | words
+
+    values = processes.by_first(decide_for_all)
+    return decision_of(values.pop("decided"), **values)
+
+
+def ranks_of(layout: Layout, device: torch.device) -> Ranks | None:
+    """The place of this process in the layout; None where it is alone. A collective."""
+    if layout.num_devices == 1:
+        return None
+    return make_ranks(layout.dp, layout.sp, layout.pp, device.type)
+
+
+def layers_of(stages: Sequence[int], ranks: Ranks | None) -> range | None:
+    """The layers that this process holds; None without a pipeline: all."""
+    if ranks is None or not stages:
+        return None
+    first = sum(stages[: ranks.stage])
+    return range(first, first + stages[ranks.stage])
+
+
+def engine_of(
+    config: RunConfig, model: Any, storage: Storage, ranks: Ranks | None, processes: Processes
+) -> Engine:
+    """The engine of this process; the weights of several are divided among them from now on."""
+    make = partial(
+        Engine,
+        model,
+        max_seq_len=config.data.max_seq_len,
+        storage=storage,
+        compute_dtype=getattr(torch, config.model.dtype),
+    )
+    with warnings.catch_warnings():
+        # Several check the model alone first: links between stages are opened by all, or by none.
+        warnings.filterwarnings("ignore", r"\d+ processes: gradients are this process's own")
+        engine = processes.together(make)
+    return engine if ranks is None else processes.together(partial(make, ranks=ranks))
+
+
+def work_of(model: CostModel | None) -> Callable[[Sequence[int]], Sequence[float]]:
+    """FLOPs of each sequence; its tokens where the model's work cannot be counted."""
+    if model is None:
+        return lambda seq_lens: seq_lens
+    return partial(sequence_work, shape=model.shape)
+
+
+def check_run_room(config: RunConfig, trained_bytes: int, folder: Path, num_steps: int) -> None:
+    """Raises CheckpointError if the disk has no room for what the run is going to write, of a model
+    with so many bytes of trained weights."""
+    every = config.train.save_every_steps
+    num_saves = math.ceil(num_steps / every) if every else 0
+    check_room(folder, folder / CHECKPOINTS, weight_bytes=trained_bytes, num_saves=num_saves)
+
+
+def build_run_model(config: RunConfig, layers: range | None = None) -> Any:
+    """The model that a run begins with, on the CPU; of a stage's process what lies in `layers`, and
+    before the first or behind the last of them."""
+    settings = config.model
+    return build_model(
+        settings.name,
+        init=settings.init,
+        dtype=getattr(torch, settings.dtype),
+        lora=None if settings.lora is None else settings.lora.model_dump(),
+        rope=rope_of(config),
+        max_seq_len=config.data.max_seq_len,
+        seed=config.train.seed,
+        layers=layers,
+    )
+
+
+def read_architecture(config: RunConfig) -> dict[str, Any]:
+    """The architecture of the run's model, by its files as they are now."""
+    source, limit = check_folder(config.model.name), config.data.max_seq_len
+    return architecture_of(read_config(source, rope=rope_of(config), max_seq_len=limit))
+
+
+def rope_of(config: RunConfig) -> dict[str, Any] | None:
+    """The change of the position embedding, as plain values."""
+    return None if config.model.rope is None else config.model.rope.model_dump(mode="json")
+
+
+def load_splits(
+    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"] = "sft"
+) -> dict[str, DataSet]:
+    """The data sets `train` and, if there is one, `eval`; prints what was found."""
+    data = {}
+    for split, named in (("train", settings.train), ("eval", settings.eval)):
+        if named is not None:
+            data[split] = load_data(
+                [source_of(source) for source in named],
+                tokenizer,
+                format="preference" if loss == "dpo" else settings.format,
+                max_seq_len=settings.max_seq_len,
+                too_long=settings.too_long,
+                cache_dir=settings.cache_dir,
+                key=f"data.{split}",
+            )
+            print(*data[split].describe(), sep="\n")
+    return data
+
+
+def run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:
+    """The sequences of a run, and their batches from a position on."""
+    train = data["train"]
+    return RunData(
+        batches=lambda state: iterate_batches(
+            train,
+            sequences_per_step=config.train.sequences_per_step,
+            seed=config.train.seed,
+            state=state,
+            mixture=train.mixture,
+            rows_per_record=train.rows_per_record,
+        ),
+        train=train,
+        held_out=data.get("eval"),
+        fingerprint=train.fingerprint,
+    )
+
+
+def steps_of(settings: TrainConfig, train: DataSet) -> int:
+    """The number of steps of a run, by steps or by epochs."""
+    if settings.steps is not None:
+        return settings.steps
+    assert settings.epochs is not None  # the schema holds it
+    return count_steps(
+        settings.epochs,
+        train.has_label,
+        train.mixture,
+        sequences_per_step=settings.sequences_per_step,
+        seed=settings.seed,
+    )

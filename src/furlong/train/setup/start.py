@@ -1,0 +1,111 @@
+"""The beginning of a run: all that can be checked in an instant, before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from furlong.config.data import SourceConfig
+from furlong.config.schema import RunConfig
+from furlong.data.sources import Source, list_files
+from furlong.errors import ConfigError
+from furlong.models.folder import check_files
+from furlong.planners.auto.decide import given_dials
+from furlong.train.checkpoints.folder import read_state
+from furlong.train.figures.report import TrainReport
+from furlong.train.figures.trackers import check_packages
+from furlong.train.preference.refusals import check_pairs
+from furlong.train.processes.alike import check_alike, versions
+from furlong.train.processes.flight import read_flights, remove_flights
+from furlong.train.processes.launch import layout_of
+from furlong.train.processes.together import ALONE, Processes
+from furlong.train.run_folder import RunFolder, flat, open_run_folder
+from furlong.train.setup.decided import decision_of, values_of
+
+
+def open_run(
+    stack: ExitStack, config: RunConfig, *, resume: bool, processes: Processes = ALONE
+) -> RunFolder:
+    """The run folder of `config`, locked until `stack` ends if there is a run to resume.
+
+    A launcher that has started the processes again after one of them had ended resumes their run.
+    Raises UserError, on all processes, for launches, packages, paths and run folders that cannot
+    be.
+    """
+    launch = processes.launch
+    if launch.num_processes > 1:
+        facts = flat(config.model_dump(mode="json")) | versions()
+        check_alike(processes, facts, "the command lines, run files and packages of the processes")
+    processes.together(partial(_check, config, launch.num_processes))
+
+    def open_folder() -> dict[str, Any]:
+        run = open_run_folder(
+            stack, config, resume=resume or launch.attempt > 0, num_processes=launch.num_processes
+        )
+        _tell_flights(run)
+        return _plain(run)
+
+    if launch.num_processes == 1:
+        return open_run_folder(stack, config, resume=resume)
+    return _run_of(processes.by_first(open_folder))
+
+
+def _check(config: RunConfig, num_processes: int) -> None:
+    layout = layout_of(config.parallel, num_processes)
+    check_pairs(config, num_processes)
+    dials = given_dials(config.chunks)  # refuses what contradicts itself there
+    if layout.pp > 1 and dials.get("order") == "layer-first":
+        raise ConfigError(
+            given=f"{'chunks.order' if config.chunks.order != 'auto' else 'chunks.stage_layers'}"
+            f" for layer-first, with parallel.pp = {layout.pp}",
+            required="chunk-first: the stages of a pipeline are those of its processes",
+            source="chunks, and parallel.pp",
+            change="remove chunks.order and chunks.stage_layers, or set parallel.pp to 1",
+        )
+    check_packages(tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+    check_files(config.model.name)
+    for key, named in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for source in map(source_of, named or ()):
+            # Folders are listed when they are read: that may take its time.
+            if not os.path.isdir(os.path.expanduser(source.path)):
+                list_files(source, key)
+
+
+def _plain(run: RunFolder) -> dict[str, Any]:
+    """A run folder as plain values for other processes, which read the checkpoint's state from the
+    disk that all share."""
+    checkpoint = None if run.checkpoint is None else str(run.checkpoint)
+    decided = None if run.decided is None else values_of(run.decided)
+    values = {"path": str(run.path), "checkpoint": checkpoint, "is_new": run.is_new}
+    return values | {"decided": decided, "report": run.report and asdict(run.report)}
+
+
+def _run_of(values: Mapping[str, Any]) -> RunFolder:
+    """The inverse of `_plain`."""
+    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+    return RunFolder(
+        Path(values["path"]),
+        decided=values["decided"] and decision_of(values["decided"]),
+        checkpoint=checkpoint,
+        state=None if checkpoint is None else read_state(checkpoint),
+        is_new=values["is_new"],
+        report=values["report"] and TrainReport(**values["report"]),
+    )
+
+
+def _tell_flights(run: RunFolder) -> None:
+    """Print where the processes of an attempt that was cut short have ended, once."""
+    if ended := read_flights(run.path):
+        said = ", ".join(f"process {number} at {text}" for number, text in ended.items())
+        print(f"the attempt before ended with {said}")
+    remove_flights(run.path)
+
+
+def source_of(named: str | SourceConfig) -> Source:
+    """The source that an entry of `data.train` or `data.eval` names."""
+    return Source(named) if isinstance(named, str) else Source(**named.model_dump())

@@ -1,0 +1,46 @@
+"""The arithmetic of benchmarks/preference.py, and that its trials compute what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from measuring import Measurement
+from preference import ATTENTION, KV, SHARED, TRL, growth_promise, pair_promises
+from preference_trial import Trial, run
+
+MIB = 2**20
+
+
+def measured(cpu_s: float, extra_bytes: int, num_tokens: int = 32_768) -> list[Measurement]:
+    return [Measurement(9.0, cpu_s, extra_bytes, 0.7, 2.0, num_tokens)]
+
+
+def test_a_pair_keeps_six_figures() -> None:
+    results = {
+        TRL: measured(100, 1000), ATTENTION: measured(85, 600), KV: measured(100, 350),
+        SHARED: measured(60, 400),
+    }  # fmt: skip
+    assert [promise.verdict for promise in pair_promises(results)] == ["met"] * 6
+    missed = pair_promises(results | {SHARED: measured(61, 400), KV: measured(99, 351)})
+    assert {p.name for p in missed if p.verdict == "MISSED"} == {
+        "keep=kv: extra peak / TRL", "keep=kv, prompt shared: time / TRL",
+    }  # fmt: skip
+
+
+def test_memory_may_grow_by_what_is_stored() -> None:
+    """The small shape stores 8,192 bytes of K,V per token, and gradients of one sequence."""
+    (short,), (long,) = measured(1, 100 * MIB, 16_384), measured(1, 100 * MIB, 65_536)
+    allowed = 49_152 * 8192 * 3 // 2
+    grown = replace(long, extra_bytes=short.extra_bytes + int(1.1 * allowed))
+    assert growth_promise(short, grown, "small").verdict == "met"
+    more = replace(grown, extra_bytes=grown.extra_bytes + MIB)
+    assert growth_promise(short, more, "small").verdict == "MISSED"
+
+
+@pytest.mark.parametrize("num_answers", [2, 4])
+def test_trials_compute_one_loss_and_one_gradient(num_answers: int) -> None:
+    trial = Trial("furlong", "flat", 96, 24, num_answers, 32, {"size": 32, "keep": "kv"})
+    own, shared = run(trial), run(replace(trial, share_prompts=True))
+    assert shared.loss == pytest.approx(own.loss, rel=1e-4, abs=1e-6)
+    assert shared.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)

@@ -1,0 +1,65 @@
+"""`furlong plan` of a run on pairs: one call of it, in two phases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.pair_runs import write_pairs
+from helpers.tiny_runs import build_tiny_run
+
+from furlong.cli.main import main
+from furlong.plan.saved import load_plan
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    build_tiny_run(tmp_path)
+    settings = {
+        "model": {"name": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(write_pairs(tmp_path / "pairs.jsonl")), "max_seq_len": 512,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "chunks": {"size": 64},
+        "train": {"loss": "dpo", "sequences_per_step": 3},
+    }  # fmt: skip
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+    return file
+
+
+def test_the_plan_of_the_longest_pair(run_file: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(run_file), f"--out={out}"]) == 0
+    said = capsys.readouterr().out
+    plan = load_plan(out.read_text())
+    first, second = plan.seq_lens
+    assert (
+        first == second == json.loads((tmp_path / "run.lengths.json").read_text())["lengths"][-1][0]
+    )
+    assert plan.two_phases
+    assert "two phases, size 64, num_retained 0" in said
+    assert "one pair at a time" in said
+    assert main(["plan", str(run_file), "--json", "--chunks.keep=kv"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["method"], figures["dials"]["keep"]) == ("two phases", "kv")
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        (["--compare"], "--compare with train.loss: dpo"),
+        (["--sequences=8"], "--sequences 8 with train.loss: dpo"),
+        (["--devices=2", "--hardware=h100"], "2 devices with train.loss: dpo"),
+        (["--chunks.keep=all"], "chunks.keep = all with train.loss: dpo"),
+        (["--memory.device=300KiB"], "no plan fits"),
+    ],
+)
+def test_questions_about_something_else(
+    run_file: Path, flags: list[str], given: str, capsys: Any
+) -> None:
+    assert main(["plan", str(run_file), *flags]) == 2
+    assert given in capsys.readouterr().err

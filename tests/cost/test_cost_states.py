@@ -1,0 +1,115 @@
+"""States of recurrent layers in the walk of a plan's memory: when they live, where, and I9."""
+
+import pytest
+from helpers.hybrids import HYBRIDS
+
+from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.levels import PARTS
+from furlong.cost.memory.traffic import KINDS
+from furlong.cost.memory.training import Training
+from furlong.cost.model import CostModel
+from furlong.cost.shapes.shape import ModelShape
+from furlong.errors import PlanError
+from furlong.plan.check import check
+from furlong.plan.text import format_action
+from furlong.plan.values import Forward
+from furlong.planners.auto.byte_bound import ByteBound
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+
+CONFIG = {
+    **HYBRIDS["qwen3_next"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+SHAPE = ModelShape.from_config(CONFIG)
+STATE = 3 * (4 * 4 * 16 * 16 + 4 * 128 * 4)
+"""Bytes of three layers' states in float32: 4 heads of 16 x 16, 4 columns of 128 channels."""
+MODEL = CostModel(SHAPE, hardware("H100"), Training.in_dtype("float32"))
+
+
+def planned(lens=(40,), **dials):
+    options = ChunkOptions(**{"size": 10, "keep": "kv", **dials})
+    return plan_on_device(lens, options, num_layers=4)
+
+
+def states_of(plan):
+    return MODEL.memory().curve(plan, 0).device[:, PARTS.index("states")]
+
+
+def test_states_live_from_their_forward_to_their_backward():
+    plan = planned(num_retained=0)
+    texts = [format_action(action) for action in plan.actions[0]]
+    states = dict(zip(texts, (states_of(plan) / STATE).tolist(), strict=True))
+    # those that are kept, and the copy of one that a pass works on
+    assert states["F0.0 kv"] == 1
+    assert states["F2.0 kv"] == 3 + 1
+    assert states["R3.0"] == 3 + 1
+    # those that are kept, the gradients that have come, and those that it makes
+    assert states["B3.0"] == 3 + 0 + 1
+    assert states["B2.0"] == 3 + 1 + 1
+    assert states["B1.0"] == 2 + 1 + 1
+    assert states["B0.0"] == 1 + 1 + 0
+
+
+@pytest.mark.parametrize("keep", ["input", "kv", "attention", "all"])
+@pytest.mark.parametrize("order", ["chunk-first", "layer-first"])
+def test_no_state_is_left(keep, order):
+    plan = planned(keep=keep, order=order)
+    assert states_of(plan).max() > 0
+    last = MODEL.memory().curve(plan, 0).device[-1, PARTS.index("states")]
+    assert last <= 2 * STATE  # the first chunk's, while its backward runs
+
+
+def test_whole_sequences_have_no_states():
+    assert not states_of(planned((10, 7, 3))).any()
+
+
+def test_states_grow_with_the_boundaries_and_not_with_their_tokens():
+    few, many = (states_of(planned(size=size, num_retained=0)).max() for size in (10, 5))
+    assert many - few == 4 * STATE
+    assert states_of(planned((400,), size=100, num_retained=0)).max() == few
+
+
+def test_states_go_to_the_tier_of_keys_and_values():
+    plan = planned(num_retained=0, tier="host")
+    memory = MODEL.memory()
+    on_device = states_of(plan)
+    assert on_device.max() == 2 * STATE < states_of(planned(num_retained=0)).max()
+    moved = memory.traffic(plan, 0)
+    kv = KINDS.index("kv")
+    forwards = [i for i, a in enumerate(plan.actions[0]) if isinstance(a, Forward)]
+    assert moved.written[forwards[0], kv] >= STATE
+    assert moved.read[forwards[1], kv] >= STATE
+
+
+def test_a_plan_whose_states_do_not_fit_is_refused():
+    plan = planned(size=1, num_retained=0)
+    memory = MODEL.memory()
+    peak = max(memory.peak_bytes_of_actions(plan, 0))
+    check(plan, MODEL.memory(budget_bytes=peak))
+    states = int(states_of(plan).max())
+    assert states > 30 * STATE
+    with pytest.raises(PlanError):
+        check(plan, MODEL.memory(budget_bytes=peak - STATE))
+
+
+@pytest.mark.parametrize("keep", ["kv", "attention", "all"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_no_walk_needs_less_than_the_bound(keep, tier):
+    options = ChunkOptions(size=10, keep=keep, tier=tier, num_retained=0)
+    curve = MODEL.memory().curve(plan_on_device((100,), options, num_layers=4), 0)
+    needs = ByteBound(MODEL, 100, 10).needs(options)
+    assert needs.device_bytes <= max(curve.device_bytes)
+    assert needs.host_bytes <= curve.host.max()
+
+
+def test_the_time_of_recurrent_layers_is_linear_in_tokens():
+    config = {**HYBRIDS["mamba2"], "model_type": "mamba2", "conv_kernel": 4, "expand": 2}
+    model = CostModel(ModelShape.from_config(config), hardware("H100"))
+    seconds = []
+    for length in (2**16, 2**17, 2**17 + 2**16):
+        options = ChunkOptions(size=2**14, keep="kv", num_retained=0)
+        plan = plan_on_device((length,), options, num_layers=3)
+        costs = model.costs(plan)
+        seconds.append(sum(costs.compute_s(action, 0) for action in plan.actions[0]))
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])

@@ -1,0 +1,254 @@
+"""Pairs of answers: the shapes in which they lie around, and what is no pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_load import load, write_lines
+from tiny_tokenizers import CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
+
+from furlong.data.dataset import DataSet
+from furlong.data.formats import IGNORE_INDEX
+from furlong.data.loader import iterate_batches
+from furlong.errors import DataError
+
+ASK = {"role": "user", "content": "why?"}
+GOOD = {"role": "assistant", "content": "because"}
+BAD = {"role": "assistant", "content": "no"}
+SYSTEM = {"role": "system", "content": "be kind"}
+MORE = {"role": "user", "content": "and now?"}
+ULTRA = {
+    "prompt": "why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "messages": [ASK, GOOD],
+    "score_chosen": 7.5, "score_rejected": 2.0,
+}  # fmt: skip
+TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def pairs_of(
+    tmp_path: Path, *records: dict[str, Any], tokenizer: Any = None, **more: Any
+) -> DataSet:
+    file = write_lines(tmp_path / "pairs.jsonl", *records)
+    return load(
+        tmp_path, file, tokenizer=tokenizer or byte_tokenizer(), format="preference", **more
+    )
+
+
+def texts(data: DataSet, tokenizer: Any) -> list[tuple[str, str]]:
+    """Of each sequence what is not learnt, and what is."""
+    found = []
+    for sequence in data:
+        learnt = sequence.labels != IGNORE_INDEX
+        parts = (sequence.input_ids[~learnt], sequence.input_ids[learnt])
+        found.append(tuple(tokenizer.decode(part) for part in parts))
+        assert (np.diff(np.flatnonzero(learnt)) == 1).all()
+    return found
+
+
+def test_a_file_without_a_single_choice_says_why(tmp_path: Path) -> None:
+    same = {"prompt": "why?", "chosen": "because", "rejected": "because"}
+    both = "2 pairs with the same answers and 1 pairs with an empty answer, and no other"
+    with pytest.raises(DataError, match=both):
+        pairs_of(tmp_path, same, same, same | {"rejected": " "})
+
+
+@pytest.mark.parametrize("template", [None, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, [ASK]),
+        ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, [ASK]),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, [ASK]),
+        (ULTRA, [ASK]),
+        (ULTRA | {"chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}, [SYSTEM, ASK]),
+        (
+            {"chosen": [ASK, GOOD, MORE, GOOD], "rejected": [ASK, GOOD, MORE, BAD]},
+            [ASK, GOOD, MORE],
+        ),
+    ],
+    ids=["explicit", "explicit whole", "implicit", "ultrafeedback", "system", "later turns"],
+)
+def test_conversations(
+    tmp_path: Path, record: dict[str, Any], prompt: list[dict[str, str]], template: str | None
+) -> None:
+    tokenizer = byte_tokenizer(template) if template else byte_tokenizer()
+    data = pairs_of(tmp_path, record, tokenizer=tokenizer)
+    asked = "".join(TURN.format(**turn) for turn in prompt) + "<|im_start|>assistant\n"
+    assert texts(data, tokenizer) == [
+        (asked, f"{answer['content']}<|im_end|>\n") for answer in (GOOD, BAD)
+    ]
+    assert (len(data), data.rows_per_record, data.mixture.sizes) == (2, 2, (1,))
+
+
+@pytest.mark.parametrize(
+    ("record", "learnt"),
+    [
+        ({"prompt": "a b ", "chosen": "c c", "rejected": "b"}, [[4, 4, 1], [3, 1]]),
+        ({"chosen": "a b c c", "rejected": "a b b"}, [[4, 4, 1], [3, 1]]),
+    ],
+    ids=["explicit", "implicit"],
+)
+def test_texts(tmp_path: Path, record: dict[str, Any], learnt: list[list[int]]) -> None:
+    data = pairs_of(tmp_path, record, tokenizer=word_tokenizer())
+    assert [s.input_ids[:2].tolist() for s in data] == [[2, 3]] * 2
+    assert [s.labels.tolist() for s in data] == [[-100, -100, *own] for own in learnt]
+
+
+def test_a_table_with_scores_and_messages_is_read_as_pairs(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([ULTRA] * 3), tmp_path / "pairs.parquet")
+    data = load(
+        tmp_path, tmp_path / "pairs.parquet", tokenizer=byte_tokenizer(), format="preference"
+    )
+    assert len(data) == 6
+    (line, total) = data.describe()
+    assert "3 pairs, format preference by the fields chosen and rejected" in line
+    assert "not used: messages, score_chosen, score_rejected" in line
+    assert total.startswith("data.train: 3 pairs,")
+
+
+def test_what_is_no_pair_is_left_out_with_its_line(tmp_path: Path) -> None:
+    same = {"prompt": "a ", "chosen": "b", "rejected": "b"}
+    as_tokens = {"prompt": "a ", "chosen": "b", "rejected": "b  "}
+    empty = {"prompt": "a ", "chosen": "b", "rejected": " "}
+    pair = {"prompt": "a ", "chosen": "b", "rejected": "c"}
+    records = (pair, same, empty, as_tokens, pair, same)
+    data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
+    assert [Path(s.origin).name for s in data[::2]] == ["pairs.jsonl:1", "pairs.jsonl:5"]
+    (line, _) = data.describe()
+    assert "3 pairs with the same answers left out (first: " in line
+    assert "pairs.jsonl:2)" in line
+    assert "1 pairs with an empty answer left out (first: " in line
+    with pytest.raises(DataError, match="1 pairs with the same answers, and no other"):
+        pairs_of(tmp_path, same, tokenizer=word_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ([ASK, GOOD], "same"),
+        ([ASK], "empty"),
+        ([ASK, {"role": "assistant", "content": " "}], "empty"),
+        ([ASK, MORE], "empty"),
+    ],
+)
+def test_conversations_without_a_choice(
+    tmp_path: Path, answer: list[dict[str, str]], what: str
+) -> None:
+    fine = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    data = pairs_of(tmp_path, fine, {"chosen": [ASK, GOOD], "rejected": answer})
+    assert len(data) == 2
+    assert (
+        f"1 pairs with {'the same answers' if what == 'same' else 'an empty answer'}"
+        in (data.describe()[0])
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "given", "change"),
+    [
+        (
+            {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+            "texts beside instruction", "rename instruction to prompt",
+        ),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "question", "rename question"),
+        ({"chosen": "b", "rejected": "c"}, "begin differently", "add the prompt"),
+        (
+            {"chosen": [{"from": "human", "value": "a"}], "rejected": [{"from": "gpt"}]},
+            "message 1 with from, value", "rename from to role and value to content",
+        ),
+        (
+            {"conversations": [], "chosen": {"from": "gpt", "value": "a"}, "rejected": {}},
+            "chosen that are of type dict", "",
+        ),
+        ({"text": "a"}, "a record with text", "rename the fields to prompt, chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected that is a list", ""),
+        ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "a prompt of messages", ""),
+        ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "a prompt of no message", ""),
+        ({"chosen": [ASK, GOOD], "rejected": [MORE, BAD]}, "begin differently", "add the prompt"),
+        (ULTRA | {"prompt": "who?"}, "a prompt 'who\\?' that is no turn", "write prompt as"),
+        (ULTRA | {"chosen": [GOOD], "rejected": [BAD]}, "begin differently", "add the prompt"),
+    ],
+)  # fmt: skip
+def test_refused_with_the_renaming(
+    tmp_path: Path, record: dict[str, Any], given: str, change: str
+) -> None:
+    with pytest.raises(DataError, match=given) as caught:
+        pairs_of(tmp_path, record)
+    assert change in caught.value.change
+    assert caught.value.source.endswith("pairs.jsonl:1")
+
+
+def test_without_the_loss_pairs_are_named(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "p.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, file)
+    assert "set train.loss to dpo" in caught.value.change
+
+
+LONG = [
+    {"prompt": "a ", "chosen": "b", "rejected": "c"},
+    {"prompt": "a a ", "chosen": "b " * 6, "rejected": "c"},
+]
+
+
+def test_too_long_is_of_the_pair(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer()
+    with pytest.raises(DataError, match="a pair with a sequence of 9 tokens, of 2 pairs"):
+        pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5)
+    data = pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5, too_long="drop")
+    assert (len(data), data.num_dropped) == (2, 1)
+    data = pairs_of(tmp_path, *LONG, tokenizer=tokenizer, max_seq_len=5, too_long="truncate")
+    assert (len(data), data.num_truncated, data.seq_lens.tolist()) == (4, 1, [3, 3, 5, 4])
+    assert data.valid_tokens.tolist() == [2, 2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "what"),
+    [("a a a a a a ", "b", "c", "no answer"), ("a ", "b b b b b b", "b b b b b c", "the same")],
+)
+def test_truncation_that_leaves_nothing_to_prefer(
+    tmp_path: Path, prompt: str, chosen: str, rejected: str, what: str
+) -> None:
+    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    with pytest.raises(DataError, match=what) as caught:
+        pairs_of(
+            tmp_path, LONG[0], record, tokenizer=word_tokenizer(), max_seq_len=5,
+            too_long="truncate",
+        )  # fmt: skip
+    assert caught.value.source.endswith("pairs.jsonl:2")
+
+
+def test_batches_of_pairs_go_on_where_they_were(tmp_path: Path) -> None:
+    records = [{"prompt": "a " * n, "chosen": "b", "rejected": "c"} for n in range(1, 8)]
+    data = pairs_of(tmp_path, *records, tokenizer=word_tokenizer())
+    options = {
+        "sequences_per_step": 3, "seed": 4, "mixture": data.mixture, "rows_per_record": 2,
+    }  # fmt: skip
+    endless = iterate_batches(data, **options)  # type: ignore[arg-type]
+    batches = [next(endless) for _ in range(5)]
+    for batch in batches:
+        ids = [sequence.seq_id for sequence in batch.sequences]
+        assert ids[1::2] == [i + 1 for i in ids[::2]]
+    assert [len(batch.sequences) for batch in batches] == [6, 6, 2, 6, 6]
+    first_epoch = sorted(s.seq_id for batch in batches[:3] for s in batch.sequences)
+    assert first_epoch == list(range(14))
+    again = iterate_batches(data, state=batches[1].next_state, **options)  # type: ignore[arg-type]
+    assert [s.seq_id for s in next(again).sequences] == [s.seq_id for s in batches[2].sequences]
+    assert sorted(data.epoch_lens(4).tolist()) == sorted(data.seq_lens.tolist())
+
+
+def test_the_cache_has_two_rows_of_a_record(tmp_path: Path) -> None:
+    data = pairs_of(tmp_path, LONG[0], tokenizer=word_tokenizer())
+    again = load(
+        tmp_path, tmp_path / "pairs.jsonl", tokenizer=word_tokenizer(), format="preference"
+    )
+    assert again.parts[0].tokenized_s is None
+    assert again.fingerprint == data.fingerprint
+    assert again.parts[0].entry.index[:, 2].tolist() == [1, 1]
+    manifest = next((tmp_path / "cache").glob("tokens/*/manifest.json"))
+    assert json.loads(manifest.read_text())["notes"]["rows_per_record"] == 2

@@ -1,0 +1,34 @@
+"""Pairs of answers for a tiny run, and the flags that train on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helpers.tiny_runs import TEXTS, TinyRun
+
+
+def write_pairs(file: Path) -> Path:
+    """Eight pairs: the words of a text, and the same ones backwards."""
+    records = []
+    for text in TEXTS:
+        words = text.split()
+        chosen, rejected = words[3:], words[:2:-1]
+        records.append(
+            {
+                "prompt": " ".join(words[:3]),
+                "chosen": " " + " ".join(chosen),
+                "rejected": " " + " ".join(rejected[: 2 + len(rejected) // 2]),
+            }
+        )
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def pair_flags(tiny: TinyRun, folder: Path) -> tuple[str, ...]:
+    """Flags for `TinyRun.arguments`; pairs and cache are in `folder`."""
+    pairs = write_pairs(folder / "pairs.jsonl")
+    return (
+        "--train.loss=dpo", f"--data.train={pairs}", f"--data.cache_dir={folder / 'cache'}",
+        "--data.max_seq_len=512",
+    )  # fmt: skip

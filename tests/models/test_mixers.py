@@ -1,0 +1,216 @@
+"""Recurrent layers: found by watching, called slice by slice, and checked alone at the start."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from helpers.forked import PAIR, forks_of
+from helpers.gradients import batch
+from helpers.hybrids import VOCAB_SIZE, build
+from helpers.tiny_families import build as build_decoder
+from torch import nn
+
+import furlong
+from furlong.errors import PlanError, UnsupportedModelError
+from furlong.families import Family
+from furlong.kv.states import StateStore
+from furlong.models.causal_lm import CausalLM
+from furlong.models.mixers import doors
+from furlong.models.mixers.caches import SliceCache
+from furlong.models.mixers.doors import Current, own_forward
+from furlong.models.mixers.relay import SliceRows, in_batches
+from furlong.ops.choose import ProbedBackend
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.runtime.cells.cell import Cell
+from furlong.runtime.checks.mixers import mixer_errors
+
+CHECKED = ("lfm2", "qwen3_next", "nemotron_h", "jamba", "minimax")
+"""A convolution alone, and states of each kind: given to the scan, added to it, of an own cache."""
+
+
+def float32(model_type: str) -> CausalLM:
+    return CausalLM(build(model_type, wide=False).float())
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {model_type: float32(model_type) for model_type in CHECKED}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "events"),
+    [
+        ("lfm2", [("states", 0), ("attention", 1), ("states", 2), ("attention", 3)]),
+        ("nemotron_h", [("states", 0), ("attention", 2), ("states", 4)]),
+        ("falcon_h1", [(kind, i) for i in range(4) for kind in ("states", "attention")]),
+        ("zamba2", [("states", 0), ("attention", 1), ("states", 1), ("states", 2),
+                    ("attention", 3), ("states", 3)]),
+    ],
+)  # fmt: skip
+def test_what_the_layers_do_is_seen(model_type, events):
+    model = float32(model_type)
+    assert list(model.events) == events
+    assert len(model.probed.mixers) == sum(kind == "states" for kind, _ in events)
+
+
+def test_a_model_of_attention_alone_has_no_mixers():
+    model = CausalLM(build_decoder("llama"))
+    assert model.events is None and not model.probed.mixers
+
+
+def without(kind):
+    def break_it(monkeypatch):
+        plain = SliceCache.__init__
+
+        def init(self, before, num_tokens):
+            plain(self, {k: x for k, x in before.items() if k[0] not in kind}, num_tokens)
+
+        monkeypatch.setattr(SliceCache, "__init__", init)
+
+    return break_it
+
+
+def without_gradients_of_states(monkeypatch):
+    monkeypatch.setattr(Cell, "_relayed_states", lambda *_: None)
+
+
+def with_states_of_the_wrong_piece(monkeypatch):
+    plain = StateStore.read
+    monkeypatch.setattr(
+        StateStore, "read", lambda self, seq, layer, piece: plain(self, seq, layer, 0)
+    )
+
+
+FAULTS = {
+    "convolution": (without(("conv",)), ("lfm2", "qwen3_next", "nemotron_h", "jamba")),
+    "recurrent state": (
+        without(("recurrent", "linear")), ("qwen3_next", "nemotron_h", "jamba", "minimax"),
+    ),
+    "gradient of the state": (without_gradients_of_states, CHECKED),
+    "states of another piece": (with_states_of_the_wrong_piece, CHECKED),
+}  # fmt: skip
+
+
+def test_right_mixers_pass(models):
+    for model in models.values():
+        assert max(mixer_errors(model, ProbedBackend())) < 2e-4
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_check_sees_a_fault_in_every_kind(name, models, monkeypatch):
+    break_it, model_types = FAULTS[name]
+    break_it(monkeypatch)
+    for model_type in model_types:
+        with pytest.raises(UnsupportedModelError, match="in slices than whole"):
+            mixer_errors(models[model_type], ProbedBackend())
+
+
+def test_a_clamp_that_is_missing_for_one_token_is_seen(monkeypatch):
+    """Nemotron-H's own decoding path lets one token have a time step below the floor."""
+    model = CausalLM(build("nemotron_h", wide=False, time_step_min=0.5).float())
+    assert max(mixer_errors(model, ProbedBackend())) < 2e-4
+
+    plain = doors._scan_from
+
+    def unclamped(scan, initial, current, hidden, *args, **kwargs):
+        if hidden.shape[1] == 1:
+            kwargs["dt_limit"] = (0.0, float("inf"))
+        return plain(scan, initial, current, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(doors, "_scan_from", unclamped)
+    with pytest.raises(UnsupportedModelError, match="in slices than whole"):
+        mixer_errors(model, ProbedBackend())
+
+
+def test_16_bits_are_checked_in_float32():
+    model = CausalLM(build("bamba", wide=False).to(torch.bfloat16))
+    assert max(mixer_errors(model, ProbedBackend())) < 1e-4
+    assert next(model.base.parameters()).dtype == torch.bfloat16
+
+
+def test_the_model_is_as_it_was_after_an_error(monkeypatch):
+    model = build("lfm2")
+    engine = furlong.Engine(model)
+    sequences = batch([20, 3], vocab_size=VOCAB_SIZE)
+    engine.forward_backward(sequences, furlong.ChunkOptions(size=8))
+    monkeypatch.setattr(StateStore, "read", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_backward(sequences, furlong.ChunkOptions(size=8))
+    monkeypatch.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3).shape == (1, 6)
+    engine.forward_backward(sequences, furlong.ChunkOptions(size=8))
+
+
+def test_a_mixer_with_a_forward_of_its_own_is_refused():
+    class Mixer(nn.Module):
+        def forward(self, x):
+            return x
+
+    mixer = Mixer()
+    mixer.forward = lambda x: x + 1
+    with pytest.raises(UnsupportedModelError, match="put into this instance"):
+        own_forward(mixer, Current())
+
+
+def test_a_layer_that_moves_other_tokens_unseen_is_refused():
+    model = build("nemotron_h")
+    layer = model.model.layers[3]
+    plain = layer.mixer.forward
+    layer.mixer.forward = lambda x: plain(x).cumsum(1)
+    with pytest.raises(UnsupportedModelError, match="moves other tokens in layer 3"):
+        _ = CausalLM(model).probed
+
+
+def test_whole_slices_of_similar_lengths_are_called_together():
+    lens = (1, 5, 6, 7, 40, 63, 64, 100, 128, 190)
+    parts = [
+        SliceRows(i, slice(start, start + n), continues=i == 2, is_continued=i == 5)
+        for i, (n, start) in enumerate(zip(lens, accumulate(lens, initial=0), strict=False))
+    ]
+    batches = in_batches(parts)
+    assert sorted(part.index for batch in batches for part in batch) == list(range(len(lens)))
+    for together in batches:
+        own = [lens[part.index] for part in together]
+        assert len(own) * max(own) < 2 * sum(own)
+        assert len(together) == 1 or not any(p.continues or p.is_continued for p in together)
+    assert [5, 7] in [[lens[part.index] for part in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+def test_a_decoder_that_reads_its_embeddings_late_is_refused_in_stages(model_type, monkeypatch):
+    model = build(model_type)
+    sequences = batch([9], vocab_size=VOCAB_SIZE)
+    in_stages = furlong.ChunkOptions(size=8, order="layer-first", stage_layers=2)
+    with pytest.raises(UnsupportedModelError, match="adds the original embeddings again"):
+        furlong.forward_backward(model, sequences, in_stages)
+    monkeypatch.setattr("furlong.models.stage.family_of", lambda _: Family())
+    with pytest.raises(UnsupportedModelError, match="cut between any two layers"):
+        furlong.forward_backward(model.float(), sequences, in_stages)
+
+
+def test_a_little_that_passes_by_the_layers_is_seen_at_cuts():
+    model = build_decoder("llama", torch.float32)
+    seen = {}
+
+    def read(module, args, output):
+        return output + 1e-4 * seen["x"] if seen["x"].shape == output.shape else output
+
+    model.model.embed_tokens.register_forward_hook(lambda *given: seen.update(x=given[-1]))
+    model.model.layers[2].register_forward_hook(read)
+    sequences = batch([9])
+    furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8))
+    with pytest.raises(UnsupportedModelError, match="in stages"):
+        options = furlong.ChunkOptions(size=8, order="layer-first", stage_layers=1)
+        furlong.forward_backward(model, sequences, options)
+
+
+def test_sequences_that_branch_are_refused():
+    model = build("lfm2")
+    plan = plan_on_device(
+        [sum(PAIR.lens)], furlong.ChunkOptions(size=16), num_layers=4, forks=forks_of(PAIR)
+    )
+    with pytest.raises(PlanError, match="whose state goes on to one piece only"):
+        furlong.Engine(model).run(plan, [PAIR.joined()])

@@ -1,0 +1,74 @@
+"""A keep of auto: the least work for which memory has room between two phases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from furlong.cost.memory.plan_memory import PlanMemory
+from furlong.cost.memory.training import Training
+from furlong.cost.shapes.shape import ModelShape
+from furlong.errors import ConfigError
+from furlong.planners.auto.keep import KEEPS, needs_beside_state, with_keep
+from furlong.planners.auto.search import Budgets
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.two_phases import plan_two_phases
+
+SHAPE = ModelShape.from_config(
+    {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+     "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 1000}
+)  # fmt: skip
+MEMORY = PlanMemory(SHAPE, Training(), 0)
+OPTIONS = ChunkOptions(size=1024, keep="auto")
+PAIR = (16_384, 15_000)
+
+
+def needs(keep, lens=PAIR, options=OPTIONS):
+    plan = plan_two_phases(lens, replace(options, keep=keep), num_layers=8)
+    return needs_beside_state(plan, MEMORY)
+
+
+def chosen(room_bytes, lens=PAIR, options=OPTIONS, **budgets):
+    return with_keep(lens, options, MEMORY, Budgets(room_bytes, margin=0, **budgets)).keep
+
+
+def test_what_is_kept_falls_with_the_room():
+    bytes_of = {keep: needs(keep).device_bytes for keep in KEEPS}
+    assert bytes_of["attention"] > bytes_of["kv"] > bytes_of["input"]
+    for keep, less in zip(KEEPS, [*KEEPS[1:], "input"], strict=True):
+        assert chosen(bytes_of[keep]) == keep
+        assert chosen(bytes_of[keep] - 1) == less
+    assert chosen(0) == "input"
+
+
+def test_between_the_phases_the_chunks_of_all_sequences_live():
+    kv_per_token = 2 * SHAPE.kv_size * 2 * SHAPE.num_layers
+    hidden_per_token = 2 * SHAPE.hidden_size * 2
+    one, four = (needs("kv", (16_384,) * n).device_bytes for n in (1, 4))
+    kept = 3 * 15_360 * kv_per_token  # but of each one's last chunk
+    assert four - one == pytest.approx(kept + 3 * 16_384 * hidden_per_token, rel=0.02)
+    room_bytes = needs("attention", (16_384,)).device_bytes
+    assert chosen(room_bytes, (16_384,)) == "attention"
+    assert chosen(room_bytes, (16_384,) * 4) != "attention"
+
+
+def test_lower_tiers_have_budgets_too():
+    options = replace(OPTIONS, tier={"attention": "host"})
+    room_bytes, on_host = needs("attention", options=options)[:2]
+    assert on_host > 0 and room_bytes < needs("attention").device_bytes
+    assert chosen(room_bytes, options=options, host_bytes=on_host) == "attention"
+    assert chosen(room_bytes, options=options, host_bytes=on_host - 1) == "kv"
+
+
+def test_weights_are_no_part_of_the_room():
+    heavy = replace(MEMORY, training=replace(Training(), optimizer_bytes=1000))
+    plan = plan_two_phases(PAIR, replace(OPTIONS, keep="kv"), num_layers=8)
+    assert needs_beside_state(plan, heavy) == needs_beside_state(plan, MEMORY)
+
+
+def test_elsewhere_a_keep_must_be_named():
+    with pytest.raises(ConfigError, match="auto") as error:
+        plan_on_device([2000], OPTIONS, num_layers=8)
+    assert "token_values" in error.value.required and error.value.change

@@ -1,0 +1,81 @@
+"""`train.loss: dpo` on several processes, in any layout: the weights of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.launched import Launched
+from helpers.pair_runs import pair_flags
+from helpers.tiny_runs import TinyRun, run_command
+
+from furlong.cli.main import main
+
+LIMIT_S = 300
+STEPS = (
+    "--model.dtype=float64", "--train.steps=2", "--train.epochs=null", "--chunks.size=32",
+    "--chunks.num_retained=0", "--chunks.keep=kv",
+)  # fmt: skip
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(next((run / "model").glob("*.safetensors")))
+
+
+def figures(run: Path) -> list[dict[str, float]]:
+    """Losses and metrics, but for accuracies: before the first step all margins are rounding."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name in ("loss", "eval_loss", "grad_norm")
+            or ("/" in name and "accuracies" not in name)
+        }
+        for line in lines
+        if "predicted_step_s" not in line
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--parallel.dp=2",
+        pytest.param("--parallel.sp=2", marks=pytest.mark.slow),
+        pytest.param("--parallel.pp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
+    adapters = ("--model.lora.rank=2",) if "dp" in layout else ()
+    flags = (*pair_flags(tiny_run, tmp_path), *STEPS, *adapters)
+    flags += (f"--data.eval={tmp_path / 'pairs.jsonl'}",)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for run, more in ((alone, ()), (together, (layout,))):
+        # a cache of its own: several processes compute the reference themselves
+        own = f"--data.cache_dir={run}-cache"
+        arguments = tiny_run.arguments(run, *flags, own, *more)
+        if run == alone:
+            assert main(arguments) == 0
+            continue
+        ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
+        assert [one.code for one in ended] == [0, 0], ended[0].said + ended[1].said
+        assert "reference: 16 answers computed" in ended[0].said
+    for ours, truth in zip(figures(together), figures(alone), strict=True):
+        assert ours == pytest.approx(truth, rel=1e-9, abs=1e-11)
+    found, expected = weights(together), weights(alone)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        error = (weight - expected[name]).norm() / expected[name].norm().clamp(min=1e-300)
+        assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+def test_dropout_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    flags = (*pair_flags(tiny_run, tmp_path), "--model.lora.dropout=0.1", "--parallel.dp=2")
+    arguments = tiny_run.arguments(tmp_path / "run", *flags)
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
+    assert [one.code for one in ended] == [2, 2]
+    assert "2 processes and model.lora.dropout = 0.1" in ended[0].said

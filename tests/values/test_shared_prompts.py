@@ -1,0 +1,246 @@
+"""Sequences of one call that begin alike: computed once, and as exact as each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention_families import twin_of
+from helpers.forked import FOUR, NESTED, PAIR, Forked
+from helpers.gradients import Batch, batch, take_grads, worst_relative_error
+from helpers.tiny_families import build
+from helpers.wide_norms import widen_norms
+from torch import Tensor, nn
+
+import furlong
+from furlong.runtime.inputs import shift_labels
+from furlong.runtime.tokens.joined import join_prompts
+
+OTHERS = batch([11, 50], seed=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return widen_norms(build("llama"))
+
+
+def whole_values(model: nn.Module, sequences: Batch) -> list[Tensor]:
+    """Log-probabilities by the model's own forward, one sequence at a time."""
+    found = []
+    for sequence in sequences:
+        ids, labels = sequence["input_ids"], sequence["labels"]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        own = torch.where(labels[1:] != -100, own, torch.zeros_like(own))
+        found.append(torch.cat([own.new_zeros(1), own]))
+    return found
+
+
+def loss_of(values: list[Tensor]) -> Tensor:
+    """A loss that couples all sequences."""
+    sums = torch.stack([own.sum() for own in values])
+    return sums.softmax(0)[0] * 50 + sums.pow(2).sum() / 1000
+
+
+@contextmanager
+def counted(model: Any, first: Callable[[], object] = lambda: None) -> Any:
+    """Tokens that the first layer has been given since `first`: a model with a hook more is checked
+    anew."""
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape[1])
+    )
+    first()
+    seen.clear()
+    yield seen
+    hook.remove()
+
+
+def errors(
+    model: Any, sequences: Batch, loss: Callable[[list[Tensor]], Tensor] = loss_of, **dials: Any
+) -> tuple[float, float]:
+    """Of the values and of the gradients."""
+    truth = whole_values(model, sequences)
+    loss(truth).backward()
+    gradients = take_grads(model)
+    engine = furlong.Engine(model)
+    values = engine.token_values(sequences, furlong.ChunkOptions(**dials))
+    loss(values).backward()
+    assert engine._followed.kept.opened.arena.taken_bytes == 0
+    moved = max(float((a - b).detach().abs().max()) for a, b in zip(values, truth, strict=True))
+    return moved, worst_relative_error(take_grads(model), gradients)
+
+
+@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
+@pytest.mark.parametrize("size", [16, 25])
+@pytest.mark.parametrize("tree", [PAIR, FOUR, NESTED], ids=["pair", "four", "nested"])
+def test_answers_to_one_prompt_are_exact(model: Any, tree: Forked, size: int, keep: str) -> None:
+    sequences = [OTHERS[0], *tree.answers(), OTHERS[1]]
+    assert max(errors(model, sequences, size=size, keep=keep)) <= 1e-12
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "granitemoe": lambda: widen_norms(build("granitemoe")),
+    "mixtral": lambda: widen_norms(build("mixtral")),
+    "gpt2 tied": lambda: build("gpt2", tie_word_embeddings=True, n_positions=256),
+    "gemma3 windows": lambda: widen_norms(build("gemma3_text")),
+    "llama4 blocks": lambda: twin_of("llama4"),
+    "deepseek latents": lambda: twin_of("deepseek_v3"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures of experts, tied embeddings with learned positions, windows in some layers, and
+    latents; attention blocks, which begin at positions and not at tokens of a tree.
+
+    Routers of transformers round to float32, before which gradients of answers are added up: an
+    error of 6e-8. Here they stay in float64, in the model's own forward too.
+    """
+    rounded = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else rounded(x))
+    assert max(errors(FAMILIES[family](), NESTED.answers(), size=16, keep="kv")) <= 1e-12
+
+
+def test_the_prompt_is_computed_once(model: Any) -> None:
+    engine, options = furlong.Engine(model), furlong.ChunkOptions(size=16, keep="kv")
+    sequences = FOUR.answers()
+    bare = [{"input_ids": s["input_ids"]} for s in sequences]
+    alone, shared = sum(len(s["input_ids"]) for s in sequences), sum(FOUR.lens)
+    with counted(model, lambda: engine.token_values(sequences, options)) as seen:
+        for switch, expected in ((True, shared), (False, alone)):
+            values = engine.token_values(sequences, options, share_prompts=switch)
+            assert sum(seen) == expected
+            loss_of(values).backward()
+            assert sum(seen) == 2 * expected
+            with torch.no_grad():
+                engine.hidden_states(bare, options, share_prompts=switch)
+            assert sum(seen) == 3 * expected
+            seen.clear()
+    model.zero_grad()
+
+
+def with_labelled_prompts() -> Batch:
+    return [{"input_ids": s["input_ids"], "labels": s["input_ids"]} for s in NESTED.answers()]
+
+
+def one_ends_where_others_go_on() -> Batch:
+    first = FOUR.answers()[0]
+    ended = {name: x[:75] for name, x in first.items()}
+    labelled = {"input_ids": ended["input_ids"], "labels": ended["input_ids"].clone()}
+    return [*FOUR.answers(), labelled]
+
+
+def equal_sequences() -> Batch:
+    return [PAIR.answers()[0]] * 3 + [OTHERS[0]]
+
+
+def equal_but_for_the_last_token() -> Batch:
+    one = PAIR.answers()[0]
+    other = {name: x.clone() for name, x in one.items()}
+    other["input_ids"][-1] = other["labels"][-1] = (one["input_ids"][-1] + 1) % 90
+    return [one, other]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [with_labelled_prompts, one_ends_where_others_go_on, equal_sequences,
+     equal_but_for_the_last_token],
+)  # fmt: skip
+def test_odd_batches_are_exact(model: Any, make: Callable[[], Batch]) -> None:
+    assert max(errors(model, make(), size=16, keep="kv")) <= 1e-12
+
+
+@pytest.mark.parametrize("used", [0, 1, 3])
+@pytest.mark.parametrize("keep", ["kv", "input"])
+def test_branches_that_nobody_uses_do_not_run(model: Any, used: int, keep: str) -> None:
+    sequences = [*NESTED.answers(), OTHERS[1]]
+    assert max(errors(model, sequences, lambda v: v[used].pow(2).sum(), size=16, keep=keep)) < 1e-12
+    engine, options = furlong.Engine(model), furlong.ChunkOptions(size=16, keep="kv")
+    with counted(model, lambda: engine.token_values(sequences, options)) as seen:
+        values = engine.token_values(sequences, options)
+        seen.clear()
+        values[used].sum().backward()
+    model.zero_grad()
+    assert sum(seen) < sum(NESTED.lens), "other branches ran too"
+
+
+def test_extras_stay_with_their_sequence(model: Any) -> None:
+    sequences = with_labelled_prompts()
+    for number, sequence in enumerate(sequences):
+        sequence["weight"] = torch.arange(len(sequence["input_ids"])) / 10.0 + number
+    log_prob = furlong.values.log_prob()
+    values = furlong.Engine(model).token_values(
+        sequences, furlong.ChunkOptions(size=16, keep="kv"),
+        lambda logits, labels, extras: extras["weight"] * log_prob(logits, labels, extras),
+    )  # fmt: skip
+    for found, truth, sequence in zip(
+        values, whole_values(model, sequences), sequences, strict=True
+    ):
+        torch.testing.assert_close(found, truth * sequence["weight"], rtol=1e-11, atol=1e-12)
+
+
+def test_hidden_states_are_exact(model: Any) -> None:
+    sequences = [{"input_ids": s["input_ids"]} for s in (*NESTED.answers(), *OTHERS)]
+    weights = [torch.randn(len(s["input_ids"]), 32, dtype=torch.float64) for s in sequences]
+
+    def loss(states: list[Tensor]) -> Tensor:
+        return sum((w * x).sum() for w, x in zip(weights, states, strict=True)).pow(2) / 100  # type: ignore[union-attr]
+
+    loss([model.model(s["input_ids"][None]).last_hidden_state[0] for s in sequences]).backward()
+    truth = take_grads(model)
+    found = furlong.Engine(model).hidden_states(
+        sequences, furlong.ChunkOptions(size=16, keep="attention")
+    )
+    loss(found).backward()
+    assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_door_finds_prompts(side: str) -> None:
+    """Padded rows, as TRL makes them; on the left positions count from the padding."""
+    model: Any = widen_norms(build("llama"))
+    rows = [s["input_ids"] for s in FOUR.answers()]
+    longest = max(map(len, rows))
+    ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        own = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[index, own], mask[index, own] = row, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def loss() -> Tensor:
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        logits = model(**given, use_cache=False).logits
+        own = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        answers = (mask[:, 1:] * mask[:, :-1] * (positions[:, 1:] >= 75)).bool()
+        return loss_of([x[m] for x, m in zip(own, answers, strict=True)])
+
+    loss().backward()
+    truth = take_grads(model)
+    for switch, expected in ((True, sum(FOUR.lens)), (False, sum(map(len, rows)))):
+        furlong.chunked(model, furlong.ChunkOptions(size=16, keep="kv"), share_prompts=switch)
+        with counted(model, loss) as seen:
+            value = loss()
+            assert sum(seen) == expected
+        value.backward()
+        assert worst_relative_error(take_grads(model), truth) <= 1e-12
+
+
+def test_only_prompts_of_a_chunk_or_more_are_shared() -> None:
+    shifted = shift_labels(NESTED.answers())
+    assert [len(s.input_ids) for s in join_prompts(shifted, 16).sequences] == [sum(NESTED.lens)]
+    # the fork behind 23 tokens falls away
+    assert [len(s.input_ids) for s in join_prompts(shifted, 30).sequences] == [
+        40 + 23 + 9 + 23 + 31 + 17 + 6
+    ]
+    assert len(join_prompts(shifted, 41).sequences) == 2
+    assert len(join_prompts(shifted, 64).sequences) == 3
+
+
+def test_equal_tokens_at_other_positions_are_not_shared() -> None:
+    one, other = shift_labels([PAIR.answers()[0]] * 2)
+    moved = type(one)(other.input_ids, other.labels, first_position=1)
+    assert len(join_prompts([one, moved], 16).sequences) == 2
