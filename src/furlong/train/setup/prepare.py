@@ -196,7 +196,7 @@ def rope_of(config: RunConfig) -> dict[str, Any] | None:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"] = "sft"
+    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"]
 ) -> dict[str, DataSet]:
     """The data sets `train` and, if there is one, `eval`; prints what was found."""
     data = {}
