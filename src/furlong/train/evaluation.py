@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.modes import modes_kept
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import EVALUATION
@@ -96,13 +97,9 @@ def evaluate(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within it the model evaluates; its modes are afterwards as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def losses_of(

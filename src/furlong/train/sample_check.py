@@ -19,6 +19,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.use import num_drawn
 from furlong.runtime.memory.measure import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
+from furlong.train.evaluation import evaluating
 from furlong.train.processes.watch import STEP
 from furlong.train.step import trained_parameters
 
@@ -100,18 +101,15 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Par
     gradient."""
     parameters = trained_parameters(model)
     gradients = [parameter.grad for parameter in parameters]
-    modes = [(module, module.training) for module in model.modules()]
     random = RNGState.read(device)
-    model.eval()
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield parameters
+        with evaluating(model):
+            yield parameters
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
         random.write(device)
 
 

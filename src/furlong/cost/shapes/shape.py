@@ -74,7 +74,7 @@ class ModelShape:
         return max(mixer.stored for mixer in self.mixers)
 
     def inner_size(self, place_size: int) -> int:
-        """Processes of a place that divide the heads among them (`plan.values.inner_size`)."""
+        """Processes of a place that divide the heads among them (`plan.rows.inner_size`)."""
         return inner_size(place_size, self.num_heads, self.num_kv_heads)
 
     def kv_share(self, place_size: int) -> float:
