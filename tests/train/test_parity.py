@@ -21,7 +21,7 @@ from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
-from furlong.train.replicas import Replicas
+from furlong.train.replicas import Engines
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 NUM_STEPS = 30
@@ -117,13 +117,13 @@ def test_thirty_steps(
     fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
     def evaluate_held_out(used: UsedMemory) -> dict[str, Evaluation]:
-        evaluation = evaluate(Replicas(engine), model, batches[:3], fitting, used=used)
+        evaluation = evaluate(Engines(engine), model, batches[:3], fitting, used=used)
         assert evaluation is not None
         return {HELD_OUT: evaluation}
 
     with MetricsLog(tmp_path / "metrics.jsonl", NUM_STEPS, say=lambda line: None) as log:
         figures = run_steps(
-            Replicas(engine),
+            Engines(engine),
             model,
             itertools.chain(batches),
             fitting,

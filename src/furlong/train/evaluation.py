@@ -19,7 +19,7 @@ from furlong.runtime.modes import modes_kept
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import EVALUATION
-from furlong.train.replicas import Replicas
+from furlong.train.replicas import Engines
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 def evaluate(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
@@ -82,13 +82,13 @@ def evaluate(
                 return None
             if batch.num_valid_tokens == 0:
                 continue
-            result = losses_of(replicas, batch, device, fitting, used)
+            result = losses_of(engines, batch, device, fitting, used)
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
-            for number in replicas.share(len(batch.sequences)):
+            for number in engines.share(len(batch.sequences)):
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
-    figures = replicas.processes.sums([*sums.tolist(), *counts.tolist()])
+    figures = engines.processes.sums([*sums.tolist(), *counts.tolist()])
     sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
     by_position = _buckets(sums, counts.long())
     return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, by_position)
@@ -103,7 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def losses_of(
-    replicas: Replicas,
+    engines: Engines,
     batch: Batch,
     device: torch.device,
     fitting: Fitting,
@@ -112,7 +112,7 @@ def losses_of(
     """The losses of a batch, in chunks that fit the memory and the budget of `used`."""
 
     def call(options: ChunkOptions) -> StepResult:
-        compute = partial(replicas.compute, batch, options, device, name=EVALUATION, backward=False)
+        compute = partial(engines.compute, batch, options, device, name=EVALUATION, backward=False)
         if used is None:
             return compute()
         used.restart()

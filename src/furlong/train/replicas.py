@@ -35,7 +35,7 @@ def _wanted(batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wa
     return Wanted(batch.seq_lens, replace(options, sample=None), backward)
 
 
-class Replicas:
+class Engines:
     """The engines of all processes; one alone is its own engine."""
 
     def __init__(

@@ -30,18 +30,18 @@ from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
 from furlong.train.processes.together import ALONE, Processes
-from furlong.train.replicas import Replicas
+from furlong.train.replicas import Engines
 
 REFERENCE = "the reference"
 
 
-class PairReplicas(Replicas):
+class PairEngines(Engines):
     """The engines of a run whose batches are pairs, chosen and rejected by turns."""
 
     def __init__(
         self, engine: Engine, loss: PairLoss, processes: Processes = ALONE, *more: Any
     ) -> None:
-        """`more`: see `Replicas`."""
+        """`more`: see `Engines`."""
         super().__init__(engine, processes, *more)
         self._loss = loss
 
