@@ -199,8 +199,8 @@ def iterate_batches(
     """Endless; every epoch has an order of its own.
 
     `rows_per_record` sequences in a row are drawn and counted as one. Without `mixture` an epoch
-    goes through all of them once. `state` is where to begin: the
-    sequences before it are not read. Raises DataError if the epoch has no such batch.
+    goes through all of them once. `state` is where to begin: the sequences before it are not read.
+    Raises DataError if the epoch has no such batch.
     """
     mixture = mixture or Mixture((len(sequences) // rows_per_record,), (1.0,))
     epoch, batch = state.epoch, state.batch
