@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from furlong.config.schema import RunConfig
-from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import Batch
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
@@ -40,24 +39,13 @@ from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunF
 from furlong.train.sample_check import check_sample
 from furlong.train.setup.decided import values_of
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.setup.prepare import RunData
 from furlong.train.stop import StopRequest
 from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunData:
-    """The sequences of a run."""
-
-    batches: Callable[[LoaderState], Iterator[Batch]]
-    """The global batches from a position on, endless."""
-    train: DataSet
-    held_out: DataSet | None
-    fingerprint: dict[str, str]
-    """Changes with the training sequences or their order."""
 
 
 def run_resumable(
