@@ -30,8 +30,8 @@ class MixerShape:
     """Width of one token's queries over all heads."""
     output_size: int = 0
     """Width of what attention gives."""
-    kv_size: int = 0
-    """Width of one token's keys, values included, as attention reads them."""
+    kv_width: int = 0
+    """Width of one token's keys and values together, as attention reads them."""
     stored: int = 0
     """Numbers of one token in the KV store: K and V, or the vector that they are made of."""
     state_float32: int = 0
@@ -77,7 +77,7 @@ def attention_mixer(
         key_flops=4 * q,
         query_size=q,
         output_size=q,
-        kv_size=2 * kv,
+        kv_width=2 * kv,
         stored=2 * kv,
         saved=3 * q if family.gate == "wide" else 0,
     )
@@ -117,7 +117,7 @@ def latent_mixer(
         key_flops=2 * heads * (nope + rope + value),
         query_size=queries,
         output_size=heads * value,
-        kv_size=heads * (nope + rope + value),
+        kv_width=heads * (nope + rope + value),
         stored=rank + rope,
         saved=2 * q_rank + 2 * rank + rope,
     )
@@ -163,7 +163,7 @@ def shared_block(
         key_flops=4 * q,
         query_size=q,
         output_size=q,
-        kv_size=2 * q,
+        kv_width=2 * q,
         stored=2 * q,
         saved=2 * wide + 4 * width + 2 * hidden,
     )
