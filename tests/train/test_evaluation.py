@@ -13,10 +13,10 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import Sequence
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import evaluate
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
-from furlong.train.replicas import Engines
 
 LENS = (300, 1, 65, 64, 130)
 

@@ -16,12 +16,12 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
-from furlong.train.replicas import Engines
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 NUM_STEPS = 30

@@ -16,8 +16,8 @@ from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.rules import Sampling
 from furlong.runtime.rng import RNGState
+from furlong.train.batches.engines import Engines
 from furlong.train.figures.used_memory import OverBudgetError
-from furlong.train.replicas import Engines
 from furlong.train.sample_check import check_sample
 
 CPU = torch.device("cpu")

@@ -25,11 +25,11 @@ from furlong.planners.sampling.rules import EXACT
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Progress, run_steps
-from furlong.train.replicas import Engines
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 OPTIONS = ChunkOptions(size=8)

@@ -16,10 +16,10 @@ from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.modes import modes_kept
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import EVALUATION
-from furlong.train.replicas import Engines
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult

@@ -12,11 +12,11 @@ from furlong.config.train import TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.loader import in_order
 from furlong.data.tokenize import Sequence
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.preference.evaluation import evaluate_pairs
-from furlong.train.replicas import Engines
 
 
 def evaluator(

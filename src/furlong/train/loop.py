@@ -13,12 +13,12 @@ from torch import nn
 from furlong.data.loader import Batch, LoaderState, told_ahead
 from furlong.plan.values import ChunkPlan
 from furlong.planners.predict import Prediction
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.figures.used_memory import SCRATCH_BYTES, UsedMemory
-from furlong.train.fitting import Fitting
-from furlong.train.replicas import Engines
 from furlong.train.setup.optimizer import make_state
 from furlong.train.step import TrainedStep, train_step
 from furlong.units import format_bytes

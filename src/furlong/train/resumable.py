@@ -23,18 +23,18 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.timeline import Timeline
+from furlong.train.batches.draws import step_options
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.folder import list_checkpoints, write_json
 from furlong.train.checkpoints.state import RunState
-from furlong.train.draws import step_options
 from furlong.train.evaluator import evaluator
 from furlong.train.figures.metrics import MetricsLog, open_bar
 from furlong.train.figures.mfu import MfuMeter, build_meter
 from furlong.train.figures.trackers import open_trackers
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.processes.together import Processes
-from furlong.train.replicas import Engines
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
 from furlong.train.setup.decided import values_of

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
 from furlong.train.checkpoints.fingerprints import base_fingerprint
 from furlong.train.disk import folder_errors_reported
 from furlong.train.figures.announce import announce
 from furlong.train.figures.report import TrainReport
 from furlong.train.finish import finish
-from furlong.train.fitting import lack_of_memory_told
 from furlong.train.preference.setup import engines_of, reference_of, with_references
 from furlong.train.processes.alike import check_alike
 from furlong.train.processes.together import ALONE, Processes

@@ -25,7 +25,7 @@ from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
-    from furlong.train.replicas import Engines
+    from furlong.train.batches.engines import Engines
 
 _NAME = f"{STEP} check"
 

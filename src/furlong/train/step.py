@@ -15,12 +15,12 @@ from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes
-from furlong.train.draws import drawn_share, step_options
+from furlong.train.batches.draws import drawn_share, step_options
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import STEP
-from furlong.train.replicas import Engines
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from furlong.data.loader import Batch
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import Evaluation, evaluating, losses_of
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
-from furlong.train.replicas import Engines
 
 
 def evaluate_pairs(

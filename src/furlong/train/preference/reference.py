@@ -21,10 +21,10 @@ import xxhash
 
 from furlong.data.dataset import DataSet
 from furlong.data.reference import Reference
+from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
 from furlong.train.evaluation import evaluating
-from furlong.train.fitting import Fitting
-from furlong.train.preference.replicas import PairEngines
+from furlong.train.preference.engines import PairEngines
 from furlong.train.processes.together import ALONE, Processes
 from furlong.units import count_words, format_seconds
 

@@ -12,12 +12,12 @@ from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.rivals import Rivals
-from furlong.train.fitting import Fitting
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
+from furlong.train.preference.engines import PairEngines
 from furlong.train.preference.losses import PairLoss
 from furlong.train.preference.reference import reference_fingerprint, referenced
-from furlong.train.preference.replicas import PairEngines
 from furlong.train.processes.together import Processes
-from furlong.train.replicas import Engines
 
 
 def engines_of(

@@ -17,8 +17,8 @@ from furlong.plan.layout import Layout
 from furlong.plan.text import format_action
 from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
-from furlong.train.draws import with_draw
-from furlong.train.plans import SharedPlans, Wanted, plan_batch
+from furlong.train.batches.draws import with_draw
+from furlong.train.batches.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from furlong.plan.values import Backward, Forward
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
 from furlong.train.processes.together import ALONE, Processes
-from furlong.train.replicas import Engines
 
 REFERENCE = "the reference"
 
