@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.chunks import ChunkTable, chunk_table
-from furlong.cost.seconds.rates import Part
+from furlong.cost.seconds.rates import PassPart
 from furlong.ops.backend import Backend, Block, lse_dtype
 from furlong.ops.exchange import Exchange
 from furlong.plan.values import (
@@ -128,7 +128,7 @@ class Pace:
     def _of(self, backward: bool) -> Shares:
         return self._backward if backward else self._forward
 
-    def _shares(self, part: Part, action: Any) -> Shares:
+    def _shares(self, part: PassPart, action: Any) -> Shares:
         height = self._plan.stages[action.stage]
         num_layers = part.layers if part.work == "first layers" else height
         attending = num_layers - part.remembered - (part.work == "to last kv")
@@ -145,7 +145,7 @@ class Pace:
             },
         )
 
-    def _exchanges_s(self, part: Part, action: Any, size: int) -> float:
+    def _exchanges_s(self, part: PassPart, action: Any, size: int) -> float:
         """Seconds of all all-to-alls of one size in a pass."""
         table = self._without_keys
         only = {n: x if n == size else 0 * x for n, x in table.exchanged_tokens.items()}
@@ -153,7 +153,7 @@ class Pace:
         waits_s = self._seconds(self._costs, part, action, table)
         return waits_s - self._seconds(self._alone, part, action, table)
 
-    def _seconds(self, costs: Any, part: Part, action: Any, table: ChunkTable) -> float:
+    def _seconds(self, costs: Any, part: PassPart, action: Any, table: ChunkTable) -> float:
         (seconds,) = costs.process_seconds((part,), action.stage, table)
         return float(seconds[self._process, action.chunk])
 

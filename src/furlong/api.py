@@ -146,10 +146,10 @@ class Engine:
         `sequences`: those of the whole batch, or a mapping of `seq_id` to each whose tokens this
         process reads, which a middle stage does of none; then `num_valid_tokens`, of the whole
         batch, is required. `weights`: by sequence of the plan, how often its loss counts in the
-        gradient; losses are told as they are. `measuring`: see
-        `Measuring`; the other arguments and the outcome are as in `furlong.forward_backward`.
-        Raises PlanError for a plan that breaks a rule or is of other ranks, DataError for sequences
-        of other lengths.
+        gradient; losses are told as they are. `watch`: see `run` of `Executor`; `measuring`: see
+        `Measuring`; the outcome is as in `furlong.forward_backward`. Raises PlanError for a plan
+        that breaks a rule or is of other ranks, DataError for sequences of other lengths and for
+        weights of a plan that samples.
         """
         followed = self._followed
         with followed.alone():

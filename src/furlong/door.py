@@ -24,6 +24,7 @@ from furlong.errors import ConfigError, DataError, UnsupportedModelError
 from furlong.models.head_stub import DecoderOutput
 from furlong.models.held import decoder_of
 from furlong.models.wrappers import bare_model
+from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.two_phases import require_two_phases
 from furlong.runtime.followed_model import FollowedModel
@@ -241,7 +242,8 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
 def _sequence(input_ids: Tensor, row: BatchRow) -> ShiftedSequence:
     """Tokens of a row, of whose labels nobody asks."""
     ids = input_ids[row.index, row.start : row.stop]
-    return ShiftedSequence(ids, torch.full(ids.shape, -100, device="cpu"), row.first_position)
+    labels = torch.full(ids.shape, IGNORE_INDEX, device="cpu")
+    return ShiftedSequence(ids, labels, row.first_position)
 
 
 def _joined(input_ids: Tensor, rows: list[BatchRow], states: list[Tensor]) -> Tensor:

@@ -56,9 +56,9 @@ CHUNKED = "chunked_attention"
 CAUSAL_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", CHUNKED}
 """Values of `layer_types` for layers in which tokens meet in causal attention only."""
 RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
-"""Those in which tokens meet in a state, or in attention and a state."""
+"""Values of `layer_types` for layers in which tokens meet in a state, some also in attention."""
 TOKEN_LAYER_TYPES = {"mlp", "moe"}
-"""Those in which tokens do not meet."""
+"""Values of `layer_types` for layers in which tokens do not meet."""
 
 INDEXERS = ("index_", "indexer_")
 """Beginnings of the keys of a learned indexer, which picks the keys that a token sees."""

@@ -142,7 +142,7 @@ def test_deepseek_stores_latents():
 
     shape = ModelShape.from_config(AutoConfig.for_model("deepseek_v3").to_dict())
     assert 4096 * 2 * 61 * shape.stored_size / 2**30 == pytest.approx(0.27, abs=0.01)
-    assert 4096 * 2 * 61 * shape.mixers[0].kv_size / 2**30 == pytest.approx(19, abs=0.1)
+    assert 4096 * 2 * 61 * shape.mixers[0].kv_width / 2**30 == pytest.approx(19, abs=0.1)
     assert shape.has_latents
 
 

@@ -10,14 +10,14 @@ from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.shape import ModelShape
+from furlong.kv.states import StateStore
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 
-states = pytest.importorskip("furlong.kv.states", reason="the engine has no recurrent layers")
 NUM_TOKENS, CHUNK = 70, 16
 
 
-class CountedStore(states.StateStore):
+class CountedStore(StateStore):
     """A store that knows the most bytes that it has held."""
 
     peak_bytes = 0

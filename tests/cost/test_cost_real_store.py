@@ -104,14 +104,16 @@ def test_the_walk_of_branches_is_what_the_store_does(tier, windows, keep):
 
 def compare(plan, windows):
     """Bytes of every action, by the walk and by the store."""
-    pools, tier = pytest.importorskip("furlong.kv.pools.host"), plan.tiers.kv
+    from furlong.kv.pools.host import HostPool
+
+    tier = plan.tiers.kv
     num_layers = len(windows)
     shape = ModelShape.from_config(CONFIG | {"num_hidden_layers": num_layers})
     memory = PlanMemory(
         replace(shape, windows=windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
     )
     curve, traffic = memory.walk(plan, 0)
-    driven = Driven(plan, windows, pools.HostPool)
+    driven = Driven(plan, windows, HostPool)
     arena, held = [], []
     for index, (action, what, dead) in enumerate(
         zip(plan.actions[0], passes(plan, 0), kv_frees(plan, 0), strict=True)

@@ -1,12 +1,15 @@
 """The cost of sequences that branch: of the prompt once, and of each answer as behind it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from furlong.cost.devices.hardware import hardware
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.seconds.flops import attended_keys
+from furlong.cost.seconds.flops import attended_keys, stage_flops
 from furlong.cost.shapes.known_models import model_shape
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
@@ -49,6 +52,39 @@ def test_a_group_of_answers_costs_a_fifth():
     token_bytes = 28 * 2 * 4 * 128 * 2
     assert kv[0].max() == ANSWERS * PROMPT * token_bytes  # last pieces are not stored
     assert kv[1].max() == PROMPT * token_bytes
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "post-training.md"
+ROWS = re.findall(
+    r"^\| \w+, ([\d,]+) \+ (\d+) x ([\d,]+) \| ([\d.]+)x \| ([\d.]+)x \| ([\d.]+)x \|$",
+    PAGE.read_text(encoding="utf-8"), re.MULTILINE,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_the_page_says_what_sharing_saves(row):
+    prompt, num_answers, answer = (int(text.replace(",", "")) for text in row[:3])
+    forks = {0: [(prompt + answer * i, prompt) for i in range(1, num_answers)]}
+    plans = [
+        plan_two_phases([prompt + num_answers * answer], OPTIONS, num_layers=28, forks=forks),
+        plan_two_phases([prompt + answer] * num_answers, OPTIONS, num_layers=28),
+    ]
+    tables = [chunk_table(p.chunks, MODEL.shape, 1, position=p.position) for p in plans]
+    work = stage_flops(MODEL.shape, (28,), 0)
+    kv = PARTS.index("kv")
+    for found, said in zip(
+        (
+            [table.tokens.sum() for table in tables],
+            [work.forward(t.tokens.sum(), {None: t.local_keys[None].sum()}).total for t in tables],
+            [MODEL.memory().curve(plan, 0).device[:, kv].max() for plan in plans],
+        ),
+        row[3:], strict=True,
+    ):  # fmt: skip
+        assert found[0] / found[1] == pytest.approx(float(said), abs=6e-4)
+
+
+def test_the_page_has_its_table():
+    assert len(ROWS) == 4
 
 
 def test_the_prompt_lives_until_the_backward_of_its_last_branch():

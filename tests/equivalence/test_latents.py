@@ -71,7 +71,7 @@ class Watched:
 
 def test_what_a_token_takes_is_what_deepseek_v3_publishes(monkeypatch):
     """Of its widths, 512 and 64 behind 128 heads of 192 and 128, a token and layer stores 576
-    numbers: 0.27 GiB for 4,096 tokens of 61 layers in bfloat16, where keys and values take 19."""
+    numbers."""
     widths = {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     }  # fmt: skip
@@ -85,9 +85,6 @@ def test_what_a_token_takes_is_what_deepseek_v3_publishes(monkeypatch):
     engine.forward_backward(batch([256], vocab_size=VOCAB_SIZE), options)
     per_token = max(watched.taken) / (2 * 192)  # the last chunk's are read by none
     assert per_token == 576 * 2
-    gib = 4096 * 61 * per_token / 2**30
-    expanded = 4096 * 61 * 128 * (192 + 128) * 2 / 2**30
-    assert gib == pytest.approx(0.268, abs=1e-3) and expanded == pytest.approx(19.06, abs=1e-2)
 
 
 def test_an_odd_width():

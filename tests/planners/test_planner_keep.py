@@ -10,7 +10,8 @@ from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
-from furlong.planners.auto.keep import KEEPS, needs_beside_state, with_keep
+from furlong.planners.auto.candidates import KEEPS
+from furlong.planners.auto.keep import needs_beside_state, with_keep
 from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device

@@ -6,7 +6,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.sampling.plans import sampled
 from furlong.planners.sampling.rules import Sampling
-from furlong.train.draws import drawn_share, step_options
+from furlong.train.batches.draws import drawn_share, step_options
 
 
 def options(seed):

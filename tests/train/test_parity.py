@@ -16,12 +16,12 @@ from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.models.build import build_model, export_model
 from furlong.planners.options import ChunkOptions
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, Evaluation, evaluate
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, run_steps
-from furlong.train.replicas import Replicas
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 NUM_STEPS = 30
@@ -117,13 +117,13 @@ def test_thirty_steps(
     fitting = Fitting(ChunkOptions(size=size, num_retained=num_retained))
 
     def evaluate_held_out(used: UsedMemory) -> dict[str, Evaluation]:
-        evaluation = evaluate(Replicas(engine), model, batches[:3], fitting, used=used)
+        evaluation = evaluate(Engines(engine), model, batches[:3], fitting, used=used)
         assert evaluation is not None
         return {HELD_OUT: evaluation}
 
     with MetricsLog(tmp_path / "metrics.jsonl", NUM_STEPS, say=lambda line: None) as log:
         figures = run_steps(
-            Replicas(engine),
+            Engines(engine),
             model,
             itertools.chain(batches),
             fitting,

@@ -10,7 +10,7 @@ from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.values import Backward, Forward, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.plans import BatchPlan, SharedPlans, Wanted, packed, plan_batch, unpacked
+from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, packed, plan_batch, unpacked
 from furlong.train.processes.together import ALONE
 
 

@@ -25,11 +25,11 @@ from furlong.planners.sampling.rules import EXACT
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Progress, run_steps
-from furlong.train.replicas import Replicas
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 OPTIONS = ChunkOptions(size=8)
@@ -80,7 +80,7 @@ def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **mor
     )
     with MetricsLog(tmp_path / "metrics.jsonl", num_steps) as log:
         return run_steps(
-            Replicas(engine),
+            Engines(engine),
             engine.model,
             itertools.chain(batches),
             Fitting(OPTIONS),

@@ -15,7 +15,8 @@ from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.shapes.shape import ModelShape
 from furlong.errors import ConfigError
-from furlong.planners.auto.keep import KEEPS, needs_beside_state
+from furlong.planners.auto.candidates import KEEPS
+from furlong.planners.auto.keep import needs_beside_state
 from furlong.planners.orders.two_phases import plan_two_phases
 from furlong.runtime.tokens import keep as keep_module
 

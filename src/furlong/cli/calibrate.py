@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from furlong.cli.flag_types import VerbParser
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,18 +15,6 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bfloat16", "float32", "float64")
 _DEVICES = ("auto", "cpu", "cuda")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            given=message,
-            required="furlong calibrate [RUN.yaml|CONFIG.json|MODEL] [FLAGS]",
-            source="the command line",
-            change="see furlong calibrate --help",
-        )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,9 +55,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="furlong calibrate",
-        allow_abbrev=False,
+    parser = VerbParser(
+        "calibrate",
+        takes="furlong calibrate [RUN.yaml|CONFIG.json|MODEL] [FLAGS]",
         description="Measure this machine with small models of a run's widths, in under two"
         " minutes; furlong train and furlong plan predict with what was found.",
     )

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from furlong.errors import ConfigError
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            given=message,
-            required="furlong export RUN_OR_CHECKPOINT [--merge] [--out FOLDER]",
-            source="the command line",
-            change="see furlong export --help",
-        )
+from furlong.cli.flag_types import VerbParser
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = _Parser(
-        prog="furlong export",
-        allow_abbrev=False,
+    parser = VerbParser(
+        "export",
+        takes="furlong export RUN_OR_CHECKPOINT [--merge] [--out FOLDER]",
         description="Write a run's newest checkpoint, or the one that is named, as a Hugging Face"
         " model with its tokenizer; adapters in peft's format.",
     )

@@ -1,15 +1,28 @@
-"""Readers of flags' values for argparse, and the error of a command line."""
+"""The parser of a verb's flags, readers of their values, and the error of a command line."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import NoReturn
 
 from furlong.errors import ConfigError
 
 MAX_DEVICES = 65_536
 MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The flags of a verb. Raises ConfigError instead of ending the process."""
+
+    def __init__(self, verb: str, *, takes: str, description: str) -> None:
+        """`takes`: what the verb is called with, for the error."""
+        super().__init__(prog=f"furlong {verb}", allow_abbrev=False, description=description)
+        self._takes = takes
+
+    def error(self, message: str) -> NoReturn:
+        raise refusal(message, self._takes, f"see {self.prog} --help")
 
 
 def number(lowest: int, most: int) -> Callable[[str], int]:

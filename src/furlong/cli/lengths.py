@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from furlong.cli.flag_types import VerbParser
 from furlong.errors import ConfigError
 from furlong.units import count_words
 
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg")
 _MAX_NAMED = 3
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            given=message,
-            required="RUN.yaml, or DATA... --tokenizer T",
-            source="the command line",
-            change="see furlong lengths --help",
-        )
 
 
 def _refuse_flags_of_data(chosen: argparse.Namespace) -> None:
@@ -65,9 +54,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="furlong lengths",
-        allow_abbrev=False,
+    parser = VerbParser(
+        "lengths",
+        takes="RUN.yaml, or DATA... --tokenizer T",
         description="Count the tokens of every sequence; show the shares of tokens and of attention"
         " FLOPs (causal, without a window) by length.",
     )

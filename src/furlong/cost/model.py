@@ -23,7 +23,7 @@ from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training, not_in_step
 from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
 from furlong.cost.seconds.flops import StageFlops, stage_flops
-from furlong.cost.seconds.rates import Part, StageRates, parts_of
+from furlong.cost.seconds.rates import PassPart, StageRates, parts_of
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.layout import Layout, first_device
 from furlong.plan.passes import passes
@@ -95,7 +95,7 @@ class PlanCosts:
         self._model = model
         self._plan = plan
         self._free = free
-        self._parts: dict[tuple[type[Action], int, int], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
         self._unsharded: set[int] = set()
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
@@ -121,7 +121,7 @@ class PlanCosts:
         self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
         self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
-        self._part_s: dict[tuple[Part, int], list[float]] = {}
+        self._part_s: dict[tuple[PassPart, int], list[float]] = {}
         self._gathering: dict[tuple[bool, int], float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
@@ -215,11 +215,11 @@ class PlanCosts:
         num_bytes = parameters * element_bytes / training.tp_size
         return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
 
-    def parts(self, action: Computing) -> tuple[Part, ...]:
+    def parts(self, action: Computing) -> tuple[PassPart, ...]:
         """The parts of an action's pass, as the plan's passes say."""
         return self._parts[type(action), action.chunk, action.stage]
 
-    def _seconds(self, part: Part, stage: int) -> list[float]:
+    def _seconds(self, part: PassPart, stage: int) -> list[float]:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
         key = part, stage
         if key not in self._part_s:
@@ -227,7 +227,7 @@ class PlanCosts:
             self._part_s[key] = seconds.max(axis=0).tolist()
         return self._part_s[key]
 
-    def process_seconds(self, parts: tuple[Part, ...], stage: int, table: ChunkTable) -> Array:
+    def process_seconds(self, parts: tuple[PassPart, ...], stage: int, table: ChunkTable) -> Array:
         """(P, S, C) seconds of parts of passes on every process, for any table's chunks."""
         seconds = self._stage_rates(stage).seconds(parts, table)
         gathers = self._passes_gather(stage) and "gathers" not in self._free

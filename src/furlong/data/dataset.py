@@ -153,7 +153,7 @@ class DataSet(Items[Sequence]):
         )  # fmt: skip
 
     def with_references(self, references: Mapping[int, Reference]) -> DataSet:
-        """The same sequences with log-probabilities of a reference model, by number of the part."""
+        """A copy that has log-probabilities of a reference model, by number of the part."""
         same = copy.copy(self)
         same._references = references
         return same
@@ -245,7 +245,7 @@ class DataSet(Items[Sequence]):
         return self.parts[number], row
 
     def _of_records(self, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """By row, whether any row of its record is."""
+        """Whether any row of the same record is among those `over`, for each row."""
         each = self.rows_per_record
         return np.repeat(over.reshape(-1, each).any(axis=1), each)
 

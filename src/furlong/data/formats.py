@@ -61,11 +61,11 @@ def check_endings(files: Items[SourceFile]) -> None:
 
 def decide_format(record: SourceRecord) -> Format:
     """The shape of a source whose first record this is. Raises DataError."""
-    known = {format: fields for format, fields in NEEDED_FIELDS.items() if format != "preference"}
-    for format, needed in known.items():
-        if all(record.fields.get(field) is not None for field in needed):
+    known = [format for format in NEEDED_FIELDS if format != "preference"]
+    for format in known:
+        if all(record.fields.get(field) is not None for field in NEEDED_FIELDS[format]):
             return format
-    raise _lacks(record, " or ".join(" + ".join(fields) for fields in known.values()))
+    raise _lacks(record, *known)
 
 
 def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
@@ -77,7 +77,7 @@ def unused_fields(fields: Mapping[str, Any], format: Format) -> list[str]:
 def check_fields(record: SourceRecord, format: Format) -> None:
     """Raises DataError if a record lacks a field that its shape needs."""
     if not all(field in record.fields for field in NEEDED_FIELDS[format]):
-        raise _lacks(record, " + ".join(NEEDED_FIELDS[format]))
+        raise _lacks(record, format)
 
 
 def text_of(record: SourceRecord, field: str = "text") -> str:
@@ -187,7 +187,9 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _lacks(record: SourceRecord, required: str) -> DataError:
+def _lacks(record: SourceRecord, *formats: Format) -> DataError:
+    """The refusal of a record without the fields of any of these shapes."""
+    required = " or ".join(" + ".join(NEEDED_FIELDS[format]) for format in formats)
     known = [
         field if value is not None else f"{field} (null)"
         for field, value in record.fields.items()
@@ -195,7 +197,7 @@ def _lacks(record: SourceRecord, required: str) -> DataError:
     ]
     others = [printable(field) for field in record.fields if field not in FIELDS]
     change = "rename the fields, or set data.format to the shape that the records have"
-    if required == " + ".join(NEEDED_FIELDS["preference"]):
+    if formats == ("preference",):
         change = "rename the fields to prompt, chosen and rejected, or set train.loss to sft"
     elif {"chosen", "rejected"} <= record.fields.keys():
         change = "set train.loss to dpo, which learns from pairs of answers; or rename the fields"

@@ -18,6 +18,7 @@ import torch
 
 from furlong.data.tokenize import Sequence
 from furlong.errors import ConfigError, DataError
+from furlong.units import count_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,7 @@ def describe_batches(num_draws: int, sequences_per_step: int, noun: str = "seque
             " weights of its sources",
         )
     count = batches_per_epoch(num_draws, sequences_per_step)
-    line = f"{num_draws:,} {noun}{'s' if num_draws > 1 else ''} per epoch"
-    line += f" in {count:,} batch{'es' if count > 1 else ''}"
+    line = f"{count_words(num_draws, noun)} per epoch in {count_words(count, 'batch')}"
     rest = num_draws % sequences_per_step
     return f"{line} of {sequences_per_step:,}" + (f", the last one of {rest:,}" if rest else "")
 
@@ -199,8 +199,8 @@ def iterate_batches(
     """Endless; every epoch has an order of its own.
 
     `rows_per_record` sequences in a row are drawn and counted as one. Without `mixture` an epoch
-    goes through all of them once. `state` is where to begin: the
-    sequences before it are not read. Raises DataError if the epoch has no such batch.
+    goes through all of them once. `state` is where to begin: the sequences before it are not read.
+    Raises DataError if the epoch has no such batch.
     """
     mixture = mixture or Mixture((len(sequences) // rows_per_record,), (1.0,))
     epoch, batch = state.epoch, state.batch

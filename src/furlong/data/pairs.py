@@ -30,7 +30,7 @@ from furlong.data.rendering import rendering
 from furlong.data.tokenize import Encoded, encode_rendered
 from furlong.errors import DataError
 
-SAME, EMPTY = NO_PAIRS = "pairs with the same answers", "pairs with an empty answer"
+SAME, EMPTY = "pairs with the same answers", "pairs with an empty answer"
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
 _PROMPTS = (

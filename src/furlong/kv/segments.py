@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Implements `ops.chunk_attention.PrefixBlock`."""
+    """Implements `ops.layer_kv.PrefixBlock`."""
 
     kv: Tensor  # (S, 2, K, H)
     distance: int

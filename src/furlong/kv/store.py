@@ -1,12 +1,11 @@
 """The KVStore: per sequence and layer, what later chunks need of earlier ones.
 
 K,V of a cut sequence, states of its recurrent layers (`furlong.kv.states`), and the gradients that
-later chunks send (float32 where K,V have 16 bits),
-made when the first one arrives. With a sliding window of w tokens only the last w-1 tokens of a
-chunk are kept: no later token sees the others, and what a later chunk sees stays contiguous, along
-its path where a sequence branches. With attention blocks only those of the block that is open at
-its end are kept. They lie in segments, the unit of freeing and of tiers (`furlong.plan.segments`
-says how they are cut).
+later chunks send (float32 where K,V have 16 bits), made when the first one arrives. With a sliding
+window of w tokens only the last w-1 tokens of a chunk are kept: no later token sees the others, and
+what a later chunk sees stays contiguous, along its path where a sequence branches. With attention
+blocks only those of the block that is open at its end are kept. They lie in segments, the unit of
+freeing and of tiers (`furlong.plan.segments` says how they are cut).
 
 Without a pool everything is in the arena. With one, segments travel, and bytes are counted by
 

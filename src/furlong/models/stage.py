@@ -1,7 +1,7 @@
 """A stage: consecutive layers of a decoder, fed and read at its layers.
 
 The decoder's list of layers is swapped in place for the length of a pass. `Skip` stands for every
-layer of another stage, `Inject` for the layer before the stage, `Capture` for the layer behind it.
+layer of another stage, `_Inject` for the layer before the stage, `_Capture` for that behind it.
 So what a family does between embedding and first layer (multiplier, positions, dropout), or behind
 the last layer, touches no other stage; config, layer indices and parameter names stay those of the
 whole model.

@@ -12,10 +12,9 @@
     I11  no rank waits for ever
     I9   memory stays within the budget
 
-I1 and I2 are in `check_chunks`, I4, I5 and I8 in `check_kv`, I10 and I11 in `check_ranks`, the
-others here. The orders are those
-that make a chunked backward exact (ChunkFlow, Algorithm 2, with its second loop descending, since
-dK,dV of a chunk are complete only after all later chunks).
+I1 and I2 are in `rules.chunks`, I4, I5 and I8 in `rules.kv`, I10 and I11 in `rules.ranks`, the
+others here. The orders are those that make a chunked backward exact (ChunkFlow, Algorithm 2, with
+its second loop descending, since dK,dV of a chunk are complete only after all later chunks).
 
 A rule is a sentence and a function that yields what breaks it: why, and the place of the guilty
 action. The first break is refused: each function relies on the rules before it and on its own
@@ -29,10 +28,10 @@ from math import inf
 from typing import Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.check_chunks import check_chunks
-from furlong.plan.check_kv import after_the_end, lost_kv_gradients, missing_kv
-from furlong.plan.check_ranks import RANK_RULES
 from furlong.plan.grid import Breaks, Grid, Rule, refuse_chunk
+from furlong.plan.rules.chunks import check_chunks
+from furlong.plan.rules.kv import after_the_end, lost_kv_gradients, missing_kv
+from furlong.plan.rules.ranks import RANK_RULES
 from furlong.plan.values import (
     COMPUTING,
     Backward,

@@ -106,7 +106,7 @@ class _Readers:
 
 
 class _TreeReaders:
-    """The same where a sequence branches: what reads a piece goes on from it."""
+    """The latest action of any chunk that goes on from a piece, for one sequence that branches."""
 
     def __init__(self, tree: Tree) -> None:
         self._ends = tree.ends

@@ -24,11 +24,6 @@ class Tree:
     parents: tuple[int, ...]
     """The piece that each one goes on from, an earlier one; -1 for the first."""
 
-    @classmethod
-    def line(cls, num_pieces: int) -> Tree:
-        """The tree of a sequence without branches."""
-        return cls(tuple(range(-1, num_pieces - 1)))
-
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """For each piece, the number behind that of the last one which sees it."""

@@ -14,7 +14,7 @@ from furlong.cost.memory.levels import Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
 from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.cost.seconds.chunks import Array, chunk_table
-from furlong.cost.seconds.rates import Part as PassPart
+from furlong.cost.seconds.rates import PassPart
 from furlong.plan.runnable import missing_to_run
 from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
 from furlong.report.pictures.ranks import ranks_per_replica

@@ -14,8 +14,8 @@ from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan, Forward
 from furlong.runtime.cells.loss_head import FinalHead
 from furlong.runtime.inputs import (
-    Part,
     ShiftedSequence,
+    TreePart,
     count_valid_tokens,
     no_data,
     refused_data,
@@ -89,9 +89,9 @@ def along_paths(plan: ChunkPlan, sequences: Sequence[ShiftedSequence]) -> list[S
     found = list(sequences)
     for seq_id in plan.trees.keys() & range(len(found)):
         bounds = sorted(b for c in plan.groups[seq_id] for b in plan.bounds(seq_id, c))
-        parts = [Part(seq_id, start, start, stop - 1, start) for start, stop, _ in bounds]
+        parts = [TreePart(seq_id, start, start, stop - 1, start) for start, stop, _ in bounds]
         parts += [
-            Part(seq_id, start - 1, before - 1, before, start - 1)
+            TreePart(seq_id, start - 1, before - 1, before, start - 1)
             for start, _, before in bounds
             if before
         ]

@@ -16,7 +16,7 @@ from furlong.planners.options import ChunkOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TreePart:
     """Consecutive tokens of one of the sequences that were joined to a tree."""
 
     sequence: int
@@ -35,10 +35,10 @@ class ShiftedSequence:
     input_ids: Tensor  # (T,) int64
     labels: Tensor  # (T,) int64, label t is what token t predicts; of a tree, those of its parts
     first_position: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TreePart, ...] = ()
     """The parts that a tree was joined of, or those of its own paths; none: no tree."""
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[Part, range]]:
+    def within(self, start: int, stop: int) -> Iterator[tuple[TreePart, range]]:
         """The parts of a tree that have tokens in [start, stop), with the ones that lie there."""
         for part in self.parts:
             tokens = range(max(start, part.start), min(stop, part.stop))

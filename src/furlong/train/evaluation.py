@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from furlong.data.loader import Batch
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.modes import modes_kept
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import EVALUATION
-from furlong.train.replicas import Replicas
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -58,7 +59,7 @@ class Evaluation:
 
 
 def evaluate(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
@@ -81,13 +82,13 @@ def evaluate(
                 return None
             if batch.num_valid_tokens == 0:
                 continue
-            result = losses_of(replicas, batch, device, fitting, used)
+            result = losses_of(engines, batch, device, fitting, used)
             loss_sum += result.loss_sum
             num_valid_tokens += result.num_valid_tokens
-            for number in replicas.share(len(batch.sequences)):
+            for number in engines.share(len(batch.sequences)):
                 labels = torch.from_numpy(batch.sequences[number].labels.astype(np.int64))
                 _add_by_position(result.token_losses[number], labels, sums, counts)
-    figures = replicas.processes.sums([*sums.tolist(), *counts.tolist()])
+    figures = engines.processes.sums([*sums.tolist(), *counts.tolist()])
     sums, counts = torch.tensor(figures, dtype=torch.float64).view(2, -1)
     by_position = _buckets(sums, counts.long())
     return Evaluation(loss_sum / num_valid_tokens, num_valid_tokens, by_position)
@@ -96,17 +97,13 @@ def evaluate(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within it the model evaluates; its modes are afterwards as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def losses_of(
-    replicas: Replicas,
+    engines: Engines,
     batch: Batch,
     device: torch.device,
     fitting: Fitting,
@@ -115,7 +112,7 @@ def losses_of(
     """The losses of a batch, in chunks that fit the memory and the budget of `used`."""
 
     def call(options: ChunkOptions) -> StepResult:
-        compute = partial(replicas.compute, batch, options, device, name=EVALUATION, backward=False)
+        compute = partial(engines.compute, batch, options, device, name=EVALUATION, backward=False)
         if used is None:
             return compute()
         used.restart()

@@ -12,15 +12,15 @@ from furlong.config.train import TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.loader import in_order
 from furlong.data.tokenize import Sequence
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, TRAINING, Evaluation, evaluate
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.preference.evaluation import evaluate_pairs
-from furlong.train.replicas import Replicas
 
 
 def evaluator(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     fitting: Fitting,
     settings: TrainConfig,
@@ -41,7 +41,7 @@ def evaluator(
         for name, sequences in sets.items():
             batches = in_order(sequences, settings.sequences_per_step, train.rows_per_record)
             evaluation = measure(
-                replicas, model, batches, fitting, used=used, should_stop=should_stop
+                engines, model, batches, fitting, used=used, should_stop=should_stop
             )
             if evaluation is None:
                 return None

@@ -13,12 +13,12 @@ from torch import nn
 from furlong.data.loader import Batch, LoaderState, told_ahead
 from furlong.plan.values import ChunkPlan
 from furlong.planners.predict import Prediction
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.figures.used_memory import SCRATCH_BYTES, UsedMemory
-from furlong.train.fitting import Fitting
-from furlong.train.replicas import Replicas
 from furlong.train.setup.optimizer import make_state
 from furlong.train.step import TrainedStep, train_step
 from furlong.units import format_bytes
@@ -101,7 +101,7 @@ class Cadence:
 
 
 def run_steps(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     batches: Iterator[Batch],
     fitting: Fitting,
@@ -126,7 +126,7 @@ def run_steps(
     used = UsedMemory(model.parameters(), optimizer, budget_bytes=budget_bytes)
     losses: list[float | None] = []
     saved_step = progress.step
-    batches = told_ahead(batches, lambda batch: replicas.expect(batch, fitting.options))
+    batches = told_ahead(batches, lambda batch: engines.expect(batch, fitting.options))
     after, stopped = _evaluate(progress.step, num_steps, cadence, log, used)
     if progress.step == 0:
         progress = replace(progress, eval_loss_before=after)
@@ -135,7 +135,7 @@ def run_steps(
         if cadence.check:
             cadence.check(progress.step + 1, batch, used)
         figures, result = train_step(
-            replicas,
+            engines,
             batch,
             fitting,
             step=progress.step + 1,

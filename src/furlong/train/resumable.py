@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,30 +16,30 @@ import torch
 from torch import nn
 
 from furlong.config.schema import RunConfig
-from furlong.data.dataset import DataSet
-from furlong.data.loader import Batch, LoaderState
+from furlong.data.loader import Batch
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep
 from furlong.timeline import Timeline
+from furlong.train.batches.draws import step_options
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.folder import list_checkpoints, write_json
 from furlong.train.checkpoints.state import RunState
-from furlong.train.draws import step_options
 from furlong.train.evaluator import evaluator
 from furlong.train.figures.metrics import MetricsLog, open_bar
 from furlong.train.figures.mfu import MfuMeter, build_meter
 from furlong.train.figures.trackers import open_trackers
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.processes.together import Processes
-from furlong.train.replicas import Replicas
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
 from furlong.train.setup.decided import values_of
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.setup.prepare import RunData
 from furlong.train.stop import StopRequest
 from furlong.train.whole import all_names, trained
 from furlong.units import format_seconds
@@ -48,22 +48,10 @@ if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunData:
-    """The sequences of a run."""
-
-    batches: Callable[[LoaderState], Iterator[Batch]]
-    """The global batches from a position on, endless."""
-    train: DataSet
-    held_out: DataSet | None
-    fingerprint: dict[str, str]
-    """Changes with the training sequences or their order."""
-
-
 def run_resumable(
     config: RunConfig,
     run: RunFolder,
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     decision: Decision,
     data: RunData,
@@ -81,7 +69,7 @@ def run_resumable(
 
     The run folder must be locked. Raises CheckpointError, DivergenceError.
     """
-    settings, processes, options = config.train, replicas.processes, decision.options
+    settings, processes, options = config.train, engines.processes, decision.options
     state = _build_state(config, model, decision, data.fingerprint, num_steps, architecture)
     state = replace(state, base_fingerprint=base, reference=reference, processes=processes)
     state = replace(state, names=all_names(list(trained(model)), processes))
@@ -99,10 +87,10 @@ def run_resumable(
         write = partial(_write_options, run.path, decision)
         changed = write if processes.is_first else lambda _: None
         fitting = Fitting(options, say=log.say, changed=changed, alike=processes.alike)
-        cadence = _cadence(config, run.path, state, replicas, fitting, data, stop, log)
+        cadence = _cadence(config, run.path, state, engines, fitting, data, stop, log)
         cadence = replace(cadence, predict=predict if processes.is_first else None)
         figures = run_steps(
-            replicas,
+            engines,
             model,
             data.batches(progress.data),
             fitting,
@@ -125,27 +113,27 @@ def _cadence(
     config: RunConfig,
     folder: Path,
     state: RunState,
-    replicas: Replicas,
+    engines: Engines,
     fitting: Fitting,
     data: RunData,
     stop: StopRequest,
     log: MetricsLog,
 ) -> Cadence:
     """All that happens between the steps, but for predictions."""
-    settings, processes, model = config.train, replicas.processes, state.model
+    settings, processes, model = config.train, engines.processes, state.model
 
     def is_stopped() -> bool:
         return processes.any(stop.asked)
 
-    evaluate = evaluator(replicas, model, fitting, settings, data.train, data.held_out, is_stopped)
+    evaluate = evaluator(engines, model, fitting, settings, data.train, data.held_out, is_stopped)
     save = _saver(state, fitting, folder / CHECKPOINTS, log)
     return Cadence(
         evaluate=evaluate,
         eval_every_steps=settings.eval_every_steps,
         save=save if settings.save_every_steps else None,
         save_every_steps=settings.save_every_steps,
-        measured=partial(_write_measured, folder, replicas) if settings.loss == "sft" else None,
-        check=_checker(config, replicas, model, fitting, state.optimizer, log),
+        measured=partial(_write_measured, folder, engines) if settings.loss == "sft" else None,
+        check=_checker(config, engines, model, fitting, state.optimizer, log),
         should_stop=is_stopped,
     )
 
@@ -231,11 +219,11 @@ def _saver(
     return save
 
 
-def _write_measured(folder: Path, replicas: Replicas, step: int, result: StepResult) -> None:
+def _write_measured(folder: Path, engines: Engines, step: int, result: StepResult) -> None:
     """Writes a step with the records of all lists of its plan, each from its own start; of the
     processes of a pool, which obey one list together, the first tells."""
     assert result.plan is not None  # the engine plans every step
-    ranks, processes = replicas.engine.ranks, replicas.processes
+    ranks, processes = engines.engine.ranks, engines.processes
     records = result.timeline.to_json() if ranks is None or ranks.process == 0 else []
     told = processes.to_first(json.dumps(records))
     if processes.is_first:
@@ -246,7 +234,7 @@ def _write_measured(folder: Path, replicas: Replicas, step: int, result: StepRes
 
 def _checker(
     config: RunConfig,
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     fitting: Fitting,
     optimizer: torch.optim.Optimizer,
@@ -265,7 +253,7 @@ def _checker(
         optimizer.zero_grad()  # the last step's gradients, which nobody needs any more
         used.restart()
         options = step_options(fitting.options, step)
-        found = check_sample(replicas, model, batch, options, watch=used.check)
+        found = check_sample(engines, model, batch, options, watch=used.check)
         log.sample_check(step, found, time.perf_counter() - started_s)
 
     return check

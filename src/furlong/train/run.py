@@ -8,14 +8,14 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
 from furlong.train.checkpoints.fingerprints import base_fingerprint
 from furlong.train.disk import folder_errors_reported
 from furlong.train.figures.announce import announce
 from furlong.train.figures.report import TrainReport
 from furlong.train.finish import finish
-from furlong.train.fitting import lack_of_memory_told
-from furlong.train.preference.setup import reference_of, replicas_of, with_references
+from furlong.train.preference.setup import engines_of, reference_of, with_references
 from furlong.train.processes.alike import check_alike
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.resumable import run_resumable
@@ -94,19 +94,19 @@ def _train(
     engine = engine_of(config, model, storage, ranks, processes)
     for split in data.values():
         processes.together(partial(split.check_vocabulary, engine.model.num_input_ids))
-    replicas = replicas_of(config, engine, processes, work_of(model_cost), decision.stages, rivals)
-    stack.callback(replicas.close)
+    engines = engines_of(config, engine, processes, work_of(model_cost), decision.stages, rivals)
+    stack.callback(engines.close)
     num_steps, size = steps_of(config.train, train), model_size(engine, processes)
     announce(config, size, decision, device, storage, num_steps)
     processes.together(lambda: check_run_room(config, size.trained_bytes, folder, num_steps))
-    data, decision = with_references(config, data, replicas, decision, reference)
+    data, decision = with_references(config, data, engines, decision, reference)
     with folder_errors_reported(folder), StopRequest() as stop:
         if run.is_new:
             make_folder = partial(create_run_folder, stack, folder)
             processes.together(make_folder if processes.is_first else lambda: None)
         processes.keep_flight(folder)
         figures = run_resumable(
-            config, run, replicas, model, decision, run_data(config, data), stop,
+            config, run, engines, model, decision, run_data(config, data), stop,
             num_steps=num_steps, architecture=architecture, base=base, reference=reference,
             predict=None if model_cost is None else partial(predict_step, model_cost),
         )  # fmt: skip

@@ -19,12 +19,13 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.sampling.use import num_drawn
 from furlong.runtime.memory.measure import give_back_memory, is_out_of_memory
 from furlong.runtime.rng import RNGState
+from furlong.train.evaluation import evaluating
 from furlong.train.processes.watch import STEP
 from furlong.train.step import trained_parameters
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
-    from furlong.train.replicas import Replicas
+    from furlong.train.batches.engines import Engines
 
 _NAME = f"{STEP} check"
 
@@ -44,7 +45,7 @@ class SampleCheck:
 
 
 def check_sample(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     batch: Batch,
     options: ChunkOptions,
@@ -62,12 +63,12 @@ def check_sample(
     labelled = [sequence for sequence in batch.sequences if sequence.num_valid_tokens]
     longest = max(labelled, key=lambda sequence: sequence.seq_len)
     compute = partial(
-        replicas.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
+        engines.compute, Batch((longest,), batch.next_state), device=device, name=_NAME,
         watch=watch,
     )  # fmt: skip
     try:
         with _undisturbed(model, device) as parameters:
-            return _check(replicas, parameters, compute, options)
+            return _check(engines, parameters, compute, options)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -77,12 +78,12 @@ def check_sample(
 
 
 def _check(
-    replicas: Replicas,
+    engines: Engines,
     parameters: Sequence[nn.Parameter],
     compute: Callable[[ChunkOptions], StepResult],
     options: ChunkOptions,
 ) -> SampleCheck:
-    elsewhere = {id(parameter) for parameter in replicas.engine.counted_elsewhere}
+    elsewhere = {id(parameter) for parameter in engines.engine.counted_elsewhere}
     own = [parameter for parameter in parameters if id(parameter) not in elsewhere]
     compute(replace(options, sample=None))
     exact = _taken(own)
@@ -90,7 +91,7 @@ def _check(
         parameter.grad = None
     plan = compute(options).plan
     assert plan is not None  # the run plans every step
-    cosine, error = _compared(*replicas.processes.sums(_sums(exact, _taken(own))))
+    cosine, error = _compared(*engines.processes.sums(_sums(exact, _taken(own))))
     return SampleCheck(cosine, error, sum(plan.seq_lens), len(plan.chunks), num_drawn(plan))
 
 
@@ -100,18 +101,15 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[list[nn.Par
     gradient."""
     parameters = trained_parameters(model)
     gradients = [parameter.grad for parameter in parameters]
-    modes = [(module, module.training) for module in model.modules()]
     random = RNGState.read(device)
-    model.eval()
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield parameters
+        with evaluating(model):
+            yield parameters
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
         random.write(device)
 
 

@@ -15,12 +15,12 @@ from furlong.data.loader import Batch
 from furlong.errors import DivergenceError
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory.measure import memory_bytes, peak_memory_bytes
-from furlong.train.draws import drawn_share, step_options
+from furlong.train.batches.draws import drawn_share, step_options
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.mfu import MfuMeter
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
 from furlong.train.processes.watch import STEP
-from furlong.train.replicas import Replicas
 
 if TYPE_CHECKING:
     from furlong.runtime.result import StepResult
@@ -81,7 +81,7 @@ class TrainedStep:
 
 
 def train_step(
-    replicas: Replicas,
+    engines: Engines,
     batch: Batch,
     fitting: Fitting,
     *,
@@ -102,9 +102,9 @@ def train_step(
     started_s = time.perf_counter()
     optimizer.zero_grad()
     before_bytes = memory_bytes(used.device)
-    result = _gradients(replicas, batch, fitting, step, optimizer, used)
-    norm = replicas.engine.clip_gradients(max_grad_norm)
-    loss = _finite_loss(step, batch, result, norm, optimizer, replicas)
+    result = _gradients(engines, batch, fitting, step, optimizer, used)
+    norm = engines.engine.clip_gradients(max_grad_norm)
+    loss = _finite_loss(step, batch, result, norm, optimizer, engines)
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
@@ -133,8 +133,8 @@ def train_step(
         mfu=meter.mfu(batch.seq_lens, step_s) if meter and share is None else None,
         host_bytes=result.host_bytes or None,
         disk_bytes=result.disk_bytes or None,
-        plan_s=replicas.waited_s,
-        plan_method=replicas.method,
+        plan_s=engines.waited_s,
+        plan_method=engines.method,
         metrics=result.metrics,
         drawn_share=share,
     )
@@ -142,7 +142,7 @@ def train_step(
 
 
 def _gradients(
-    replicas: Replicas,
+    engines: Engines,
     batch: Batch,
     fitting: Fitting,
     step: int,
@@ -155,13 +155,13 @@ def _gradients(
     def call(options: ChunkOptions) -> StepResult:
         used.restart()
         drawn = step_options(options, step)
-        return replicas.compute(batch, drawn, used.device, name=f"{STEP} {step}", watch=used.check)
+        return engines.compute(batch, drawn, used.device, name=f"{STEP} {step}", watch=used.check)
 
     result = fitting.compute(
         call, name=f"step {step}", num_tokens=batch.num_tokens, device=used.device,
         undo=optimizer.zero_grad,
     )  # fmt: skip
-    replicas.processes.at(f"{STEP} {step} update")
+    engines.processes.at(f"{STEP} {step} update")
     return result
 
 
@@ -171,7 +171,7 @@ def _finite_loss(
     result: StepResult,
     norm: float,
     optimizer: torch.optim.Optimizer,
-    replicas: Replicas,
+    engines: Engines,
 ) -> float | None:
     """The loss; None where it is estimated from drawn chunks and none of them has a label.
 
@@ -183,7 +183,7 @@ def _finite_loss(
         return None
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
         optimizer.zero_grad()
-        raise replicas.processes.alike(_not_finite(step, batch, result.loss, norm))
+        raise engines.processes.alike(_not_finite(step, batch, result.loss, norm))
     return result.loss
 
 

@@ -140,10 +140,4 @@ def trained_weights(run: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    return {
-        n.removeprefix(
-            "model.",
-        ): x
-        for n, x in tensors.items()
-        if n.startswith("model.")
-    }
+    return {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}

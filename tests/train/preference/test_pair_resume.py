@@ -163,7 +163,12 @@ def test_refused_before_data_are_read(flags: list[str], said: str) -> None:
     given = ["--model.name=m", "--data.train=t", "--train.loss=dpo"]
     with pytest.raises(ConfigError, match=said):
         check_pairs(parse_run([*given, *flags]), 1)
+
+
+def test_what_one_process_refuses_several_may_have() -> None:
+    given = ["--model.name=m", "--data.train=t", "--train.loss=dpo"]
     check_pairs(parse_run([*given, "--chunks.num_retained=0"]), 1)
+    check_pairs(parse_run([*given, "--model.lora.dropout=0.1"]), 1)
     with pytest.raises(ConfigError, match=r"2 processes and model\.lora\.dropout"):
         check_pairs(parse_run([*given, "--model.lora.dropout=0.1"]), 2)
     check_pairs(parse_run([*given, "--chunks.keep=all"]), 2)

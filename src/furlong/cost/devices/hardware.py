@@ -208,8 +208,10 @@ def _free_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**62
 
 
-def _measured_flops_per_s(size: int = 768) -> float:
-    """Best of five products of two float32 matrices, over all cores that numpy uses."""
+def _measured_flops_per_s() -> float:
+    """FLOPs per second of the best of five products of two float32 matrices, over all cores that
+    numpy uses."""
+    size = 768
     a = np.ones((size, size), dtype=np.float32)
     out = a @ a
     best_s = float("inf")

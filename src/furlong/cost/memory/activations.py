@@ -44,12 +44,12 @@ class Activations:
         """Bytes per token of one layer's graph."""
         mlp, mixer = shape.mlps[layer], shape.mixers[layer]
         routed = self.routed * (mlp.num_active if mlp.router else 0)
-        qk_size = mixer.query_size + mixer.kv_size // 2
+        qk_size = mixer.query_size + mixer.kv_width // 2
         narrow = (
             (self.hidden + routed) * shape.hidden_size
             + (self.query - 1) * mixer.query_size
             + mixer.output_size
-            + self.kv * mixer.kv_size
+            + self.kv * mixer.kv_width
             + self.qk * qk_size
             + self.mlp * mlp.active_width
             + mixer.saved

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from furlong.cost.memory.cells import StageBytes
 from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.pieces import lens_of
+from furlong.plan.pieces import piece_lens_of
 from furlong.plan.segments import StoredTokens, segment_tokens
 from furlong.plan.values import ChunkPlan, Slice
 
@@ -82,7 +82,7 @@ def stored_layers(
     share = shape.kv_share(first_piece.place.size)
     first = sum(plan.stages[:stage])
     windows = shape.windows[first : first + plan.stages[stage]]
-    lens, tree = lens_of(plan, seq_id), plan.trees.get(seq_id)
+    lens, tree = piece_lens_of(plan, seq_id), plan.trees.get(seq_id)
     kv = cell.kv_layer * share
     found = []
     attends = [mixer.attends for mixer in shape.mixers[first : first + plan.stages[stage]]]

@@ -28,8 +28,7 @@ class StoredStates:
     def write(self, chunk: int, stage: int) -> None:
         """The states that leave a cell come into being, unless they are there."""
         leaving = self._bytes[stage] * sum(
-            position < self._plan.num_computed[seq_id] - 1
-            for seq_id, position in self._sequences(chunk, stage)
+            self._plan.is_read(*link) for link in self._sequences(chunk, stage)
         )
         if leaving and ("states", chunk, stage) not in self._levels.held:
             self._levels.hold("states", chunk, stage, "states", leaving)

@@ -37,7 +37,7 @@ back: the language model head and the loss with their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PassPart:
     """Work of one kind that a pass does."""
 
     work: Work
@@ -47,21 +47,21 @@ class Part:
     """First layers whose attention does not run: its results are handed back."""
 
 
-def parts_of(what: Pass, height: int) -> tuple[Part, ...]:
+def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
     """The parts that the executor runs for a pass over a stage of `height` layers."""
     match what.computes:
         case "nothing":
             return ()
         case "to last kv":
-            return (Part("to last kv", remembered=what.remembered),)
+            return (PassPart("to last kv", remembered=what.remembered),)
         case "values" | "graph":
-            head = (Part("head"),) if what.loss else ()
-            return (Part("forward", remembered=what.remembered), *head)
+            head = (PassPart("head"),) if what.loss else ()
+            return (PassPart("forward", remembered=what.remembered), *head)
         case "backward":
-            head = (Part("head and back"),) if what.loss else ()
+            head = (PassPart("head and back"),) if what.loss else ()
             layers, known = what.recompute_layers, what.remembered
-            again = (Part("first layers", layers, known),) if layers else ()
-            return (Part("backward"), *head, *again)
+            again = (PassPart("first layers", layers, known),) if layers else ()
+            return (PassPart("backward"), *head, *again)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class StageRates:
     """Bytes that the graph of each layer saves."""
     logits_per_token: float = 0.0
     """Bytes of logits, with their gradients."""
-    _terms: dict[tuple[Part, ...], Terms] = field(default_factory=dict, compare=False)
+    _terms: dict[tuple[PassPart, ...], Terms] = field(default_factory=dict, compare=False)
 
-    def seconds(self, parts: tuple[Part, ...], table: ChunkTable) -> Array:
+    def seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""
         waits_s: Array | float = 0.0
         if self.stream is not None:
@@ -96,7 +96,7 @@ class StageRates:
             self._terms[parts] = self._terms_of(parts)
         return self._terms[parts].seconds(table, waits_s)
 
-    def _terms_of(self, parts: Sequence[Part]) -> Terms:
+    def _terms_of(self, parts: Sequence[PassPart]) -> Terms:
         """Factors of the sums of a table in the seconds of some parts."""
         hardware, tp = self.hardware, self.training.tp_size
         rate = hardware.peak_flops_per_s * hardware.linear.best
@@ -133,7 +133,7 @@ class StageRates:
             hides_launches=hardware.hides_launches,
         )
 
-    def _per_token(self, part: Part) -> tuple[float, float]:
+    def _per_token(self, part: PassPart) -> tuple[float, float]:
         """FLOPs of matrices, and bytes of saved tensors that pass, per token."""
         flops, lora, height = self.flops, self.lora_per_token, len(self.flops.windows)
         frozen = self.training.lora is not None
@@ -152,13 +152,13 @@ class StageRates:
                 left_out = flops.tail_per_token if part.work == "to last kv" else 0
                 return flops.linear_per_token + lora - left_out, self._saved(part)
 
-    def _num_layers(self, part: Part) -> int:
+    def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""
         if part.work in ("head", "head and back"):
             return 0
         return part.layers if part.work == "first layers" else len(self.flops.windows)
 
-    def _saved(self, part: Part) -> float:
+    def _saved(self, part: PassPart) -> float:
         """Bytes per token that a forward passes."""
         saved, flops = self.saved_per_token, self.flops
         if part.work == "first layers":
@@ -167,7 +167,7 @@ class StageRates:
             return sum(saved) - saved[-1] * flops.tail_per_token / flops.layer_linear_per_token[-1]
         return sum(saved)
 
-    def _attending(self, part: Part) -> list[int]:
+    def _attending(self, part: PassPart) -> list[int]:
         """Layers of the stage whose attention runs."""
         height = len(self.flops.windows)
         match part.work:
@@ -183,11 +183,11 @@ class StageRates:
                 layers = range(0)
         return [layer for layer in layers if self.flops.attention_per_key[layer]]
 
-    def _attention(self, part: Part) -> Efficiency:
+    def _attention(self, part: PassPart) -> Efficiency:
         backward = part.work == "backward"
         return self.hardware.attention_backward if backward else self.hardware.attention_forward
 
-    def _key_s(self, part: Part) -> list[float]:
+    def _key_s(self, part: PassPart) -> list[float]:
         """Seconds of an attended key in each layer, at the best efficiency."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
         rate = self.hardware.peak_flops_per_s * self._attention(part).best
@@ -217,7 +217,7 @@ class StageRates:
         moved = self.shape.hidden_size * self.training.compute_bytes * (tp - 1) / tp
         return 4 * self.tp_link.latency_s, 4 * moved / self.tp_link.bytes_per_s
 
-    def _waits_s(self, part: Part, table: ChunkTable) -> Array:
+    def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
         """(S, C) seconds that the part waits for streamed K,V."""
         attending, tokens = self._attending(part), table.tokens
         total = np.zeros_like(tokens)

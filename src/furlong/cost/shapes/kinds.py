@@ -8,16 +8,16 @@ from typing import Any, Literal
 from furlong.errors import ConfigError
 from furlong.families import LAYER_KINDS, Family
 
-Kind = Literal["full", "sliding", "chunked", "recurrent", "hybrid", "mlp", "experts"]
+LayerKind = Literal["full", "sliding", "chunked", "recurrent", "hybrid", "mlp", "experts"]
 """hybrid: attention and recurrence in one layer; mlp, experts: a layer without either."""
 
-_NAMES: dict[str, Kind] = {
+_NAMES: dict[str, LayerKind] = {
     "full_attention": "full", "attention": "full", "sliding_attention": "sliding",
     "chunked_attention": "chunked", "linear_attention": "recurrent", "mamba": "recurrent",
     "recurrent": "recurrent", "conv": "recurrent", "hybrid": "hybrid", "mlp": "mlp",
     "moe": "experts",
 }  # fmt: skip
-_LETTERS: dict[str, Kind] = {"M": "recurrent", "*": "full", "-": "mlp", "E": "experts"}
+_LETTERS: dict[str, LayerKind] = {"M": "recurrent", "*": "full", "-": "mlp", "E": "experts"}
 
 
 def is_plain(family: Family) -> bool:
@@ -25,7 +25,9 @@ def is_plain(family: Family) -> bool:
     return family.recurrent == "none" and family.attention == "heads"
 
 
-def completed(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[Kind, ...]]:
+def completed(
+    config: Mapping[str, Any], family: Family
+) -> tuple[dict[str, Any], tuple[LayerKind, ...]]:
     """A config with the sizes that every decoder has, though a family names none or names them
     otherwise; and the kinds of its layers, none where all are alike or differ in windows only."""
     values = dict(config)
@@ -47,7 +49,7 @@ def completed(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any]
     return values, layer_kinds(values, family)
 
 
-def layer_kinds(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
+def layer_kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     """The kind of each layer. Raises ConfigError where the config does not tell them."""
     found = _listed(config, family) or _numbered(config, family)
     if not found:
@@ -60,7 +62,7 @@ def layer_kinds(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
     return found
 
 
-def _listed(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
+def _listed(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     """Kinds that the config lists layer by layer; none if it does not."""
     for key in LAYER_KINDS:
         if names := config.get(key):
@@ -70,7 +72,7 @@ def _listed(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
     return ()
 
 
-def _known(name: str, family: Family) -> Kind:
+def _known(name: str, family: Family) -> LayerKind:
     if name in _NAMES:
         return _NAMES[name]
     reason = family.not_in_chunks or "has layers of a kind that is not known here"
@@ -82,7 +84,7 @@ def _known(name: str, family: Family) -> Kind:
     )
 
 
-def _numbered(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
+def _numbered(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     """Kinds that follow from a layer's number."""
     layers = range(int(config["num_hidden_layers"]))
     if family.parts == "parallel":
@@ -94,25 +96,27 @@ def _numbered(config: Mapping[str, Any], family: Family) -> tuple[Kind, ...]:
     cycle = config.get("block_types")  # the attention among them has the window
     if cycle:
         names = [str(cycle[layer % len(cycle)]) for layer in layers]
-        cycled: list[Kind] = ["sliding" if name == "attention" else _NAMES[name] for name in names]
+        cycled: list[LayerKind] = [
+            "sliding" if name == "attention" else _NAMES[name] for name in names
+        ]
         return tuple(cycled)
     if (full := _full_layers(config, layers)) is None:
         return ()
-    kinds: list[Kind] = ["full" if layer in full else "recurrent" for layer in layers]
+    kinds: list[LayerKind] = ["full" if layer in full else "recurrent" for layer in layers]
     return tuple(kinds)
 
 
-def _alike(kind: Kind, layers: range) -> tuple[Kind, ...]:
+def _alike(kind: LayerKind, layers: range) -> tuple[LayerKind, ...]:
     return tuple(kind for _ in layers)
 
 
-def _chunked(config: Mapping[str, Any], layers: range) -> tuple[Kind, ...]:
+def _chunked(config: Mapping[str, Any], layers: range) -> tuple[LayerKind, ...]:
     """Kinds where no layer is recurrent: those with RoPE are chunked, if the config has blocks."""
     if not config.get("attention_chunk_size"):
         return _alike("full", layers)
     every = int(config.get("no_rope_layer_interval") or 4)
     with_rope = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in layers]
-    kinds: list[Kind] = ["chunked" if with_rope[layer] else "full" for layer in layers]
+    kinds: list[LayerKind] = ["chunked" if with_rope[layer] else "full" for layer in layers]
     return tuple(kinds)
 
 

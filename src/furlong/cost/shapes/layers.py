@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.cost.shapes.kinds import Kind, is_plain
+from furlong.cost.shapes.kinds import LayerKind, is_plain
 from furlong.errors import ConfigError
 from furlong.families import (
     ACTIVE_EXPERTS,
@@ -67,7 +67,7 @@ class Mlp:
 
 
 def layer_windows(
-    config: Mapping[str, Any], family: Family, kinds: tuple[Kind, ...] = ()
+    config: Mapping[str, Any], family: Family, kinds: tuple[LayerKind, ...] = ()
 ) -> tuple[int | None, ...]:
     """The window of each layer in tokens; `kinds`: those of a family whose layers differ."""
     num_layers = int(config["num_hidden_layers"])
@@ -89,7 +89,7 @@ def layer_windows(
     return tuple(int(window) if window and has_window else None for has_window in slides)
 
 
-def _window_of(kind: Kind, config: Mapping[str, Any], window: int | None) -> int | None:
+def _window_of(kind: LayerKind, config: Mapping[str, Any], window: int | None) -> int | None:
     match kind:
         case "full" | "hybrid":
             return None
@@ -102,7 +102,7 @@ def _window_of(kind: Kind, config: Mapping[str, Any], window: int | None) -> int
 
 
 def layer_mlps(
-    config: Mapping[str, Any], family: Family, kinds: tuple[Kind, ...] = ()
+    config: Mapping[str, Any], family: Family, kinds: tuple[LayerKind, ...] = ()
 ) -> tuple[Mlp, ...]:
     """The MLP of each layer; some layers of a mixture of experts may be dense, and some layers of
     hybrids have none."""

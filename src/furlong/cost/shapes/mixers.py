@@ -19,7 +19,7 @@ class MixerShape:
     matrices: int = 0
     """Parameters of the matrices that one token is multiplied with."""
     before_kv: int = 0
-    """Those of them that K,V, or the state, need."""
+    """Parameters among `matrices` that a token meets before its K,V, or its state, are there."""
     vectors: int = 0
     """Parameters of biases, norms, convolutions, decays and other things per channel."""
     shared: int = 0
@@ -30,19 +30,20 @@ class MixerShape:
     """Width of one token's queries over all heads."""
     output_size: int = 0
     """Width of what attention gives."""
-    kv_size: int = 0
-    """Width of one token's keys, values included, as attention reads them."""
+    kv_width: int = 0
+    """Width of one token's keys and values together, as attention reads them."""
     stored: int = 0
     """Numbers of one token in the KV store: K and V, or the vector that they are made of."""
     state_float32: int = 0
-    """Numbers of the state that leaves a chunk: the recurrence's, float32."""
+    """Numbers of the recurrence's state that leaves a chunk, in float32."""
     state_columns: int = 0
-    """Those of its convolution, in compute dtype."""
+    """Numbers of the convolution's state that leaves a chunk, in compute dtype."""
     scan_flops: int = 0
     """FLOPs of the recurrence and its convolution, per token."""
     saved: float = 0.0
-    """Numbers that a graph saves per token beside attention's: in compute dtype."""
+    """Numbers that a graph saves per token beside attention's, in compute dtype."""
     saved_float32: float = 0.0
+    """Numbers that a graph saves per token beside attention's, in float32."""
 
     @property
     def attends(self) -> bool:
@@ -76,7 +77,7 @@ def attention_mixer(
         key_flops=4 * q,
         query_size=q,
         output_size=q,
-        kv_size=2 * kv,
+        kv_width=2 * kv,
         stored=2 * kv,
         saved=3 * q if family.gate == "wide" else 0,
     )
@@ -116,7 +117,7 @@ def latent_mixer(
         key_flops=2 * heads * (nope + rope + value),
         query_size=queries,
         output_size=heads * value,
-        kv_size=heads * (nope + rope + value),
+        kv_width=heads * (nope + rope + value),
         stored=rank + rope,
         saved=2 * q_rank + 2 * rank + rope,
     )
@@ -126,7 +127,7 @@ def latent_mixer(
 def _with_head_gate(
     config: Mapping[str, Any], family: Family, mixer: MixerShape, hidden: int, heads: int
 ) -> MixerShape:
-    """The same with a number per head that scales its output, if the family has it."""
+    """The mixer with a gate of one number per head that scales its output, if the family has it."""
     if family.gate != "heads" or config.get("use_attention_gate") is False:
         return mixer
     return replace(
@@ -162,7 +163,7 @@ def shared_block(
         key_flops=4 * q,
         query_size=q,
         output_size=q,
-        kv_size=2 * q,
+        kv_width=2 * q,
         stored=2 * q,
         saved=2 * wide + 4 * width + 2 * hidden,
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from furlong.cost.shapes.kinds import Kind
+from furlong.cost.shapes.kinds import LayerKind
 from furlong.cost.shapes.mixers import MixerShape, shared_block, side_by_side
 from furlong.errors import ConfigError
 from furlong.families import (
@@ -36,7 +36,7 @@ _ELEMENTWISE = 9
 
 
 def layer_mixers(
-    config: Mapping[str, Any], family: Family, kinds: tuple[Kind, ...], attention: MixerShape
+    config: Mapping[str, Any], family: Family, kinds: tuple[LayerKind, ...], attention: MixerShape
 ) -> tuple[MixerShape, ...]:
     """The mixer of each layer; `attention`: that of layers which have nothing else."""
     if not kinds:

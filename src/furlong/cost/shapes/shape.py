@@ -66,7 +66,7 @@ class ModelShape:
     @property
     def kv_size(self) -> int:
         """K * H: the width of one token's keys, and of its values."""
-        return max(mixer.kv_size for mixer in self.mixers) // 2
+        return max(mixer.kv_width for mixer in self.mixers) // 2
 
     @property
     def stored_size(self) -> int:
@@ -74,7 +74,7 @@ class ModelShape:
         return max(mixer.stored for mixer in self.mixers)
 
     def inner_size(self, place_size: int) -> int:
-        """Processes of a place that divide the heads among them (`plan.values.inner_size`)."""
+        """Processes of a place that divide the heads among them (`plan.rows.inner_size`)."""
         return inner_size(place_size, self.num_heads, self.num_kv_heads)
 
     def kv_share(self, place_size: int) -> float:
@@ -95,7 +95,7 @@ class ModelShape:
     @property
     def has_latents(self) -> bool:
         """Whether the store holds narrower vectors than the keys and values made of them."""
-        return any(0 < mixer.stored < mixer.kv_size for mixer in self.mixers)
+        return any(0 < mixer.stored < mixer.kv_width for mixer in self.mixers)
 
     def layer_parameters(self, layer: int) -> int:
         """All parameters of a layer."""

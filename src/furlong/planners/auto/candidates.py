@@ -19,7 +19,8 @@ from furlong.planners.orders.one_device import stages_of
 from furlong.units import count_words
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
-_KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
+KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
+"""The keeps without a graph, of which the first takes least work and the last least memory."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple
     if num_chunks == 1 and not layer_first:
         yield given.get("keep", "attention"), numbers[0]
         return
-    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else ("all", *_KEPT)
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else ("all", *KEEPS)
     for keep in keeps:
         for number in numbers[:1] if keep == "all" else numbers:
             yield keep, number

@@ -14,7 +14,7 @@ import numpy as np
 
 from furlong.cost.model import CostModel, PlanCosts
 from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.seconds.rates import Part, parts_of
+from furlong.cost.seconds.rates import PassPart, parts_of
 from furlong.plan.passes import passes
 from furlong.plan.segments import NUM_HOT, segment_tokens
 from furlong.plan.values import (
@@ -68,7 +68,7 @@ class TimeEstimate:
         self._tokens = sum(chunk.num_tokens for chunk in chunks) / sp_size
         self._prefix_tokens = sum(chunk.slices[0].start for chunk in chunks) / sp_size
         self._costs: dict[tuple[int, ...], PlanCosts] = {}
-        self._sums: dict[tuple[tuple[int, ...], int, Part], list[float]] = {}
+        self._sums: dict[tuple[tuple[int, ...], int, PassPart], list[float]] = {}
         self._compute: dict[ChunkOptions, float] = {}
 
     def seconds(self, options: ChunkOptions) -> float:
@@ -130,7 +130,7 @@ class TimeEstimate:
                     total[action.stage] += sums[ends[at + 1]] - sums[ends[at]]
         return total
 
-    def _sums_of(self, stages: tuple[int, ...], stage: int, part: Part) -> list[float]:
+    def _sums_of(self, stages: tuple[int, ...], stage: int, part: PassPart) -> list[float]:
         """Seconds of a part of a pass for the first n chunks, by n."""
         key = stages, stage, part
         if key not in self._sums:

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from furlong.cost.memory.levels import PARTS
 from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.plan.values import ChunkPlan, Keep
+from furlong.plan.values import ChunkPlan
+from furlong.planners.auto.candidates import KEEPS
 from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.two_phases import plan_two_phases
 from furlong.planners.predict import Needs
 
-KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
 _STATE = ("weights", "gradients", "optimizer")
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
-from furlong.plan.values import Keep, Tiers
-from furlong.planners.auto.candidates import Space, sizes
+from furlong.plan.values import ChunkPlan, Keep, Tiers
+from furlong.planners.auto.candidates import KEEPS, Space, sizes
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.search import SLACK, Budgets
 from furlong.planners.auto.words import dials_in_words, needs_in_words
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Pair = tuple[int, int]
 """Tokens of both sequences."""
-_KEPT: tuple[Keep, ...] = ("attention", "kv", "input")
 _NUM_TIMED = 3
 
 
@@ -86,7 +85,7 @@ def check_dials(chunks: ChunksConfig) -> None:
 def _candidates(space: Space, budgets: Budgets) -> Iterator[ChunkOptions]:
     """Keeps and chunk sizes; tiers on the device, then what is read least often lower first."""
     given = space.given
-    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else _KEPT
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS
     for size in sizes(space):
         for keep in keeps:
             tiers = [Tiers()] if "tier" not in given else [ChunkOptions(tier=given["tier"]).tiers]
@@ -98,7 +97,7 @@ def _candidates(space: Space, budgets: Budgets) -> Iterator[ChunkOptions]:
                 yield ChunkOptions(size=size, keep=keep, num_retained=0, tier=each)
 
 
-def _plan(model: CostModel, pair: Pair, options: ChunkOptions) -> Any:
+def _plan(model: CostModel, pair: Pair, options: ChunkOptions) -> ChunkPlan:
     return plan_two_phases(pair, options, num_layers=model.shape.num_layers)
 
 

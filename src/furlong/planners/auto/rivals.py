@@ -38,7 +38,7 @@ _MAX_NODES, _MAX_SLICE_NUMBERS = 50, 4
 
 @dataclass(frozen=True)
 class Rivals:
-    """Another look at every batch of a run."""
+    """Planners beside that of a run's dials, asked for every batch."""
 
     model: CostModel
     """The model of one replica."""

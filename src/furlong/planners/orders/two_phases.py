@@ -47,11 +47,6 @@ def plan_two_phases(
     return plan
 
 
-def num_forwards(plan: ChunkPlan) -> int:
-    """The actions of the first phase."""
-    return sum(isinstance(action, Forward) for action in plan.actions[0])
-
-
 def require_two_phases(options: ChunkOptions) -> None:
     """Raise ConfigError for options that two phases have not."""
     odd: tuple[tuple[bool, str, Any, str], ...] = (

@@ -98,7 +98,7 @@ def _whole(called: Called, x: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
 def _in_slices(
     model: CausalLM, called: Called, x: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """The same in chunks of one sequence, backwards descending."""
+    """Output and gradient (T, D), see `_whole`, in chunks of one sequence, backwards descending."""
     cuts = list(pairwise(accumulate(_LENS, initial=0)))
     chunks = tuple(Chunk((Slice(0, start, stop),)) for start, stop in cuts)
     plan = ChunkPlan((sum(_LENS),), chunks, (model.num_layers,), ((),))

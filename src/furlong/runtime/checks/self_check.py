@@ -51,6 +51,7 @@ from furlong.runtime.checks.trial import (
     whole_run,
 )
 from furlong.runtime.checks.twin import held_by, hides_lengths, tiny_twin
+from furlong.runtime.modes import modes_kept
 from furlong.runtime.rng import RNGState, replayed
 
 _T = TypeVar("_T")
@@ -95,9 +96,8 @@ def _check(
 ) -> float:
     """The largest error of a model that `parts` hold, each its own stage."""
     before = RNGState.read(model.device)
-    modes = [(module, module.training) for module in model.model.modules()]
     try:
-        with torch.no_grad(), replayed(before, model.device):
+        with modes_kept(model.model), torch.no_grad(), replayed(before, model.device):
             with _unchanged_buffers(model):
                 short = _ids(model)[1]
                 known = [_try(lambda: model.whole_logits(short), partial(_fails_whole, model))]
@@ -112,9 +112,6 @@ def _check(
             raise
         # whole, it has passed already
         raise uncuttable(model.name, error.given.removeprefix(model.name).lstrip()) from error
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

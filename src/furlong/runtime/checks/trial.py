@@ -22,6 +22,7 @@ from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.backend import Backend
 from furlong.ops.layer_kv import AttentionRule
+from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.passes import Pass
 from furlong.plan.pieces import piece_lens
 from furlong.plan.values import Chunk, ChunkPlan, Slice
@@ -200,7 +201,7 @@ def chunked_forwards(
     arena = Arena(model.device)
     store = KVStore(arena, piece_lens(plan))
     stages = {part: part.stages(heights) for part in parts}
-    labels = [torch.full(i.shape, -100, device="cpu") for i in ids]
+    labels = [torch.full(i.shape, IGNORE_INDEX, device="cpu") for i in ids]
     sequences = [ShiftedSequence(i, label) for i, label in zip(ids, labels, strict=True)]
     what = Pass("graph", writes_kv=True)
     watch.leaves.clear()

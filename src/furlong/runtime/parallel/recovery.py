@@ -2,10 +2,10 @@
 
 A process that has failed lets go of all it holds and walks through the rest of its list without
 computing: it sends zeros, also to its pool (`empty_passes`), takes what comes, gathers weights, and
-joins every agreement in its turn.
-So it communicates as it would have done without the error, in the same order. Before gradients are
-added up the processes of a stage agree that none of them has failed, and at the end of the list all
-processes do; where one has, all raise, and the same step can be taken again.
+joins every agreement in its turn. So it communicates as it would have done without the error, in
+the same order. Before gradients are added up the processes of a stage agree that none of them has
+failed, and at the end of the list all processes do; where one has, all raise, and the same step can
+be taken again.
 """
 
 from __future__ import annotations

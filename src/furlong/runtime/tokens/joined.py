@@ -21,7 +21,7 @@ from torch import Tensor
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Slice
 from furlong.planners.chunks.branches import Forks
-from furlong.runtime.inputs import Part, ShiftedSequence
+from furlong.runtime.inputs import ShiftedSequence, TreePart
 
 _Ids = NDArray[np.int64]
 
@@ -89,7 +89,7 @@ class _Tree:
         self._sequences, self._order = sequences, order
         self._alike, self._least_tokens = alike, least_tokens
         self._ids: list[Tensor] = []
-        self._parts: list[Part] = []
+        self._parts: list[TreePart] = []
         self._num_tokens = 0
         self._labels = [sequences[i].labels for i in members]
         lens = [len(labels) for labels in self._labels]
@@ -124,7 +124,7 @@ class _Tree:
             self.forks.append((at, parent))
         members = [self._order[number] for number in own]
         self._ids.append(self._sequences[members[0]].input_ids[start:stop])
-        self._parts += [Part(i, start, at, end, self._label_of[i] + start) for i in members]
+        self._parts += [TreePart(i, start, at, end, self._label_of[i] + start) for i in members]
         self._num_tokens = end
         return end
 

@@ -66,16 +66,14 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     *,
-    num_kept: int = NUM_KEPT,
     processes: Processes = ALONE,
 ) -> Path:
-    """Writes `folder/step-XXXXXXXX` and removes all but the last `num_kept`; returns it.
+    """Writes `folder/step-XXXXXXXX` and removes all but the last `NUM_KEPT`; returns it.
 
     `state` is what JSON can hold; the first process's is written. Every process calls it, with the
     parts of sharded tensors that it holds, and with whole ones that are equal wherever they are;
-    those of its stage alone. Raises
-    CheckpointError when the disk is full or cannot be written; the checkpoints before are then as
-    they were.
+    those of its stage alone. Raises CheckpointError when the disk is full or cannot be written; the
+    checkpoints before are then as they were.
     """
     checkpoint = folder / f"step-{step:08d}"
     aside = checkpoint.with_name(checkpoint.name + TEMPORARY)
@@ -108,7 +106,7 @@ def save_checkpoint(
         if processes.is_first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    for old in list_checkpoints(folder)[:-num_kept] if processes.is_first else ():
+    for old in list_checkpoints(folder)[:-NUM_KEPT] if processes.is_first else ():
         _remove(old)
     return checkpoint
 

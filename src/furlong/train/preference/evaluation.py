@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from furlong.data.loader import Batch
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
 from furlong.train.evaluation import Evaluation, evaluating, losses_of
 from furlong.train.figures.used_memory import UsedMemory
-from furlong.train.fitting import Fitting
-from furlong.train.replicas import Replicas
 
 
 def evaluate_pairs(
-    replicas: Replicas,
+    engines: Engines,
     model: nn.Module,
     batches: Iterable[Batch],
     fitting: Fitting,
@@ -31,7 +31,7 @@ def evaluate_pairs(
         for batch in batches:
             if should_stop():
                 return None
-            result = losses_of(replicas, batch, device, fitting, used)
+            result = losses_of(engines, batch, device, fitting, used)
             count = len(batch.sequences) // 2
             loss_sum += result.loss_sum
             num_pairs += count

@@ -26,7 +26,7 @@ class Answer:
     log_prob: Tensor
     """Log-probability of all its tokens, with a graph."""
     reference: float
-    """The same of the reference."""
+    """Log-probability of all its tokens by the reference."""
     num_tokens: int
 
     @property

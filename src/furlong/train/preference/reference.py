@@ -21,10 +21,10 @@ import xxhash
 
 from furlong.data.dataset import DataSet
 from furlong.data.reference import Reference
+from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
 from furlong.train.evaluation import evaluating
-from furlong.train.fitting import Fitting
-from furlong.train.preference.replicas import PairReplicas
+from furlong.train.preference.engines import PairEngines
 from furlong.train.processes.together import ALONE, Processes
 from furlong.units import count_words, format_seconds
 
@@ -55,7 +55,7 @@ def reference_fingerprint(
 
 
 def referenced(
-    data: DataSet, replicas: PairReplicas, fitting: Fitting, *, folder: Path, fingerprint: str,
+    data: DataSet, engines: PairEngines, fitting: Fitting, *, folder: Path, fingerprint: str,
     key: str,
 ) -> DataSet:  # fmt: skip
     """The data set with the reference of each answer: what is not in the cache is computed.
@@ -64,15 +64,15 @@ def referenced(
     `folder`: that of the cache; `key`: the data set's, for what is printed. A collective.
     """
     started_s = time.perf_counter()
-    processes, model = replicas.processes, replicas.engine.model.model
-    device = replicas.engine.model.device
+    processes, model = engines.processes, engines.engine.model.model
+    device = engines.engine.model.device
     facts: dict[str, Any] = {"model": fingerprint}
     if data.num_truncated:
         facts["max_seq_len"] = data.max_seq_len
     is_wide = next(model.parameters()).dtype == torch.float64
     references: dict[int, Reference] = {}
     num_computed = 0
-    with torch.no_grad(), evaluating(model), _as_it_begins(replicas):
+    with torch.no_grad(), evaluating(model), _as_it_begins(engines):
         for number, group in _groups(data):
             if number not in references:
                 opened = partial(
@@ -84,7 +84,7 @@ def referenced(
             if not processes.any(not references[number].is_done(rows)):
                 continue
             found = fitting.compute(
-                partial(replicas.log_probs, [data[i] for i in group], device=device),
+                partial(engines.log_probs, [data[i] for i in group], device=device),
                 name=f"the reference of {key}", device=device,
                 num_tokens=int(data.seq_lens[group].sum()),
             )  # fmt: skip
@@ -116,10 +116,10 @@ def _groups(data: DataSet) -> Iterator[tuple[int, list[int]]]:
         yield number, group
 
 
-def _as_it_begins(replicas: PairReplicas) -> AbstractContextManager[object]:
+def _as_it_begins(engines: PairEngines) -> AbstractContextManager[object]:
     """Within it adapters are off. Where weights are divided they stay: new ones add nothing."""
-    model: Any = replicas.engine.model.model
-    if replicas.engine.ranks is not None or not hasattr(model, "disable_adapter"):
+    model: Any = engines.engine.model.model
+    if engines.engine.ranks is not None or not hasattr(model, "disable_adapter"):
         return nullcontext()
     disabled: AbstractContextManager[object] = model.disable_adapter()
     return disabled

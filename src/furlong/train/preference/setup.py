@@ -12,28 +12,28 @@ from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.rivals import Rivals
-from furlong.train.fitting import Fitting
+from furlong.train.batches.engines import Engines
+from furlong.train.batches.fitting import Fitting
+from furlong.train.preference.engines import PairEngines
 from furlong.train.preference.losses import PairLoss
 from furlong.train.preference.reference import reference_fingerprint, referenced
-from furlong.train.preference.replicas import PairReplicas
 from furlong.train.processes.together import Processes
-from furlong.train.replicas import Replicas
 
 
-def replicas_of(
+def engines_of(
     config: RunConfig,
     engine: Engine,
     processes: Processes,
     work: Callable[[Sequence[int]], Sequence[float]],
     stages: Sequence[int],
     rivals: Rivals | None,
-) -> Replicas:
+) -> Engines:
     """The engines of a run, for global batches of sequences or of pairs."""
     settings = config.train
     if settings.loss == "sft":
-        return Replicas(engine, processes, work, stages, rivals)
+        return Engines(engine, processes, work, stages, rivals)
     loss = PairLoss(settings.loss_type, settings.beta, settings.label_smoothing)
-    return PairReplicas(engine, loss, processes, work, stages)
+    return PairEngines(engine, loss, processes, work, stages)
 
 
 def reference_of(
@@ -52,19 +52,19 @@ def reference_of(
 def with_references(
     config: RunConfig,
     data: dict[str, DataSet],
-    replicas: Replicas,
+    engines: Engines,
     decision: Decision,
     fingerprint: str | None,
 ) -> tuple[dict[str, DataSet], Decision]:
     """The data sets with log-probabilities of the model as it is now, before its first step; and
     the decision, with the chunks that fit. Without a loss of pairs all is as it was."""
-    if fingerprint is None or not isinstance(replicas, PairReplicas):
+    if fingerprint is None or not isinstance(engines, PairEngines):
         return data, decision
-    fitting = Fitting(decision.options, alike=replicas.processes.alike)
+    fitting = Fitting(decision.options, alike=engines.processes.alike)
     folder = cache_folder(config.data.cache_dir)
     found = {
         name: referenced(
-            split, replicas, fitting, folder=folder, fingerprint=fingerprint, key=f"data.{name}"
+            split, engines, fitting, folder=folder, fingerprint=fingerprint, key=f"data.{name}"
         )
         for name, split in data.items()
     }

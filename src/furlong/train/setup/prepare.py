@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from furlong.config.train import TrainConfig
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data
-from furlong.data.loader import count_steps, describe_batches, iterate_batches
+from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.build import build_model, read_config
@@ -36,7 +37,6 @@ from furlong.train.checkpoints.state import check_data
 from furlong.train.disk import check_room
 from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
-from furlong.train.resumable import RunData
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.setup.architecture import architecture_of, check_architecture
 from furlong.train.setup.decide import decide_options
@@ -196,7 +196,7 @@ def rope_of(config: RunConfig) -> dict[str, Any] | None:
 
 
 def load_splits(
-    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"] = "sft"
+    settings: DataConfig, tokenizer: Any, loss: Literal["sft", "dpo"]
 ) -> dict[str, DataSet]:
     """The data sets `train` and, if there is one, `eval`; prints what was found."""
     data = {}
@@ -213,6 +213,18 @@ def load_splits(
             )
             print(*data[split].describe(), sep="\n")
     return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The sequences of a run."""
+
+    batches: Callable[[LoaderState], Iterator[Batch]]
+    """The global batches from a position on, endless."""
+    train: DataSet
+    held_out: DataSet | None
+    fingerprint: dict[str, str]
+    """Changes with the training sequences or their order."""
 
 
 def run_data(config: RunConfig, data: dict[str, DataSet]) -> RunData:

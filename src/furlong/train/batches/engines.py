@@ -17,8 +17,8 @@ from furlong.plan.layout import Layout
 from furlong.plan.text import format_action
 from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
-from furlong.train.draws import with_draw
-from furlong.train.plans import SharedPlans, Wanted, plan_batch
+from furlong.train.batches.draws import with_draw
+from furlong.train.batches.plans import SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _wanted(batch: Batch, options: ChunkOptions, *, backward: bool = True) -> Wa
     return Wanted(batch.seq_lens, replace(options, sample=None), backward)
 
 
-class Replicas:
+class Engines:
     """The engines of all processes; one alone is its own engine."""
 
     def __init__(

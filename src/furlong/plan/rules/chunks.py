@@ -110,9 +110,9 @@ def _misgrown(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
         if not branches:
             continue
         if plan.sampled or plan.sp_size > 1 or len(plan.actions) > 1:
-            has = f"has {count_words(len(plan.actions), 'rank')} of {plan.sp_size} processes"
-            has = "is sampled" if plan.sampled else has
-            yield f"sequence {seq_id} branches, and the plan {has}", branches[0]
+            ranks = f"has {count_words(len(plan.actions), 'rank')} of {plan.sp_size} processes"
+            why = "is sampled" if plan.sampled else ranks
+            yield f"sequence {seq_id} branches, and the plan {why}", branches[0]
         chunks = [index for _, index in own]
         path = [0]
         followed = {piece.goes_on_from for piece, _ in own}

@@ -22,7 +22,8 @@ from furlong.runtime.rng import RNGState
 
 _T = TypeVar("_T")
 SMALLEST_TOKENS = 64
-"""Smaller chunks save hardly any memory: what a step needs then does not depend on them."""
+"""Chunks of so many tokens are not halved: smaller ones save hardly any memory, for what a step
+needs then does not depend on them."""
 
 
 class Fitting:
@@ -34,14 +35,13 @@ class Fitting:
         *,
         say: Callable[[str], None] = print,
         changed: Callable[[ChunkOptions], None] = lambda options: None,
-        smallest_tokens: int = SMALLEST_TOKENS,
         alike: Callable[[UserError], UserError] = lambda error: error,
     ) -> None:
-        """`changed` is told the new options; chunks of `smallest_tokens` are not halved. `alike`
-        takes note of an error that all processes of a run are going to raise."""
+        """`changed` is told the new options. `alike` takes note of an error that all processes of a
+        run are going to raise."""
         self.options = options
         self._say, self._changed = say, changed
-        self._smallest, self._alike = smallest_tokens, alike
+        self._alike = alike
 
     def compute(
         self,
@@ -80,13 +80,13 @@ class Fitting:
 
     def _shrink(self, name: str, num_tokens: int, reason: str) -> None:
         old = self.options
-        if old.size <= self._smallest:
+        if old.size <= SMALLEST_TOKENS:
             self._say(f"{name} did not fit ({reason}): once more with chunks of {old.size} tokens")
             return
         size = old.size // 2
-        while size >= num_tokens and size > self._smallest:  # as many chunks as before: one
+        while size >= num_tokens and size > SMALLEST_TOKENS:  # as many chunks as before: one
             size //= 2
-        new = replace(old, size=max(size, self._smallest))
+        new = replace(old, size=max(size, SMALLEST_TOKENS))
         words = f"chunks of {new.size} tokens from now on, {old.size} before"
         if old.keep == "all":  # graphs of all chunks together do not depend on their size
             new = replace(new, keep="attention")

@@ -28,20 +28,20 @@ from furlong.plan.values import Backward, Forward
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
+from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
 from furlong.train.processes.together import ALONE, Processes
-from furlong.train.replicas import Replicas
 
 REFERENCE = "the reference"
 
 
-class PairReplicas(Replicas):
+class PairEngines(Engines):
     """The engines of a run whose batches are pairs, chosen and rejected by turns."""
 
     def __init__(
         self, engine: Engine, loss: PairLoss, processes: Processes = ALONE, *more: Any
     ) -> None:
-        """`more`: see `Replicas`."""
+        """`more`: see `Engines`."""
         super().__init__(engine, processes, *more)
         self._loss = loss
 
