@@ -15,11 +15,14 @@ from furlong.planners.options import ChunkOptions
 
 
 def values_of(decision: Decision) -> dict[str, Any]:
-    """The options of a run, its layout and its stages, and what decides about rivals, as JSON holds
-    them."""
-    division = {"layout": asdict(decision.layout), "stages": list(decision.stages)}
-    rivals = {"budget_bytes": decision.budget_bytes, "has_shrunk": decision.has_shrunk}
-    return asdict(decision.options) | division | rivals
+    """The options of a run, its layout and its stages, and what decides about rivals where there
+    are any, as JSON holds them."""
+    values = asdict(decision.options) | {
+        "layout": asdict(decision.layout), "stages": list(decision.stages),
+    }  # fmt: skip
+    if decision.budget_bytes is not None:
+        values |= {"budget_bytes": decision.budget_bytes, "has_shrunk": decision.has_shrunk}
+    return values
 
 
 def shrunk(decision: Decision, options: ChunkOptions) -> Decision:
