@@ -2,20 +2,22 @@
 
     python benchmarks/parallel.py --plot docs/pictures
 
-Three parts, all over gloo, one thread per process:
+Four parts, all over gloo, one thread per process:
 
     two         two processes that compute: a small model under every layout, after a calibration
                 of this machine as by `torchrun --nproc-per-node 2 -m furlong calibrate`
     four        pipelines of four processes that sleep for the cost model's seconds (`sleeping.py`)
     eight       the same with two replicas; and pools of eight processes without a pipeline
+    limited     pools of four that sleep, but exchange over links of a limited rate (`limited.py`);
+                where no namespace for such links can be had, it says why and is left out
 
 A rival is the fastest plan of its method, with every dial that its paper has, for one long-tailed
 batch (`parallel_plans.py`). Promises: a simulated step is at most 20 % off the measured one where
-processes compute, 10 % where they sleep; plans that are simulated further apart than that are
-ranked the same by what is measured. Exits 1 on a miss.
+processes compute or their links are real, 10 % where they sleep; plans that are simulated further
+apart than that are ranked the same by what is measured. Exits 1 on a miss.
 
 It needs a machine that does nothing else: two processes that wait for each other in each layer wait
-for whatever else runs. Takes about eight minutes on two cores.
+for whatever else runs. Takes about nine minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Promise, console, machine, print_promises, write_json
+from limited import Asked, run_limited, why_not
 from parallel_plans import (
     CONFIG,
     PIPELINES,
@@ -52,7 +55,7 @@ from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.timeline import Timeline
 
-_BOUNDS = {"two": 0.20, "four": 0.10, "eight": 0.10}
+_BOUNDS = {"two": 0.20, "four": 0.10, "eight": 0.10, "limited": 0.20}
 """Largest errors of a simulated step; plans that are simulated further apart are to be ranked the
 same."""
 _LIMIT_S = 300.0
@@ -61,7 +64,7 @@ _LONGEST_MEASURED_S = 15.0
 _SLOWNESS = {"four": 1, "eight": 2}
 """Devices are slower where more processes share the cores: gathering weights and reducing gradients
 takes eight processes on two cores about 0.2 s of a step, which no modelled device would take."""
-PARTS = ("two", "four", "eight")
+PARTS = ("two", "four", "eight", "limited")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def main() -> int:
     rows: list[Row] = []
     for part in given.only or PARTS:
         console.print(f"{part} processes", style="dim")
-        rows += _two(sizes, given.rounds) if part == "two" else _asleep(part, sizes, given.rounds)
+        rows += _part(part, sizes, given.rounds)
     console.print(table(rows))
     promises = promised(rows)
     print_promises(promises)
@@ -127,6 +130,26 @@ def main() -> int:
             promises=[{"name": p.name, "worst": p.median, "verdict": p.verdict} for p in promises],
         )  # fmt: skip
     return int(any(promise.verdict == "MISSED" for promise in promises))
+
+
+def _part(part: str, sizes: Sizes, rounds: int) -> list[Row]:
+    match part:
+        case "two":
+            return _two(sizes, rounds)
+        case "limited":
+            return _limited(sizes, rounds)
+        case _:
+            return _asleep(part, sizes, rounds)
+
+
+def _limited(sizes: Sizes, rounds: int) -> list[Row]:
+    """Four processes that sleep, and exchange over real links of a limited rate."""
+    if (reason := why_not()) is not None:
+        console.print(f"  left out: {reason}", style="dim")
+        return []
+    found = run_limited(Asked(sizes.num_sequences, sizes.longest_tokens, rounds))
+    console.print(f"  {found.words}", style="dim")
+    return _rows("limited", found.contenders, found.answers)
 
 
 def _two(sizes: Sizes, rounds: int) -> list[Row]:
@@ -160,6 +183,11 @@ def _asleep(part: str, sizes: Sizes, rounds: int) -> list[Row]:
 def _run(part: str, contenders: Sequence[Contender], trials: list[Trial]) -> list[Row]:
     dp, sp, pp = trials[0].layout
     answers = run_together(run_trials, trials, world=dp * sp * pp, limit_s=_LIMIT_S)
+    return _rows(part, contenders, answers)
+
+
+def _rows(part: str, contenders: Sequence[Contender], answers: Sequence[Any]) -> list[Row]:
+    """`answers`: by process, those of `run_trials`."""
     rows = []
     for index, own in enumerate(contenders):
         rounds = zip(*(answer[index] for answer in answers), strict=True)

@@ -92,21 +92,24 @@ def pipelines(
 ) -> Iterator[Contender]:
     """The best plan of each method in a layout of dp replicas of pp stages."""
     for name in names:
-        yield _best(lens, spec, name, (dp, 1, pp), f"pipelines of {dp * pp} processes")
+        yield _best(lens, cost_model(spec), name, (dp, 1, pp), f"pipelines of {dp * pp} processes")
 
 
 def pools(
-    lens: Sequence[int], spec: HardwareSpec, size: int, names: Sequence[str] = POOLS
+    lens: Sequence[int],
+    spec: HardwareSpec,
+    size: int,
+    names: Sequence[str] = POOLS,
+    config: Mapping[str, Any] = CONFIG,
 ) -> Iterator[Contender]:
     """The best plans without a pipeline: static groups of any size, disjoint and nested places."""
-    family = f"pools of {size} processes"
+    family, model = f"pools of {size} processes", cost_model(spec, config)
     for name in names:
         if name == "Ulysses":
             sizes = [n for n in (2, 4, 8) if n <= size]
-            found = [_best(lens, spec, name, (size // n, n, 1), family) for n in sizes]
+            found = [_best(lens, model, name, (size // n, n, 1), family) for n in sizes]
             yield min(found, key=lambda one: step_s(one))
             continue
-        model = cost_model(spec)
         if name == "FlexSP":
             problem = Problem(seq_lens=tuple(lens), model=model, num_devices=size, pp=1)
             best = search(problem, {name: PUBLISHED[name]}).best
@@ -147,10 +150,9 @@ def step_s(contender: Contender) -> float:
 
 
 def _best(
-    lens: Sequence[int], spec: HardwareSpec, name: str, layout: Layout, family: str
+    lens: Sequence[int], model: CostModel, name: str, layout: Layout, family: str
 ) -> Contender:
     dp, sp, pp = layout
-    model = cost_model(spec)
     problem = Problem(
         seq_lens=tuple(lens), model=model, num_devices=dp * sp * pp, dp=dp, sp=sp, pp=pp
     )

@@ -40,7 +40,7 @@ from furlong.runtime.step import take_step
 from furlong.timeline import Record, Timeline
 
 Layout = tuple[int, int, int]
-_TINY = {"head_dim": 2, "intermediate_size": 4, "vocab_size": 16}
+_TINY = {"intermediate_size": 4, "vocab_size": 16}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,15 @@ class Trial:
     sleeps_by: CostModel | None = None
     """None: the model computes."""
     rounds: int = 1
-    """How often it is measured; one that computes runs once more before."""
+    """How often it is measured; one that computes, or has links, runs once more before."""
+    has_links: bool = False
+    """Whether all-to-alls of a model that sleeps carry all their bytes, and take the time that they
+    take; else they are tiny, and take the modelled time."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether what it measures depends on the machine alone."""
+        return self.sleeps_by is None or self.has_links
 
     @property
     def stage_layers(self) -> list[range]:
@@ -88,7 +96,7 @@ def run_trials(process: int, trials: list[Trial]) -> list[list[Ran]]:
     found: list[list[Ran]] = [[] for _ in trials]
     for number in range(-1, max(trial.rounds for trial in trials)):
         for index, trial in enumerate(trials):
-            if number >= trial.rounds or (number < 0 and trial.sleeps_by is not None):
+            if number >= trial.rounds or (number < 0 and not trial.is_real):
                 continue
             key = trial.layout, trial.plan.stages, trial.sleeps_by is None
             if key not in benches:
@@ -136,7 +144,7 @@ class _Bench(FollowedModel):
     """A model on this process, ready for plans of one layout and one cut of its layers."""
 
     def __init__(self, trial: Trial, ranks: Ranks) -> None:
-        self._clocked = Clocked()
+        self._clocked, self._has_links = Clocked(), trial.has_links
         model = _build(trial, self._clocked)
         if ranks.pp > 1:
             hold(model, stand_ins(model, trial.stage_layers[ranks.stage]))
@@ -155,7 +163,9 @@ class _Bench(FollowedModel):
     @property
     def exchange(self) -> Exchange | None:
         inner, pace = super().exchange, self._clocked.pace
-        return inner if pace is None or inner is None else StampedExchange(inner, pace)
+        if pace is None or inner is None or self._has_links:
+            return inner
+        return StampedExchange(inner, pace)
 
     def step(self, trial: Trial) -> Ran:
         """Take a step with the trial's plan."""
@@ -192,12 +202,13 @@ def _build(trial: Trial, clocked: Clocked) -> nn.Module:
     values = dict(trial.config)
     if trial.sleeps_by is not None:
         values |= _TINY | {"hidden_size": 2 * values["num_attention_heads"]}
+        values |= {} if trial.has_links else {"head_dim": 2}
     model = LlamaForCausalLM(LlamaConfig(**values)).train()
     if trial.sleeps_by is None:
         return model
     for layer in model.model.layers:
         layer.input_layernorm = SleepingNorm(clocked)
-    return model.double()
+    return model if trial.has_links else model.double()  # moments need its digits
 
 
 def _batch(trial: Trial) -> list[ShiftedSequence]:

@@ -26,16 +26,23 @@ class ProcessError(RuntimeError):
     """A process raised, died or did not end in time."""
 
 
-def run_together(function: Callable[..., Any], *args: Any, world: int, limit_s: float) -> list[Any]:
+def run_together(
+    function: Callable[..., Any],
+    *args: Any,
+    world: int,
+    limit_s: float,
+    enter: Callable[[int], None] | None = None,
+) -> list[Any]:
     """The outcomes of `function(process, *args)`, inside a gloo group of `world` processes.
 
-    `function` stands in a module of its own; its arguments and outcomes can be pickled. The first
-    process that fails ends all others, with ProcessError.
+    `function` stands in a module of its own; its arguments and outcomes can be pickled. Each
+    process calls `enter` with its number before it joins the group. The first one that fails ends
+    all others, with ProcessError.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        call = pickle.dumps((function, args))
+        call = pickle.dumps((function, args, enter))
         pairs = [context.Pipe(duplex=False) for _ in range(world)]
         children = [
             context.Process(
@@ -88,11 +95,13 @@ def _of_process(
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
+        function, args, enter = pickle.loads(call)
+        if enter is not None:
+            enter(number)
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(Path(folder) / "store"), world), rank=number,
             world_size=world, timeout=timedelta(seconds=limit_s),
         )  # fmt: skip
-        function, args = pickle.loads(call)
         answer: tuple[bool, Any] = False, function(number, *args)
     except BaseException:
         answer = True, traceback.format_exc()

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.launched import Launched
 from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
 
 from furlong.cli.main import main
+from furlong.config.schema import RunConfig
+from furlong.plan.layout import Layout
 from furlong.planners.auto import rivals
+from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.rivals import CHUNKS, Rivals
+from furlong.planners.options import ChunkOptions
+from furlong.train.checkpoints.state import RunState
+from furlong.train.setup import decide
+from furlong.train.setup.decided import decision_of, shrunk, values_of
 
 FLAGS = (
     "--model.dtype=float64", "--train.steps=4", "--train.epochs=null", "--chunks.size=auto",
@@ -65,3 +75,65 @@ def test_losses_are_those_of_one_process(
     assert records(two, "plan_method") == [method] * 4
     for key in ("loss", "grad_norm", "eval_training_loss"):
         assert records(two, key) == pytest.approx(records(one, key), rel=1e-8), key
+
+
+def takes_until_saved(arguments: list[str], method: str) -> None:
+    """The same, until the first process is killed after the first checkpoint."""
+    save = RunState.save
+
+    def saved(*args: Any, **values: Any) -> Any:
+        save(*args, **values)
+        if os.environ["RANK"] == "0":  # which has given the checkpoint its name
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RunState.save = saved  # type: ignore[method-assign]
+    takes(arguments, method)
+
+
+def takes_with_less_memory(arguments: list[str], method: str) -> None:
+    """The same, where hardly any memory is free now."""
+    decide.free_ram_budget_bytes = lambda: 2**16
+    takes(arguments, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "method"), [("--parallel.sp=2", "places"), ("--parallel.pp=2", "InfiniPipe")]
+)
+def test_a_run_that_was_killed_goes_on_with_the_same_plans(
+    tiny_run: TinyRun, tmp_path: Path, layout: str, method: str
+) -> None:
+    def run(name: str, function: Any, *flags: str) -> list[int | None]:
+        arguments = tiny_run.arguments(tmp_path / name, *FLAGS, layout, *flags)
+        arguments += ["--train.save_every_steps=2"]
+        ended = Launched(tmp_path / "out", function, arguments, method).ended(120)
+        return [process.code for process in ended]
+
+    assert run("whole", takes) == [0, 0]
+    assert run("killed", takes_until_saved)[0] == -9
+    assert run("killed", takes_with_less_memory, "--resume") == [0, 0]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert records(killed, "plan_method") == [method] * 4
+    assert records(killed, "loss") == records(whole, "loss")
+    weights = [(one / "model" / "model.safetensors").read_bytes() for one in (whole, killed)]
+    assert weights[0] == weights[1]
+
+
+def test_rivals_end_with_a_step_that_did_not_fit(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Also in a run that was resumed, which begins with the smaller chunks."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(tiny_run.folder / "model"), "dtype": "float64"},
+            "data": {"train": str(tiny_run.folder / "texts"), "max_seq_len": 256},
+            "out": str(tmp_path),
+        }
+    )
+    chosen = Decision(ChunkOptions(size=64), "", layout=Layout(sp=2), budget_bytes=2**30)
+    smaller = shrunk(chosen, ChunkOptions(size=32))
+    same, still_smaller = shrunk(chosen, chosen.options), shrunk(smaller, smaller.options)
+    expected = ((chosen, True), (same, True), (smaller, False), (still_smaller, False))
+    for decision, is_free in expected:
+        decision = decision_of(json.loads(json.dumps(values_of(decision))))
+        found = decide.rivals_of(config, torch.device("cpu"), decision, num_local=2)
+        assert found is not None and found.is_free == is_free
+        assert 2**29 < found.budget_bytes < 2**30

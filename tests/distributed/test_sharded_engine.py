@@ -171,10 +171,14 @@ def refusals(rank: int) -> dict[str, str]:
     ranks = make_ranks(2, 1, 1, "cpu")
     hooked = llama()
     hooked.lm_head.weight.register_hook(lambda grad: None)
+    shared = llama()
+    first, second, *_ = shared.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
     mixed = llama()
     mixed.lm_head.float()
     found = {
         "hook": message(lambda: furlong.Engine(hooked, ranks=ranks)),
+        "shared": message(lambda: furlong.Engine(shared, ranks=ranks)),
         "dtypes": message(lambda: furlong.Engine(mixed, ranks=ranks, compute_dtype=torch.float64)),
         "stages": message(
             lambda: furlong.Engine(llama(num_hidden_layers=1), ranks=make_ranks(1, 1, 2, "cpu"))
@@ -211,6 +215,7 @@ def refusals(rank: int) -> dict[str, str]:
 
 SAID = {
     "hook": "has a hook on lm_head.weight, which would see no gradient",
+    "shared": "uses model.layers.1.mlp.up_proj.weight in more than one layer",
     "dtypes": "trains parameters of 2 dtypes",
     "stages": "pp 2 for a model of 1 layers",
     "both": "ranks and a process_group",

@@ -37,7 +37,7 @@ from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
-from furlong.train.setup.decided import values_of
+from furlong.train.setup.decided import shrunk, values_of
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 from furlong.train.setup.prepare import RunData
 from furlong.train.stop import StopRequest
@@ -203,7 +203,7 @@ def _open_log(
 
 def _write_options(folder: Path, decision: Decision, options: ChunkOptions) -> None:
     """`options`: those of now, which a step that did not fit has changed."""
-    write_json(folder / OPTIONS, values_of(replace(decision, options=options)))
+    write_json(folder / OPTIONS, values_of(shrunk(decision, options)))
 
 
 def _saver(
@@ -212,7 +212,7 @@ def _saver(
     def save(progress: Progress) -> None:
         state.processes.at("a checkpoint")
         started_s = time.perf_counter()
-        now = replace(state, decision=replace(state.decision, options=fitting.options))
+        now = replace(state, decision=shrunk(state.decision, fitting.options))
         checkpoint = now.save(folder, progress, metrics_bytes=log.num_bytes)
         log.say(f"checkpoint {checkpoint} ({format_seconds(time.perf_counter() - started_s)})")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.launched import Launched
 from helpers.pair_runs import pair_flags
-from helpers.tiny_runs import TinyRun, run_command
+from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from furlong.cli.main import main
 
@@ -79,3 +80,28 @@ def test_dropout_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
     ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
     assert [one.code for one in ended] == [2, 2]
     assert "2 processes and model.lora.dropout = 0.1" in ended[0].said
+
+
+def test_a_sample_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    sample = '--chunks.sample={"rate": 0.5}'
+    flags = (*pair_flags(tiny_run, tmp_path), sample, "--parallel.dp=2")
+    arguments = tiny_run.arguments(tmp_path / "run", *flags)
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
+    assert [one.code for one in ended] == [2, 2]
+    assert "chunks.sample with train.loss: dpo" in ended[0].said
+
+
+def test_dropout_of_the_model_is_refused(tmp_path: Path) -> None:
+    """Its losses would be of other draws than the gradients."""
+    tiny = build_tiny_run(tmp_path / "tiny")
+    config = GPT2Config(
+        vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=512, attn_pdrop=0.0,
+        resid_pdrop=0.1, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tiny.folder / "model")
+    flags = (*pair_flags(tiny, tmp_path), "--train.steps=2", "--train.epochs=null")
+    arguments = tiny.arguments(tmp_path / "run", *flags, "--parallel.dp=2")
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
+    assert [one.code for one in ended] == [2, 2], ended[0].said
+    assert "a model that draws random numbers" in ended[0].said
+    assert ended[0].said.count("draws random numbers in train mode") == 1

@@ -77,6 +77,12 @@ class Decision:
     layout_words: str = ""
     """The layout with the seconds of a step, and what the others would have cost; empty on one
     device, and where no layout was searched."""
+    budget_bytes: int | None = None
+    """Bytes of a device for rivals, which a resumed run makes of the same; None where there are
+    none."""
+    has_shrunk: bool = False
+    """Whether the options are of smaller chunks than those that were chosen, after a step that did
+    not fit."""
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""

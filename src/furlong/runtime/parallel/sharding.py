@@ -46,7 +46,7 @@ def shard(
     parameters that must not compute in it. Raises UnsupportedModelError for what FSDP2 cannot
     divide.
     """
-    dtype = _refuse_indivisible(base, unchanged if compute_dtype else ())
+    dtype = _refuse_indivisible(base, layers, unchanged if compute_dtype else ())
     # reduce_dtype is that of the sums over chunks, too
     wide = torch.promote_types(compute_dtype or dtype, torch.float32)
     policy = MixedPrecisionPolicy(compute_dtype, wide, cast_forward_inputs=False)
@@ -154,17 +154,22 @@ def _divided(module: FSDPModule) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-def _refuse_indivisible(base: nn.Module, unchanged: Sequence[nn.Parameter]) -> torch.dtype:
+def _refuse_indivisible(
+    base: nn.Module, layers: Sequence[nn.Module], unchanged: Sequence[nn.Parameter]
+) -> torch.dtype:
     """The dtype of the trained parameters; raises UnsupportedModelError."""
     names = {id(parameter): name for name, parameter in base.named_parameters()}
     trained = {p.dtype for p in base.parameters() if p.requires_grad}
     scalar = next((n for n, p in base.named_parameters() if not p.ndim), None)
     sparse = next((n for n, m in base.named_modules() if getattr(m, "sparse", False)), None)
+    shared = _shared_between(base, layers)
     hooked = next((n for n, p in base.named_parameters() if p._backward_hooks), None)
     if len(trained) > 1:
         what = f"trains parameters of {len(trained)} dtypes: {', '.join(map(str, trained))}"
     elif scalar is not None:
         what = f"has the parameter {scalar}, a single number"
+    elif shared is not None:
+        what = f"uses {shared} in more than one layer"
     elif sparse is not None:
         what = f"has sparse gradients at {sparse}"
     elif hooked is not None:
@@ -175,8 +180,23 @@ def _refuse_indivisible(base: nn.Module, unchanged: Sequence[nn.Parameter]) -> t
         return next(iter(trained), torch.float32)
     raise UnsupportedModelError(
         given=f"{type(base).__name__} {what}",
-        required="parameters of at least one axis, trained in one dtype, for weights that several "
-        "processes share",
+        required="parameters of at least one axis, each of one layer or beside all of them, "
+        "trained in one dtype, for weights that several processes share",
         source="the model that was passed, and the number of processes",
-        change="freeze or cast the parameter, or train in one process",
+        change="train in one process"
+        if shared is not None
+        else "freeze or cast the parameter, or train in one process",
     )
+
+
+def _shared_between(base: nn.Module, layers: Sequence[nn.Module]) -> str | None:
+    """The name of a parameter that two layers have, or a layer and what is beside all of them: they
+    would be gathered and added up apart."""
+    own = {id(layer) for layer in layers}
+    prefixes = [f"{name}." for name, module in base.named_modules() if id(module) in own]
+    seen: dict[int, str] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        group = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        if seen.setdefault(id(parameter), group) != group:
+            return name
+    return None

@@ -30,6 +30,7 @@ from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline
 from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
+from furlong.train.preference.refusals import draws_twice
 from furlong.train.processes.together import ALONE, Processes
 
 REFERENCE = "the reference"
@@ -62,6 +63,8 @@ class PairEngines(Engines):
             return self._alone(batch, options, device, backward, watch)
         known = {"name": name, "watch": watch}
         result = super().compute(batch, options, device, backward=False, **known)  # type: ignore[arg-type]
+        if backward and self.processes.any(result.has_drawn):
+            raise self.processes.alike(draws_twice(self.processes.num_processes))
         # the same on all processes, which then agree on what each sequence counts
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
         answers = [_answer(own, x) for own, x in zip(batch.sequences, sums, strict=True)]

@@ -14,6 +14,13 @@ def check_pairs(config: RunConfig, num_processes: int) -> None:
     if num_processes == 1:
         check_dials(config.chunks)
         return
+    if config.chunks.sample is not None:
+        raise ConfigError(
+            given="chunks.sample with train.loss: dpo",
+            required="exact gradients",
+            source="chunks.sample and train.loss",
+            change="remove chunks.sample",
+        )
     if config.model.lora is not None and config.model.lora.dropout:
         raise ConfigError(
             given=f"train.loss: dpo with {num_processes} processes and model.lora.dropout ="
@@ -22,3 +29,14 @@ def check_pairs(config: RunConfig, num_processes: int) -> None:
             source="model.lora.dropout, and the number of processes that were started",
             change="set model.lora.dropout to 0, or start one process",
         )
+
+
+def draws_twice(num_processes: int) -> ConfigError:
+    """The error for a model with dropout, whose losses and gradients would be of other draws."""
+    return ConfigError(
+        given=f"train.loss: dpo with {num_processes} processes and a model that draws random"
+        " numbers in train mode (dropout, jitter or sampling)",
+        required="no draws: losses are made of one forward, gradients of another",
+        source="the model's config.json, and the number of processes that were started",
+        change="set its dropouts, such as resid_pdrop, to 0, or start one process",
+    )

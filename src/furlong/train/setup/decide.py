@@ -211,6 +211,18 @@ def cost_model(
     return calibrated(model, config.model.dtype).model
 
 
+def with_rivals(
+    decision: Decision, config: RunConfig, device: torch.device, num_local: int
+) -> Decision:
+    """The decision with the bytes that rivals may use, where there are any. Call it before the
+    model takes memory."""
+    if decision.layout.sp == decision.layout.pp == 1:
+        return decision
+    budget = config.memory.device
+    budget_bytes = _device(device, num_local)[1] if budget == "auto" else budget
+    return replace(decision, budget_bytes=budget_bytes)
+
+
 def rivals_of(
     config: RunConfig,
     device: torch.device,
@@ -220,23 +232,22 @@ def rivals_of(
     num_local: int = 1,
 ) -> Rivals | None:
     """Other plans than those of the dials, for a run with pools or a pipeline; None where there
-    are none, or where the model's work cannot be counted. Call it before the model takes memory."""
+    are none, or where the model's work cannot be counted."""
     layout = decision.layout
-    if layout.sp == layout.pp == 1:
+    if decision.budget_bytes is None:
         return None
     try:
         model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError:
         return None
-    figures, budget = calibrated(model, config.model.dtype), config.memory.device
-    budget_bytes = _device(device, num_local)[1] if budget == "auto" else budget
+    figures = calibrated(model, config.model.dtype)
     training = figures.model.training
     training = replace(training, zero_stage=1, gathers=True, replicas=layout.dp)
     return Rivals(
         replace(figures.model, training=training),
-        budget_bytes=int(budget_bytes * (1 - figures.margin(MARGIN))),
+        budget_bytes=int(decision.budget_bytes * (1 - figures.margin(MARGIN))),
         options=decision.options,
-        is_free=not given_dials(config.chunks),
+        is_free=not given_dials(config.chunks) and not decision.has_shrunk,
     )
 
 

@@ -39,7 +39,7 @@ from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.setup.architecture import architecture_of, check_architecture
-from furlong.train.setup.decide import decide_options
+from furlong.train.setup.decide import decide_options, with_rivals
 from furlong.train.setup.decided import decision_of, values_of
 from furlong.train.setup.start import source_of
 from furlong.train.setup.storage import check_free, storage_of
@@ -103,7 +103,7 @@ def decided(
             num_processes=launch.num_processes, num_local=launch.num_local,
         )  # fmt: skip
         check_free(storage, decision)
-        return decision
+        return with_rivals(decision, config, device, launch.num_local)
 
     if processes.num_processes == 1:
         return decide()

@@ -1,0 +1,100 @@
+"""Models with recurrent layers, and with unlike attention, on replicas and in pipelines: the
+gradients of one process that computes the same chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from distributed.layout_cases import whole_grads
+from helpers.attention_families import twin_of
+from helpers.gradients import batch, num_labels, take_grads
+from helpers.hybrids import build
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+import furlong
+from furlong.models.held import hold, stand_ins
+from furlong.plan.values import ChunkPlan
+from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders.replicas import join_replicas
+from furlong.runtime.parallel.ranks import make_ranks
+
+LENS = (40, 9, 26, 5)
+DEALT = ((0, 3), (1, 2))
+OPTIONS = ChunkOptions(size=16, num_retained=1)
+NUM_LAYERS = 4
+CUT = 2
+BOUND = 1e-12
+"""Families compute parts in float32: chunks are the same, sums over processes are in float64."""
+
+Grads = dict[str, Tensor]
+Make = Callable[[], torch.nn.Module]
+
+
+def plan_of(*, piped: bool) -> ChunkPlan:
+    if piped:
+        return plan_1f1b(LENS, group_chunks(LENS, OPTIONS), stages=(CUT, NUM_LAYERS - CUT))
+    plans = [
+        plan_on_device([LENS[i] for i in ids], OPTIONS, num_layers=NUM_LAYERS) for ids in DEALT
+    ]
+    return join_replicas(plans, DEALT, LENS)
+
+
+def step(rank: int, make: Make, piped: bool) -> Grads:
+    """The gradients that this process has: those of its stage, or all."""
+    model, sequences = make(), batch(LENS)
+    ranks = make_ranks(*((1, 1, 2) if piped else (2, 1, 1)), "cpu")
+    if piped:
+        layers = range(CUT, NUM_LAYERS) if ranks.stage else range(CUT)
+        hold(model, stand_ins(model, layers))
+    engine = furlong.Engine(model, ranks=ranks)
+    engine.run(plan_of(piped=piped), sequences, num_labels(sequences))
+    return whole_grads(engine.model.model)
+
+
+def truth(make: Make, *, piped: bool) -> Grads:
+    model, sequences = make(), batch(LENS)
+    engine = furlong.Engine(model)
+    for ids in (range(len(LENS)),) if piped else DEALT:
+        own = [sequences[i] for i in ids]
+        engine.forward_backward(own, OPTIONS, num_labels(sequences))
+    return take_grads(model)
+
+
+def check(make: Make, *, piped: bool) -> None:
+    expected = truth(make, piped=piped)
+    found = run_ranks(step, make, piped, num_ranks=2, limit_s=180)
+    assert found[0].keys() | found[1].keys() == expected.keys()
+    total = float(torch.stack([x.norm() for x in expected.values()]).norm())
+    for grads in found:
+        for name, grad in grads.items():
+            scale = max(float(expected[name].norm()), 1e-9 * total)
+            assert float((grad - expected[name]).norm()) / scale <= BOUND, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piped", [False, True], ids=["dp", "pp"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "bamba"])
+def test_recurrent_layers(family: str, piped: bool) -> None:
+    check(partial(build, family), piped=piped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piped", [False, True], ids=["dp", "pp"])
+def test_latent_attention(piped: bool) -> None:
+    check(partial(twin_of, "deepseek_v3"), piped=piped)
+
+
+@pytest.mark.slow
+def test_replicas_of_layers_that_share_keys() -> None:
+    make = partial(
+        twin_of, "gemma4 with shared keys", num_hidden_layers=NUM_LAYERS, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    check(make, piped=False)
