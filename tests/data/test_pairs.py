@@ -99,6 +99,25 @@ def test_texts(tmp_path: Path, record: dict[str, Any], learnt: list[list[int]]) 
     assert [s.labels.tolist() for s in data] == [[-100, -100, *own] for own in learnt]
 
 
+@pytest.mark.parametrize("prompt", ["a b ", "a b", "a b \n"])
+def test_texts_that_repeat_their_prompt_hold_it_once(tmp_path: Path, prompt: str) -> None:
+    """As data sets of whole texts have it; one answer alone may well begin with its prompt."""
+    record = {"prompt": prompt, "chosen": "a b c c", "rejected": "a b b"}
+    one = {"prompt": "a b ", "chosen": "a b c", "rejected": "c"}
+    data = pairs_of(tmp_path, record, one, record, tokenizer=word_tokenizer())
+    whole = [[2, 3, 4, 4, 1], [2, 3, 3, 1]]
+    assert [s.input_ids.tolist() for s in data[:2]] == whole
+    assert [s.labels.tolist()[2:] for s in data[:2]] == [[4, 4, 1], [3, 1]]
+    assert [s.labels.tolist()[:2] for s in data[:2]] == [[-100, -100]] * 2
+    assert data[2].input_ids.tolist() == [2, 3, 2, 3, 4, 1]
+    (line, _) = data.describe()
+    assert "2 pairs of texts that repeat their prompt read as whole texts (first: " in line
+    assert "pairs.jsonl:1)" in line
+    no_answer = {"prompt": "a b", "chosen": "a b", "rejected": "a b c"}
+    with pytest.raises(DataError, match="1 pairs with an empty answer, and no other"):
+        pairs_of(tmp_path, no_answer, tokenizer=word_tokenizer())
+
+
 def test_a_table_with_scores_and_messages_is_read_as_pairs(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([ULTRA] * 3), tmp_path / "pairs.parquet")
     data = load(

@@ -3,6 +3,7 @@
 prompt, chosen, rejected       three texts, or three lists of messages
 chosen, rejected               two whole conversations, or texts: what they begin with is the prompt
 prompt (a text), chosen, rejected      whole conversations in which the prompt is a turn of the user
+prompt, chosen, rejected               whole texts that begin with the prompt
 
 A record becomes two sequences, chosen and then rejected, of which the turns (or characters) behind
 the prompt are learnt. Without an answer, or with the same one twice, there is nothing to prefer:
@@ -31,6 +32,9 @@ from furlong.data.tokenize import Encoded, encode_rendered
 from furlong.errors import DataError
 
 SAME, EMPTY = NO_PAIRS = "pairs with the same answers", "pairs with an empty answer"
+
+REPEATED = "pairs of texts that repeat their prompt"
+"""Counted with what is left out, though they are not: they are read as whole texts."""
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
 _PROMPTS = (
@@ -64,7 +68,7 @@ def encode_pairs(
     first = next(records)
     check_fields(first, "preference")
     is_chat = not isinstance(first.fields["chosen"], str)
-    texts = nullcontext(render_texts)
+    texts = nullcontext(partial(render_texts, left_out=left_out))
     with rendering(tokenizer, render_turns) if is_chat else texts as render:
         found = _rendered(chain((first,), records), render, left_out)
         encoded = encode_rendered(found, tokenizer, "chat" if is_chat else "completion")
@@ -78,8 +82,9 @@ def encode_pairs(
                 yield rejected
 
 
-def render_texts(record: SourceRecord) -> _Answers:
-    """The answers of a record of texts. Raises DataError."""
+def render_texts(record: SourceRecord, left_out: LeftOut) -> _Answers:
+    """The answers of a record of texts. Where both repeat the prompt they are the whole texts, and
+    counted. Raises DataError."""
     chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
     if chosen == rejected:
         return SAME
@@ -91,7 +96,12 @@ def render_texts(record: SourceRecord) -> _Answers:
                 'write each answer as [{"role": "assistant", "content": "..."}]',
             )  # fmt: skip
         prompt = text_of(record, "prompt")
-        chosen, rejected = prompt + chosen, prompt + rejected
+        start = _repeated(prompt, chosen, rejected)
+        if start:
+            left_out.add(REPEATED, record)
+            prompt = chosen[:start]
+        else:
+            chosen, rejected = prompt + chosen, prompt + rejected
     else:
         prompt = _common_text(record, chosen, rejected)
     start = len(prompt)
@@ -114,6 +124,13 @@ def render_turns(
         return EMPTY
     make = partial(Conversation, record, tokenizer, template, tools, before=before, first=first)
     return make(turns=chosen).rendered(), make(turns=rejected).rendered()
+
+
+def handled(what: str) -> str:
+    """What was done with records that a source did not take as they are."""
+    if what == REPEATED:
+        return "read as whole texts"
+    return "replaced" if "bytes" in what else "left out"
 
 
 def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> None:
@@ -180,6 +197,15 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
             " the record",
         )  # fmt: skip
     return chosen, rejected, first
+
+
+def _repeated(prompt: str, chosen: str, rejected: str) -> int:
+    """The characters with which both texts repeat the prompt, but perhaps for blanks at its end; 0
+    where one of them does not."""
+    for own in (prompt, prompt.rstrip()):
+        if own.strip() and chosen.startswith(own) and rejected.startswith(own):
+            return len(own)
+    return 0
 
 
 def _common(chosen: Items[Any], rejected: Items[Any]) -> int:

@@ -27,5 +27,7 @@ class StepResult:
     host_bytes: int = 0
     """Most bytes at a time in the tier host."""
     disk_bytes: int = 0
+    has_drawn: bool = False
+    """Whether the forwards of this process have drawn random numbers, as dropout does."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other figures of the loss, by name."""

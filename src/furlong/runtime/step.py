@@ -83,6 +83,7 @@ def take_step(
     return StepResult(
         loss_sum / facts.divisor, loss_sum, num_labels, timeline, losses, plan,
         host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
+        has_drawn=executor.has_drawn,
     )  # fmt: skip
 
 

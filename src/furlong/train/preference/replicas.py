@@ -24,6 +24,7 @@ from furlong.api import Engine
 from furlong.data.loader import Batch, LoaderState, sequence_tensors
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.data.tokenize import Sequence as Tokens
+from furlong.errors import ConfigError
 from furlong.plan.values import Backward, Forward
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.result import StepResult
@@ -62,6 +63,8 @@ class PairReplicas(Replicas):
             return self._alone(batch, options, device, backward, watch)
         known = {"name": name, "watch": watch}
         result = super().compute(batch, options, device, backward=False, **known)  # type: ignore[arg-type]
+        if backward and self.processes.any(result.has_drawn):
+            raise self.processes.alike(_drawn(self.processes.num_processes))
         # the same on all processes, which then agree on what each sequence counts
         sums = torch.stack([-losses.sum() for losses in result.token_losses]).requires_grad_()
         answers = [_answer(own, x) for own, x in zip(batch.sequences, sums, strict=True)]
@@ -120,6 +123,16 @@ class PairReplicas(Replicas):
             loss_sum / len(pairs), loss_sum, batch.num_valid_tokens, Timeline(tuple(clock.records)),
             metrics=means(found),
         )  # fmt: skip
+
+
+def _drawn(num_processes: int) -> ConfigError:
+    return ConfigError(
+        given=f"train.loss: dpo with {num_processes} processes and a model that draws random"
+        " numbers in train mode, as dropout does",
+        required="no draws: losses are made of one forward, gradients of another",
+        source="the config of the model, and the number of processes that were started",
+        change="set dropouts of its config to 0 (model.config), or start one process",
+    )
 
 
 def _answer(sequence: Tokens, log_prob: Tensor) -> Answer:
