@@ -95,17 +95,17 @@ def check(calls: list[Any], options: furlong.ChunkOptions, uses: list[str], grad
     model, engine = shared()
     batches: list[Batch] = [[first, *more] for first, more in calls]
     whole = [own for sequences in batches for own in whole_values(model, sequences)]
-    expected = loss_of(whole, uses)
-    expected.backward()
+    loss_of(whole, uses).backward()
     truth = take_grads(model)
     found = [
         own
         for sequences in batches
         for own in engine.token_values(sequences, options, gradients=gradients)
     ]
-    for one, other in zip(found, whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=BOUND, atol=BOUND)
+    moved = [float((a - b).detach().abs().max()) for a, b in zip(found, whole, strict=True)]
+    assert max(moved) <= BOUND * 10  # log-probabilities are up to 10
     loss_of(found, uses).backward()
+    del found  # of a call of which no value was used something is held as long
     grads = take_grads(model)
     for name in truth.keys() - grads.keys():
         assert not truth[name].any(), name

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.launched import Launched
 from helpers.pair_runs import pair_flags
-from helpers.tiny_runs import TinyRun, run_command
+from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
 
 from furlong.cli.main import main
 
@@ -71,6 +71,22 @@ def test_two_processes(tiny_run: TinyRun, tmp_path: Path, layout: str) -> None:
     for name, weight in found.items():
         error = (weight - expected[name]).norm() / expected[name].norm().clamp(min=1e-300)
         assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+@pytest.mark.slow
+def test_dropout_of_the_model_itself_is_refused(tmp_path: Path) -> None:
+    """No flag tells of it; only what has drawn does."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tiny = build_tiny_run(tmp_path)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 300}
+    config = GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.1, embd_pdrop=0.0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    flags = (*pair_flags(tiny, tmp_path), *STEPS)
+    arguments = tiny.arguments(tmp_path / "run", *flags, "--parallel.dp=2")
+    ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
+    assert [one.code for one in ended] == [2, 2], ended[0].said
+    assert "2 processes and a model that draws random numbers" in ended[0].said
 
 
 def test_dropout_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
