@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_load import load, write_lines
 from tiny_tokenizers import CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from furlong.data.dataset import DataSet
 from furlong.data.formats import IGNORE_INDEX
@@ -97,6 +99,25 @@ def test_texts(tmp_path: Path, record: dict[str, Any], learnt: list[list[int]]) 
     data = pairs_of(tmp_path, record, tokenizer=word_tokenizer())
     assert [s.input_ids[:2].tolist() for s in data] == [[2, 3]] * 2
     assert [s.labels.tolist() for s in data] == [[-100, -100, *own] for own in learnt]
+
+
+def test_the_word_in_which_texts_part_is_learnt_whole(tmp_path: Path) -> None:
+    """Its first letters are a token of one text, and a part of one in the other."""
+    backend = Tokenizer(
+        models.BPE(
+            vocab={s: i for i, s in enumerate(["<end>", "a", "b", "c", "d", "x", "ab", "abc"])},
+            merges=[("a", "b"), ("ab", "c")],
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    for record in (
+        {"chosen": "x abc", "rejected": "x abd x"},
+        {"prompt": "x ab", "chosen": "c", "rejected": "d x"},
+    ):
+        data = pairs_of(tmp_path, record, tokenizer=tokenizer)
+        assert [s.input_ids.tolist() for s in data] == [[5, 7, 0], [5, 6, 4, 5, 0]]
+        assert [s.labels.tolist() for s in data] == [[-100, 7, 0], [-100, 6, 4, 5, 0]]
 
 
 @pytest.mark.parametrize("prompt", ["a b ", "a b", "a b \n"])
@@ -188,6 +209,10 @@ def test_conversations_without_a_choice(
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected that is a list", ""),
         ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "a prompt of messages", ""),
         ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "a prompt of no message", ""),
+        (
+            {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
+            "a prompt that chosen alone repeats", "remove the prompt's messages",
+        ),
         ({"chosen": [ASK, GOOD], "rejected": [MORE, BAD]}, "begin differently", "add the prompt"),
         (ULTRA | {"prompt": "who?"}, "a prompt 'who\\?' that is no turn", "write prompt as"),
         (ULTRA | {"chosen": [GOOD], "rejected": [BAD]}, "begin differently", "add the prompt"),

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -72,7 +72,8 @@ def encode_pairs(
     with rendering(tokenizer, render_turns) if is_chat else texts as render:
         found = _rendered(chain((first,), records), render, left_out)
         encoded = encode_rendered(found, tokenizer, "chat" if is_chat else "completion")
-        for chosen, rejected in zip(encoded, encoded, strict=True):
+        for pair in zip(encoded, encoded, strict=True):
+            chosen, rejected = pair if is_chat else _learnt_from_difference(*pair)
             if np.array_equal(chosen.input_ids, rejected.input_ids):
                 left_out.add(SAME, chosen)
             elif not (_is_learnt(chosen) and _is_learnt(rejected)):
@@ -180,8 +181,15 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
         first = len(turns)
         if not turns:
             raise _without_prompt(record, "a prompt of no message", "messages")
-        if chosen[:first] == rejected[:first] == turns:  # the whole conversations after all
+        repeats = [answer[:first] == turns for answer in (chosen, rejected)]
+        if all(repeats):  # the whole conversations after all
             return chosen, rejected, first
+        if any(repeats):
+            raise _refusal(
+                record, f"a prompt that {'chosen' if repeats[0] else 'rejected'} alone repeats",
+                "two answers behind the prompt, or two whole conversations",
+                "remove the prompt's messages from both answers",
+            )  # fmt: skip
         return turns + chosen, turns + rejected, first
     first = _common(chosen, rejected)
     if not first:
@@ -225,8 +233,8 @@ def _answers(turns: _Turns) -> bool:
 
 
 def _common_text(record: SourceRecord, chosen: str, rejected: str) -> str:
-    """The characters with which two whole texts begin. The loss of a pair does not depend on where
-    in them the prompt ends: tokens that both have add the same to both."""
+    """The characters with which two whole texts begin. Sums of log-probabilities of a pair do not
+    depend on where in them the prompt ends: tokens that both have add the same to both."""
     foreign = [name for name in _PROMPTS if name in record.fields]
     common = chosen[: _common(chosen, rejected)]
     if foreign or not common.strip():
@@ -246,6 +254,20 @@ def _rendered(
             left_out.add(found, record)
         else:
             yield from ((record, answer) for answer in found)
+
+
+def _learnt_from_difference(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:
+    """Texts of which all tokens are learnt from the first one on that differs: the last word of
+    what both begin with may be other tokens in each of them."""
+    shorter = min(len(chosen.input_ids), len(rejected.input_ids))
+    differ = chosen.input_ids[:shorter] != rejected.input_ids[:shorter]
+    first = int(differ.argmax()) if differ.any() else shorter
+    pair = []
+    for one in (chosen, rejected):
+        labels = one.labels.copy()
+        labels[first:] = one.input_ids[first:]
+        pair.append(replace(one, labels=labels))
+    return pair[0], pair[1]
 
 
 def _is_learnt(encoded: Encoded) -> bool:

@@ -131,7 +131,7 @@ def _drawn(num_processes: int) -> ConfigError:
         " numbers in train mode, as dropout does",
         required="no draws: losses are made of one forward, gradients of another",
         source="the config of the model, and the number of processes that were started",
-        change="set dropouts of its config to 0 (model.config), or start one process",
+        change="set the dropouts in its config.json to 0, or start one process",
     )
 
 
