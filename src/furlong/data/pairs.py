@@ -128,7 +128,7 @@ def render_turns(
 
 
 def handled(what: str) -> str:
-    """What was done with records that a source did not take as they are."""
+    """The words for what was done with records that a source did not take as they are."""
     if what == REPEATED:
         return "read as whole texts"
     return "replaced" if "bytes" in what else "left out"
