@@ -149,27 +149,34 @@ def test_packed_rows_that_repeat_a_prompt() -> None:
     assert worst_relative_error(take_grads(model), truth) <= BOUND
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_autocast_with_shared_prompts(share: bool) -> None:
-    """A scaled loss of two calls, in bf16: as far from the truth as transformers' own."""
-    model = build("llama", torch.float32)
-    truth_model = build("llama").double()
-    truth_model.load_state_dict(model.state_dict())
+def test_autocast_with_shared_prompts() -> None:
+    """Scaled losses in bf16 are as far from the truth as transformers' own, over several models:
+    rounding moves the ratio of a single one by a fifth either way."""
     sequences = [sequence(0, 40, end, 30, "answer") for end in range(3)]
+    options = furlong.ChunkOptions(size=16, keep="kv")
+    squares = {"own": 0.0, "shared": 0.0, "alone": 0.0}
+    for seed in range(4):
+        model = build("llama", torch.float32, seed=seed)
+        wide = build("llama")
+        wide.load_state_dict(model.state_dict())
+        engine = furlong.Engine(model)
+        scaled_loss(whole_values(wide, sequences)).backward()
+        truth = take_grads(wide)
+        for name in squares:
+            with torch.autocast("cpu", torch.bfloat16):
+                values = (
+                    whole_values(model, sequences)
+                    if name == "own"
+                    else engine.token_values(sequences, options, share_prompts=name == "shared")
+                )
+                loss = scaled_loss(values)
+            loss.backward()
+            found = take_grads(model)
+            squares[name] += sum(float((found[n] - x).norm() ** 2) for n, x in truth.items())
+    assert 0 < squares["shared"] <= 1.1**2 * squares["own"]
+    assert 0 < squares["alone"] <= 1.1**2 * squares["own"]
 
-    def loss(values: list[Tensor]) -> Tensor:
-        sums = torch.stack([own.double().sum() for own in values])
-        return 256 * (sums.softmax(0)[0] + 1e-3 * sums.pow(2).sum())
 
-    loss(whole_values(truth_model, sequences)).backward()
-    truth = take_grads(truth_model)
-    with torch.autocast("cpu", torch.bfloat16):
-        own = loss(whole_values(model, sequences))
-    own.backward()
-    theirs = worst_relative_error(take_grads(model), truth)
-    engine = furlong.Engine(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        options = furlong.ChunkOptions(size=16, keep="kv")
-        found = loss(engine.token_values(sequences, options, share_prompts=share))
-    found.backward()
-    assert 0 < worst_relative_error(take_grads(model), truth) <= 1.5 * theirs
+def scaled_loss(values: list[Tensor]) -> Tensor:
+    sums = torch.stack([own.double().sum() for own in values])
+    return 256 * (sums.softmax(0)[0] + 1e-3 * sums.pow(2).sum())
