@@ -99,7 +99,7 @@ def build(shape: str, device: str = "cpu", dtype: str = "float32") -> PreTrained
         _MODEL_TYPES.get(shape, "qwen2"), **SHAPES[shape],
         max_position_embeddings=_MAX_POSITIONS, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model.to(device, getattr(torch, dtype)).train()
 
 

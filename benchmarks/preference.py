@@ -5,7 +5,13 @@
     python benchmarks/preference.py --quick               # a few thousand tokens: that it runs
 
 TRL is DPOTrainer's own loss with gradient checkpointing and precomputed references. Times are
-seconds of the CPU, one thread: other work on the machine lengthens the others.
+seconds of the CPU, one thread: other work on the machine lengthens the others. StreamBP's trainer
+needs older packages, so an environment of its own, named by `--streambp`:
+
+    python -m venv V
+    V/bin/pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 peft==0.15.1 psutil rich
+    V/bin/pip install --no-deps streambp==1.0
+    python benchmarks/preference.py --streambp V/bin/python
 """
 
 from __future__ import annotations
@@ -59,10 +65,7 @@ def main() -> int:
     report.promises += [] if args.quick else pair_promises(results)
     report.notes += _growth(report, args) if args.growth else []
     report.notes += _group(report, args)
-    report.notes.append(
-        "StreamBP: no row. Its DPO trainer is built on transformers 4.51 and a TRL of that time, "
-        "of which this environment has none; benchmarks/long.py measures its decoder."
-    )
+    report.notes += _streambp(report, pair, dials, args)
     return report.finish(args.json)
 
 
@@ -104,6 +107,30 @@ def _growth(report: Report, args: argparse.Namespace) -> list[str]:
     report.add(f"keep=kv against length, shape {args.growth}", results)
     short, long = (rounds[0] for rounds in results.values())
     report.promises.append(growth_promise(short, long, args.growth))
+    return []
+
+
+def _streambp(
+    report: Report, pair: Trial, dials: Mapping[str, object], args: argparse.Namespace
+) -> list[str]:
+    """The first step of a run by StreamBP's trainer, at its defaults and as its README says, and by
+    ours."""
+    if not args.streambp:
+        return ["StreamBP: left out, --streambp names an interpreter that has its DPO trainer."]
+    begins = replace(pair, begins=True)
+    rival = replace(begins, contender="streambp", python=args.streambp)
+    third = -(-args.tokens // 3)
+    readme = {"logits_chunk_size": 100, "checkpoint_chunk_size": third}
+    trials = {
+        "StreamBP's defaults": rival,
+        "StreamBP as its README says": replace(rival, dials=readme),
+        ATTENTION: _furlong(begins, {**dials, "keep": "attention"}),
+        KV: _furlong(begins, {**dials, "keep": "kv"}),
+        SHARED: replace(_furlong(begins, {**dials, "keep": "kv"}), share_prompts=True),
+    }
+    part = f"the first step, 2 x {args.tokens:,} tokens, whose reference is the model itself"
+    report.add(part, run_rounds({name: t.command() for name, t in trials.items()}, args.rounds))
+    report.check_agreement(part)
     return []
 
 
@@ -163,6 +190,7 @@ def _arguments() -> argparse.Namespace:
         "--growth", default="small", help="shape of the lengths; '' leaves them out"
     )
     parser.add_argument("--quick", action="store_true", help="a few thousand tokens")
+    parser.add_argument("--streambp", metavar="PYTHON", help="interpreter that has StreamBP")
     add_common_arguments(parser)
     args = parser.parse_args()
     if args.quick:

@@ -36,12 +36,16 @@ class Trial:
     """Tokens of the prompt, and of the longest answer, in the step before the measured one."""
     dials: Mapping[str, Any] = field(default_factory=dict)
     share_prompts: bool = False
+    begins: bool = False
+    """The first step of a run, whose model is its own reference, and each answer's first token is
+    not learnt: what StreamBP's trainer computes."""
+    python: str = sys.executable
+    """The interpreter whose packages the contender needs."""
 
     def command(self) -> list[str]:
         own = Path(__file__).resolve()
         path = f"PYTHONPATH={own.parents[1] / 'src'}"
-        return ["env", path, "OMP_NUM_THREADS=1", sys.executable, str(own),
-                json.dumps(asdict(self))]  # fmt: skip
+        return ["env", path, "OMP_NUM_THREADS=1", self.python, str(own), json.dumps(asdict(self))]
 
     def answers(self, most_tokens: int | None = None) -> list[Tensor]:
         """Prompt and answer, of each answer."""
@@ -57,7 +61,7 @@ class Trial:
 def run(trial: Trial) -> Measurement:
     torch.set_num_threads(1)
     model = build(trial.shape)
-    make = {"trl": _trl, "furlong": _furlong}[trial.contender]
+    make = {"trl": _trl, "furlong": _furlong, "streambp": _streambp}[trial.contender]
     prepare = make(model, trial)
     return measure(
         model, prepare(trial.answers()),
@@ -77,12 +81,15 @@ def _furlong(model: Any, trial: Trial) -> Prepare:
         sequences = []
         for ids in answers:
             labels = ids.clone()
-            labels[: _prompt_of(trial, ids)] = -100
+            labels[: _prompt_of(trial, ids) + trial.begins] = -100
             sequences.append({"input_ids": ids, "labels": labels})
 
         def step() -> float:
             values = engine.token_values(sequences, options, share_prompts=trial.share_prompts)
-            loss = _dpo(values) if len(values) == 2 else _group(values)
+            references = (
+                [float(own.sum().detach()) for own in values] if trial.begins else REFERENCES
+            )
+            loss = _dpo(values, references) if len(values) == 2 else _group(values)
             loss.backward()
             return float(loss.detach())
 
@@ -99,8 +106,8 @@ def _prompt_of(trial: Trial, ids: Tensor) -> int:
     return max(len(ids) - trial.answer_tokens, len(ids) // 2)
 
 
-def _dpo(values: Sequence[Tensor]) -> Tensor:
-    chosen, rejected = (own.sum() - ref for own, ref in zip(values, REFERENCES, strict=True))
+def _dpo(values: Sequence[Tensor], references: Sequence[float]) -> Tensor:
+    chosen, rejected = (own.sum() - ref for own, ref in zip(values, references, strict=True))
     return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
 
 
@@ -117,25 +124,16 @@ def _group(values: Sequence[Tensor]) -> Tensor:
 
 def _trl(model: Any, trial: Trial) -> Prepare:
     """DPOTrainer's own loss, with precomputed references and gradient checkpointing."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
-    )
-    pair = {"prompt": "a a", "chosen": "a", "rejected": "a a"}
+    pairs, tokenizer = _placeholders()
     args = DPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], beta=BETA,
         gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
         max_length=None, precompute_ref_log_probs=True, disable_tqdm=True,
     )  # fmt: skip
     trainer: Any = DPOTrainer(
-        model=model, args=args, train_dataset=Dataset.from_list([pair, pair]),
-        processing_class=tokenizer,
+        model=model, args=args, train_dataset=pairs, processing_class=tokenizer
     )  # fmt: skip
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -158,6 +156,58 @@ def _trl(model: Any, trial: Trial) -> Prepare:
         return step
 
     return prepare
+
+
+def _streambp(model: Any, trial: Trial) -> Prepare:
+    """StreamDPOTrainer of StreamBP (arXiv 2506.03077), by its package, as its README says.
+
+    It has no precomputed references: it applies the reference's head to the hidden states of the
+    model that is trained, which is right as long as both are the same model, and its loss lacks
+    beta, which does not matter at a margin of 0. So it is measured at the first step.
+    """
+    from streambp import StreamDPOTrainer, StreamModel
+    from trl import DPOConfig
+
+    assert trial.begins
+    wrapped = StreamModel(model, gradient_accumulation_steps=1, **trial.dials)
+    pairs, tokenizer = _placeholders()
+    args = DPOConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], beta=BETA,
+        max_length=None, max_prompt_length=None, max_completion_length=None, disable_tqdm=True,
+    )  # fmt: skip
+    trainer: Any = StreamDPOTrainer(
+        model=wrapped, ref_model=build(trial.shape), args=args, train_dataset=pairs,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    wrapped.train()
+    wrapped.gradient_checkpointing_enable()
+
+    def prepare(answers: Sequence[Tensor]) -> Callable[[], float]:
+        stop = _prompt_of(trial, answers[0])
+        given = {"prompt": answers[0][:stop]}
+        given |= {n: x[stop:] for n, x in zip(("chosen", "rejected"), answers, strict=True)}
+        inputs = {f"{name}_input_ids": ids[None] for name, ids in given.items()}
+        inputs |= {
+            f"{name}_attention_mask": torch.ones_like(ids)[None] for name, ids in given.items()
+        }
+        return lambda: float(trainer.compute_loss(wrapped, dict(inputs)))
+
+    return prepare
+
+
+def _placeholders() -> tuple[Any, Any]:
+    """Pairs and a tokenizer, without which no trainer is made, and which nothing is computed of."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
+    )
+    pair = {"prompt": "a a", "chosen": "a", "rejected": "a a"}
+    return Dataset.from_list([pair, pair]), tokenizer
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ class Engine:
         backward: bool = True,
         *,
         token_loss: TokenFunction | None = None,
+        share_prompts: bool = False,
         watch: Callable[[], None] = _nothing,
     ) -> StepResult:
         """See `furlong.forward_backward`, and `run` of `Executor` for `watch`.
@@ -172,16 +173,19 @@ class Engine:
         `token_loss`: a function as in `furlong.values`, whose values (t,) are summed in the place
         of the cross-entropy, in one process. Sequences may then hold more tensors (T, ...), which
         it gets as extras. With `token_weights` (T,) each loss counts that often; the divisor is the
-        number of labels still.
+        number of labels still. `share_prompts`: see `token_values`; the plan then follows from the
+        tokens, and not from their lengths alone.
 
         On several replicas each passes its own sequences, the same on all its processes; the
         outcome is that of all, numbered replica by replica.
         """
         shifted: list[ShiftedSequence] = []
-        loss = own_loss(self._followed, sequences, token_loss)
+        loss = own_loss(self._followed, sequences, token_loss, share_prompts=share_prompts)
         with self._followed.alone():
             self._followed.follow()
-            planner = planner_of(self._followed, options, backward=backward)
+            loss = loss and loss.joined(self._followed, options)
+            forks = loss.batch.joined.forks if loss else None
+            planner = planner_of(self._followed, options, backward=backward, forks=forks)
 
             def make() -> Planned:
                 shifted[:] = shift_labels(sequences) if loss is None else loss.sequences

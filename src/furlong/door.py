@@ -59,6 +59,9 @@ _REFUSED = {
     "output_attentions": ("attention weights of a whole sequence never exist", "leave it out"),
 }  # fmt: skip
 
+_CARRIES_PADDING = {"recurrent_gemma"}
+"""Model types whose recurrent layers in transformers go over padding, though a mask names it."""
+
 _M = TypeVar("_M", bound=nn.Module)
 
 
@@ -177,6 +180,12 @@ class _Door:
             given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
             has_cache=_makes_cache(decoder, given),
         )  # fmt: skip
+        mask = given.get("attention_mask")
+        if decoder.config.model_type in _CARRIES_PADDING and not (mask is None or mask[:, 0].all()):
+            raise _refusal(
+                decoder, "padding in front", "pad behind",
+                "its own recurrent layers carry padding on in their states",
+            )  # fmt: skip
         states = hidden_states(
             self.followed, [_sequence(given["input_ids"], row) for row in rows], self.options,
             notes=False, share_prompts=self.share_prompts,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
+from contenders import build
 from measuring import Measurement
 from preference import ATTENTION, KV, SHARED, TRL, growth_promise, pair_promises
-from preference_trial import Trial, run
+from preference_trial import BETA, Trial, run
 
 MIB = 2**20
 
@@ -44,3 +47,17 @@ def test_trials_compute_one_loss_and_one_gradient(num_answers: int) -> None:
     own, shared = run(trial), run(replace(trial, share_prompts=True))
     assert shared.loss == pytest.approx(own.loss, rel=1e-4, abs=1e-6)
     assert shared.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)
+
+
+def test_the_first_step_is_what_streambp_computes() -> None:
+    """Its margin is 0, and the first token of each answer is not learnt."""
+    trial = Trial("furlong", "flat", 96, 24, 2, 32, {"size": 32, "keep": "kv"}, begins=True)
+    found = run(trial)
+    assert found.loss == pytest.approx(math.log(2), rel=1e-6)
+    model, signs = build("flat"), (1, -1)
+    for sign, ids in zip(signs, trial.answers(), strict=True):
+        logits = model(input_ids=ids[None]).logits[0, 96:-1]
+        log_probs = logits.log_softmax(-1).gather(1, ids[97:, None])
+        (-0.5 * BETA * sign * log_probs.sum()).backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert found.grad_norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4)

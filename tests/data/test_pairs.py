@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_load import load, write_lines
 from tiny_tokenizers import CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from furlong.data.dataset import DataSet
 from furlong.data.formats import IGNORE_INDEX
@@ -99,6 +101,44 @@ def test_texts(tmp_path: Path, record: dict[str, Any], learnt: list[list[int]]) 
     assert [s.labels.tolist() for s in data] == [[-100, -100, *own] for own in learnt]
 
 
+def test_the_word_in_which_texts_part_is_learnt_whole(tmp_path: Path) -> None:
+    """Its first letters are a token of one text, and a part of one in the other."""
+    backend = Tokenizer(
+        models.BPE(
+            vocab={s: i for i, s in enumerate(["<end>", "a", "b", "c", "d", "x", "ab", "abc"])},
+            merges=[("a", "b"), ("ab", "c")],
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    for record in (
+        {"chosen": "x abc", "rejected": "x abd x"},
+        {"prompt": "x ab", "chosen": "c", "rejected": "d x"},
+    ):
+        data = pairs_of(tmp_path, record, tokenizer=tokenizer)
+        assert [s.input_ids.tolist() for s in data] == [[5, 7, 0], [5, 6, 4, 5, 0]]
+        assert [s.labels.tolist() for s in data] == [[-100, 7, 0], [-100, 6, 4, 5, 0]]
+
+
+@pytest.mark.parametrize("prompt", ["a b ", "a b", "a b \n"])
+def test_texts_that_repeat_their_prompt_hold_it_once(tmp_path: Path, prompt: str) -> None:
+    """As data sets of whole texts have it; one answer alone may well begin with its prompt."""
+    record = {"prompt": prompt, "chosen": "a b c c", "rejected": "a b b"}
+    one = {"prompt": "a b ", "chosen": "a b c", "rejected": "c"}
+    data = pairs_of(tmp_path, record, one, record, tokenizer=word_tokenizer())
+    whole = [[2, 3, 4, 4, 1], [2, 3, 3, 1]]
+    assert [s.input_ids.tolist() for s in data[:2]] == whole
+    assert [s.labels.tolist()[2:] for s in data[:2]] == [[4, 4, 1], [3, 1]]
+    assert [s.labels.tolist()[:2] for s in data[:2]] == [[-100, -100]] * 2
+    assert data[2].input_ids.tolist() == [2, 3, 2, 3, 4, 1]
+    (line, _) = data.describe()
+    assert "2 pairs of texts that repeat their prompt read as whole texts (first: " in line
+    assert "pairs.jsonl:1)" in line
+    no_answer = {"prompt": "a b", "chosen": "a b", "rejected": "a b c"}
+    with pytest.raises(DataError, match="1 pairs with an empty answer, and no other"):
+        pairs_of(tmp_path, no_answer, tokenizer=word_tokenizer())
+
+
 def test_a_table_with_scores_and_messages_is_read_as_pairs(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([ULTRA] * 3), tmp_path / "pairs.parquet")
     data = load(
@@ -169,6 +209,10 @@ def test_conversations_without_a_choice(
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected that is a list", ""),
         ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "a prompt of messages", ""),
         ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "a prompt of no message", ""),
+        (
+            {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
+            "a prompt that chosen alone repeats", "remove the prompt's messages",
+        ),
         ({"chosen": [ASK, GOOD], "rejected": [MORE, BAD]}, "begin differently", "add the prompt"),
         (ULTRA | {"prompt": "who?"}, "a prompt 'who\\?' that is no turn", "write prompt as"),
         (ULTRA | {"chosen": [GOOD], "rejected": [BAD]}, "begin differently", "add the prompt"),

@@ -208,6 +208,10 @@ BAD: dict[str, Bad] = {
     "extras of one sequence alone": (
         [a(), a(old=torch.zeros(6))], {}, "same extras", "each sequence every extra",
     ),
+    "extras of other shapes": (
+        [a(best=torch.zeros(6, 2)), a(best=torch.zeros(6, 3))], {},
+        "best (6, 3), where sequence 0 has (2,)", "pad best to one shape",
+    ),
     "an extra with a graph": (
         [a(old=torch.zeros(6, requires_grad=True))], {}, "old, which requires a gradient",
         "pass old.detach()",

@@ -40,7 +40,7 @@ OTHERS: list[dict[str, Any]] = [
     {"max_length": 40}, {"padding_free": False, "pad_to_multiple_of": 8},
     {"sync_ref_model": True, "ref_model_sync_steps": 2}, {"gradient_accumulation_steps": 2},
     {"gradient_checkpointing": True}, {"precompute_ref_log_probs": True},
-    {"precompute_ref_log_probs": True, "lora": "new"},
+    {"precompute_ref_log_probs": True, "lora": "new"}, {"padding_free": True},
     {"lora": "trained"}, {"lora": "trained", "loss_type": ["sigmoid_norm"]},
     {"lora": "new", "gradient_checkpointing": True, "evaluates": True},
 ]  # fmt: skip

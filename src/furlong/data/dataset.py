@@ -14,7 +14,7 @@ import numpy.typing as npt
 from furlong.data import cache
 from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
-from furlong.data.pairs import require_answers
+from furlong.data.pairs import handled, require_answers
 from furlong.data.records import BLANK
 from furlong.data.reference import Reference
 from furlong.data.sources import Listing, Source, printable
@@ -70,7 +70,7 @@ class TokenizedSource:
             listed = ", ".join(map(printable, notes["unused"][:_MAX_LISTED]))
             line += f" (not used: {listed}{', ...' if len(notes['unused']) > _MAX_LISTED else ''})"
         for what, number in notes["left_out"].items():
-            line += f", {number:,} {what} {'replaced' if 'bytes' in what else 'left out'}"
+            line += f", {number:,} {what} {handled(what)}"
             if what in notes["first"]:
                 file, row = notes["first"][what]
                 line += f" (first: {self.listing.files[file].origin(row)})"

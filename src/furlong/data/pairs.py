@@ -3,6 +3,7 @@
 prompt, chosen, rejected       three texts, or three lists of messages
 chosen, rejected               two whole conversations, or texts: what they begin with is the prompt
 prompt (a text), chosen, rejected      whole conversations in which the prompt is a turn of the user
+prompt, chosen, rejected               whole texts that begin with the prompt
 
 A record becomes two sequences, chosen and then rejected, of which the turns (or characters) behind
 the prompt are learnt. Without an answer, or with the same one twice, there is nothing to prefer:
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,6 +32,9 @@ from furlong.data.tokenize import Encoded, encode_rendered
 from furlong.errors import DataError
 
 SAME, EMPTY = "pairs with the same answers", "pairs with an empty answer"
+
+REPEATED = "pairs of texts that repeat their prompt"
+"""Counted with what is left out, though they are not: they are read as whole texts."""
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
 _PROMPTS = (
@@ -64,11 +68,12 @@ def encode_pairs(
     first = next(records)
     check_fields(first, "preference")
     is_chat = not isinstance(first.fields["chosen"], str)
-    texts = nullcontext(render_texts)
+    texts = nullcontext(partial(render_texts, left_out=left_out))
     with rendering(tokenizer, render_turns) if is_chat else texts as render:
         found = _rendered(chain((first,), records), render, left_out)
         encoded = encode_rendered(found, tokenizer, "chat" if is_chat else "completion")
-        for chosen, rejected in zip(encoded, encoded, strict=True):
+        for pair in zip(encoded, encoded, strict=True):
+            chosen, rejected = pair if is_chat else _learnt_from_difference(*pair)
             if np.array_equal(chosen.input_ids, rejected.input_ids):
                 left_out.add(SAME, chosen)
             elif not (_is_learnt(chosen) and _is_learnt(rejected)):
@@ -78,8 +83,9 @@ def encode_pairs(
                 yield rejected
 
 
-def render_texts(record: SourceRecord) -> _Answers:
-    """The answers of a record of texts. Raises DataError."""
+def render_texts(record: SourceRecord, left_out: LeftOut) -> _Answers:
+    """The answers of a record of texts. Where both repeat the prompt they are the whole texts, and
+    counted. Raises DataError."""
     chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
     if chosen == rejected:
         return SAME
@@ -91,7 +97,12 @@ def render_texts(record: SourceRecord) -> _Answers:
                 'write each answer as [{"role": "assistant", "content": "..."}]',
             )  # fmt: skip
         prompt = text_of(record, "prompt")
-        chosen, rejected = prompt + chosen, prompt + rejected
+        start = _repeated(prompt, chosen, rejected)
+        if start:
+            left_out.add(REPEATED, record)
+            prompt = chosen[:start]
+        else:
+            chosen, rejected = prompt + chosen, prompt + rejected
     else:
         prompt = _common_text(record, chosen, rejected)
     start = len(prompt)
@@ -114,6 +125,13 @@ def render_turns(
         return EMPTY
     make = partial(Conversation, record, tokenizer, template, tools, before=before, first=first)
     return make(turns=chosen).rendered(), make(turns=rejected).rendered()
+
+
+def handled(what: str) -> str:
+    """The words for what was done with records that a source did not take as they are."""
+    if what == REPEATED:
+        return "read as whole texts"
+    return "replaced" if "bytes" in what else "left out"
 
 
 def require_pair(found: Iterable[tuple[Sized, Mapping[str, int]]], key: str) -> None:
@@ -163,8 +181,15 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
         first = len(turns)
         if not turns:
             raise _without_prompt(record, "a prompt of no message", "messages")
-        if chosen[:first] == rejected[:first] == turns:  # the whole conversations after all
+        repeats = [answer[:first] == turns for answer in (chosen, rejected)]
+        if all(repeats):  # the whole conversations after all
             return chosen, rejected, first
+        if any(repeats):
+            raise _refusal(
+                record, f"a prompt that {'chosen' if repeats[0] else 'rejected'} alone repeats",
+                "two answers behind the prompt, or two whole conversations",
+                "remove the prompt's messages from both answers",
+            )  # fmt: skip
         return turns + chosen, turns + rejected, first
     first = _common(chosen, rejected)
     if not first:
@@ -180,6 +205,15 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
             " the record",
         )  # fmt: skip
     return chosen, rejected, first
+
+
+def _repeated(prompt: str, chosen: str, rejected: str) -> int:
+    """The characters with which both texts repeat the prompt, but perhaps for blanks at its end; 0
+    where one of them does not."""
+    for own in (prompt, prompt.rstrip()):
+        if own.strip() and chosen.startswith(own) and rejected.startswith(own):
+            return len(own)
+    return 0
 
 
 def _common(chosen: Items[Any], rejected: Items[Any]) -> int:
@@ -199,8 +233,8 @@ def _answers(turns: _Turns) -> bool:
 
 
 def _common_text(record: SourceRecord, chosen: str, rejected: str) -> str:
-    """The characters with which two whole texts begin. The loss of a pair does not depend on where
-    in them the prompt ends: tokens that both have add the same to both."""
+    """The characters with which two whole texts begin. Sums of log-probabilities of a pair do not
+    depend on where in them the prompt ends: tokens that both have add the same to both."""
     foreign = [name for name in _PROMPTS if name in record.fields]
     common = chosen[: _common(chosen, rejected)]
     if foreign or not common.strip():
@@ -220,6 +254,20 @@ def _rendered(
             left_out.add(found, record)
         else:
             yield from ((record, answer) for answer in found)
+
+
+def _learnt_from_difference(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:
+    """Texts of which all tokens are learnt from the first one on that differs: the last word of
+    what both begin with may be other tokens in each of them."""
+    shorter = min(len(chosen.input_ids), len(rejected.input_ids))
+    differ = chosen.input_ids[:shorter] != rejected.input_ids[:shorter]
+    first = int(differ.argmax()) if differ.any() else shorter
+    pair = []
+    for one in (chosen, rejected):
+        labels = one.labels.copy()
+        labels[first:] = one.input_ids[first:]
+        pair.append(replace(one, labels=labels))
+    return pair[0], pair[1]
 
 
 def _is_learnt(encoded: Encoded) -> bool:

@@ -45,6 +45,12 @@ class ShiftedSequence:
             if tokens:
                 yield part, tokens
 
+    @property
+    def last_position(self) -> int:
+        """The position behind the last token; of a tree, that of its longest path."""
+        ends = [part.token + part.stop - part.start for part in self.parts]
+        return self.first_position + max(ends, default=len(self.input_ids))
+
     def labelled(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The rows (R,) among tokens [start, stop) that have a label, and their labels (R,). One
         that several tokens follow is there with each of them."""
@@ -159,7 +165,7 @@ def check_ranges(
         num_tokens = len(sequence.input_ids)
         if not num_tokens:  # another rank has it
             continue
-        last_position = sequence.first_position + num_tokens
+        last_position = sequence.last_position
         if longest_tokens is not None and last_position > longest_tokens:
             raise refused_data(
                 f"sequence {index} of {last_position:,} tokens",

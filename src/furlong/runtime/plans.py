@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 
 from furlong.plan.values import ChunkPlan
+from furlong.planners.chunks.branches import Forks
 from furlong.planners.options import ChunkOptions
+from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.replica import plan_replica
 from furlong.planners.sampling.plans import sampled
 from furlong.runtime.followed_model import FollowedModel
@@ -16,10 +18,10 @@ from furlong.runtime.inputs import require_options
 
 
 def planner_of(
-    followed: FollowedModel, options: ChunkOptions, *, backward: bool
+    followed: FollowedModel, options: ChunkOptions, *, backward: bool, forks: Forks | None = None
 ) -> Callable[[Sequence[int]], ChunkPlan]:
     """A function that plans the sequences of one replica, by their lengths. Among several stages a
-    collective; what it returns is none."""
+    collective; what it returns is none. `forks`: where sequences branch, on one device."""
     model, ranks = followed.model, followed.ranks
     is_staged = ranks is not None and ranks.pp > 1
     frozen = followed.num_frozen_layers if backward and is_staged else 0
@@ -27,6 +29,11 @@ def planner_of(
     def plan(seq_lens: Sequence[int]) -> ChunkPlan:
         require_options(options)
         is_cut = backward and options.order == "layer-first"
+        if forks:
+            return plan_on_device(
+                seq_lens, options, num_layers=model.num_layers, forks=forks, backward=backward,
+                frozen_layers=model.num_frozen_layers if is_cut else 0,
+            )  # fmt: skip
         return plan_replica(
             seq_lens, options,
             num_layers=model.num_layers, backward=backward,

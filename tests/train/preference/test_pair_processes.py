@@ -103,5 +103,5 @@ def test_dropout_of_the_model_is_refused(tmp_path: Path) -> None:
     arguments = tiny.arguments(tmp_path / "run", *flags, "--parallel.dp=2")
     ended = Launched(tmp_path / "said", run_command, arguments).ended(LIMIT_S)
     assert [one.code for one in ended] == [2, 2], ended[0].said
-    assert "a model that draws random numbers" in ended[0].said
+    assert "2 processes and a model that draws random numbers" in ended[0].said
     assert ended[0].said.count("draws random numbers in train mode") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from furlong.api import Engine
 from furlong.cli.main import main
 from furlong.config.sources import parse_run
 from furlong.errors import ConfigError
+from furlong.train.figures.metrics import MetricsLog
 from furlong.train.preference import reference as module
 from furlong.train.preference.refusals import check_pairs
 
@@ -111,6 +113,37 @@ def test_a_reference_that_was_cut_short_goes_on(
     assert ends[0] == ends[1]
     assert num_calls >= 4
     assert len(calls) == num_calls + 1  # the one that failed was computed again, no other
+
+
+def test_resumed_in_mid_epoch_without_the_cache(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Eight pairs, three at a time, answers cut: reference and order come out as they were."""
+    step, ends = MetricsLog.step, []
+
+    def stopping(log: MetricsLog, at: int, figures: Any) -> None:
+        step(log, at, figures)
+        if at == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    for name in ("whole", "stopped"):
+        folder = tmp_path / name
+        folder.mkdir()
+        flags = (*pair_flags(tiny_run, folder), "--train.epochs=2")
+        flags += ("--data.max_seq_len=90", "--data.too_long=truncate")
+        arguments = tiny_run.arguments(folder / "run", *flags)
+        if name == "stopped":
+            with monkeypatch.context() as patched:
+                patched.setattr(MetricsLog, "step", stopping)
+                assert main(arguments) == 0
+            shutil.rmtree(folder / "cache")
+            arguments.append("--resume")
+        assert main(arguments) == 0
+        said = capsys.readouterr().out
+        assert "truncated" in said and "16 answers computed" in said
+        ends.append((weights(folder / "run"), records(folder / "run"), numbers(folder / "cache")))
+    assert ends[0] == ends[1]
+    assert sum("rewards/margins" in record for record in ends[0][1]) == 6
 
 
 def test_a_second_run_takes_the_reference_of_the_first(

@@ -77,7 +77,7 @@ def token_inputs(sequences: object) -> TokenInputs:
         raise no_data("no sequences", "at least one sequence", "leave the call out")
     extras = [{n: x for n, x in sequence.items() if n not in _OWN} for sequence in given]
     for index, (sequence, own) in enumerate(zip(shifted, extras, strict=True)):
-        _require_extras(index, own, len(sequence.input_ids), extras[0].keys())
+        _require_extras(index, own, len(sequence.input_ids), extras[0])
     if not count_valid_tokens(shifted):
         raise no_data(
             "no token with a label, but for first ones, which nothing predicts",
@@ -108,10 +108,11 @@ def _plain(sequence: object) -> object:
 
 
 def _require_extras(
-    index: int, extras: Mapping[str, object], num_tokens: int, names: Iterable[str]
+    index: int, extras: Mapping[str, object], num_tokens: int, first: Mapping[str, object]
 ) -> None:
-    if extras.keys() != set(names):
-        odd = ", ".join(sorted(map(str, extras.keys() ^ set(names))))
+    """`first`: the extras of sequence 0, which have been checked."""
+    if extras.keys() != first.keys():
+        odd = ", ".join(sorted(map(str, extras.keys() ^ first.keys())))
         raise refused_data(
             f"sequence {index}, which has not the same extras as sequence 0: {odd}",
             "the same names in all sequences of a call",
@@ -135,6 +136,14 @@ def _require_extras(
                 f"pad {name} with zeros where a token has none"
                 if is_tensor
                 else f"pass torch.tensor({name})",
+            )
+        own, others = x.shape[1:], first[name].shape[1:]  # type: ignore[attr-defined]
+        if own != others:
+            raise refused_data(
+                f"sequence {index} with {name} {tuple(x.shape)}, where sequence 0 has"
+                f" {tuple(others)} of each token",
+                "the same shape (T, ...) behind T in all sequences of a call",
+                f"pad {name} to one shape",
             )
         if x.requires_grad:
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.followed_model import FollowedModel
+from furlong.units import format_bytes
 
 _COPIES_TO_COME = 3
 """Copies of the trained weights that are not there at the first call: gradients, and the two
@@ -35,7 +37,7 @@ def decided(
     try:
         shape = ModelShape.from_config(model.config.to_dict())
     except ConfigError:
-        return replace(options, keep="kv")
+        return _told(followed, replace(options, keep="kv"), seq_lens, "bytes cannot be predicted")
     own = followed.compute_dtype or next(model.model.parameters()).dtype
     dtype = autocast.dtype if autocast.enabled else own
     training = Training.in_dtype(str(dtype).removeprefix("torch."))
@@ -44,7 +46,21 @@ def decided(
         room = _room_bytes(followed)
     memory = PlanMemory(shape, training, room, device_type=model.device.type)
     budgets = Budgets(room, storage.host_bytes, storage.disk_bytes)
-    return with_keep(seq_lens, options, memory, budgets)
+    found = with_keep(seq_lens, options, memory, budgets)
+    return _told(followed, found, seq_lens, f"budget {format_bytes(room)}")
+
+
+def _told(
+    followed: FollowedModel, options: ChunkOptions, seq_lens: Sequence[int], why: str
+) -> ChunkOptions:
+    """The options; another choice than the last call's is logged."""
+    if followed.kept.decided != options.keep:
+        followed.kept.decided = options.keep
+        logging.getLogger(__name__).info(
+            "keep=auto of %s: %s for %s tokens in %d sequences (%s)", followed.model.name,
+            options.keep, format(sum(seq_lens), ","), len(seq_lens), why,
+        )  # fmt: skip
+    return options
 
 
 def _room_bytes(followed: FollowedModel) -> int:

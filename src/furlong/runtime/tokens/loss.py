@@ -16,15 +16,16 @@ from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens
 from furlong.ops.token_values import TiledValues
 from furlong.plan.values import ChunkPlan
+from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import PlannedSequences
 from furlong.runtime.cells.chunk_inputs import ChunkInputs
 from furlong.runtime.cells.loss_head import LossHead
 from furlong.runtime.followed_model import FollowedModel
-from furlong.runtime.inputs import ShiftedSequence, refused_data
+from furlong.runtime.inputs import ShiftedSequence, refused_data, require_options, shift_labels
 from furlong.runtime.step import batch_for
 from furlong.runtime.tokens.inputs import TokenInputs, token_inputs
-from furlong.runtime.tokens.joined import Joined
-from furlong.runtime.tokens.values import require_one_device
+from furlong.runtime.tokens.joined import Joined, join_prompts
+from furlong.runtime.tokens.values import may_share, require_one_device
 from furlong.values import Extras, TokenFunction, log_prob, require_function
 
 WEIGHTS = "token_weights"
@@ -36,10 +37,20 @@ class OwnLoss:
 
     batch: TokenInputs
     function: TokenFunction
+    share_prompts: bool
 
     @property
-    def sequences(self) -> list[ShiftedSequence]:
-        return self.batch.sequences
+    def sequences(self) -> Sequence[ShiftedSequence]:
+        """Those of the plan."""
+        return self.batch.joined.sequences
+
+    def joined(self, followed: FollowedModel, options: ChunkOptions) -> OwnLoss:
+        """The loss of sequences that are joined where they begin alike, if that is wanted."""
+        require_options(options)
+        if not self.share_prompts or options.sampling or not may_share(followed.model):
+            return self
+        joined = join_prompts(self.batch.sequences, options.size)
+        return replace(self, batch=replace(self.batch, joined=joined))
 
     def head(self, model: CausalLM, plan: ChunkPlan) -> LossHead:
         """The head of a plan's step."""
@@ -70,17 +81,24 @@ def weighted_batch(
 
 
 def own_loss(
-    followed: FollowedModel, sequences: object, token_loss: TokenFunction | None
-) -> OwnLoss | None:
-    """The loss of a call with a function of its own or with weights of tokens; None of another."""
+    followed: FollowedModel, sequences: object, token_loss: TokenFunction | None, *,
+    share_prompts: bool = False,
+) -> OwnLoss | None:  # fmt: skip
+    """The loss of a call with a function of its own, weights of tokens or shared prompts; None of
+    another."""
     if token_loss is None and not _is_weighted(sequences):
-        return None
+        if not share_prompts:
+            return None
+        require_one_device(followed, "share_prompts")
+        shifted = shift_labels(sequences)
+        plain_batch = TokenInputs(shifted, [{}] * len(shifted), Joined(shifted))
+        return OwnLoss(plain_batch, _cross_entropy, share_prompts)
     require_one_device(followed, "token_loss" if token_loss else WEIGHTS)
     plain = token_loss or _cross_entropy
     require_function(plain, "token_loss")
     batch = token_inputs(sequences)
     if WEIGHTS not in batch.extras[0]:
-        return OwnLoss(batch, plain)
+        return OwnLoss(batch, plain, share_prompts)
     for index, extras in enumerate(batch.extras):
         if extras[WEIGHTS].ndim != 1:
             raise refused_data(
@@ -88,12 +106,12 @@ def own_loss(
                 "one weight per token: a tensor of shape (T,)",
                 "pass a vector",
             )
-    return OwnLoss(batch, _weighted(plain))
+    return OwnLoss(batch, _weighted(plain), share_prompts)
 
 
 class _TokenLossHead(LossHead):
     def __init__(self, model: CausalLM, plan: ChunkPlan, loss: OwnLoss) -> None:
-        seq_lens = () if plan.trained else plan.seq_lens
+        seq_lens = () if plan.trained else loss.batch.seq_lens
         super().__init__(model, seq_lens, estimates=not plan.report_loss)
         self._batch, self._device = loss.batch, model.device
         self._tiled = TiledValues(
@@ -109,13 +127,19 @@ class _TokenLossHead(LossHead):
         gradient, losses = self._tiled.gradient(hidden, inputs.labels, rows, extras, scales)
         return losses.double().sum(), gradient
 
-    def _each(self, hidden: Tensor, inputs: ChunkInputs) -> Tensor:
+    def evaluate(self, hidden: Tensor, inputs: ChunkInputs) -> None:
         extras, rows = self._batch.extras_of(inputs.rows, self._device), inputs.labelled_rows
-        losses = torch.zeros(len(hidden), dtype=torch.float64, device=self._device)
         values = self._tiled.values(hidden, inputs.labels, rows, extras)
-        if values is not None:
-            losses.index_add_(0, rows, values.double())
-        return losses
+        if values is None:
+            return
+        losses = values.double()
+        self.loss_sum += losses.sum()
+        self.num_labels += len(losses)
+        start = 0
+        for index, tokens in self._batch.labelled(inputs.rows):  # a row has a label for each answer
+            own = losses[start : start + len(tokens)]
+            self.token_losses[index][tokens.to(self._device) - 1] = own
+            start += len(tokens)
 
 
 class _WeightedHead(LossHead):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import ConfigError
+from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens
 from furlong.ops.token_values import TiledValues
 from furlong.planners.options import ChunkOptions
@@ -99,7 +100,7 @@ def outputs(
             sequences, num_input_ids=model.num_input_ids, vocab_size=model.vocab_size,
             longest_tokens=model.longest_tokens,
         )  # fmt: skip
-        shares = share_prompts and model.events is None  # a state leaves a prompt for one answer
+        shares = share_prompts and may_share(model)
         joined = join_prompts(sequences, options.size) if shares else Joined(sequences)
         lens = [len(sequence.input_ids) for sequence in joined.sequences]
         trains = any(parameter.requires_grad for parameter in model.model.parameters())
@@ -118,6 +119,11 @@ def outputs(
         made = make(autocast, joined)
         run = TwoPhases(followed, plan, joined, made, gradients, autocast, watch)
         return differentiable(run) if differs else run.first()
+
+
+def may_share(model: CausalLM) -> bool:
+    """Whether several answers may go on from one prompt: a state leaves it for one alone."""
+    return model.events is None
 
 
 def require_one_device(followed: FollowedModel, name: str) -> None:
