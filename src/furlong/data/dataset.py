@@ -16,7 +16,7 @@ from furlong.data.formats import IGNORE_INDEX
 from furlong.data.loader import Mixture
 from furlong.data.pairs import handled, require_answers
 from furlong.data.records import BLANK
-from furlong.data.reference import Reference
+from furlong.data.reference import ReferenceLogProbs
 from furlong.data.sources import Listing, Source, printable
 from furlong.data.tokenize import Sequence
 from furlong.errors import DataError
@@ -98,7 +98,7 @@ class DataSet(Items[Sequence]):
         """`max_seq_len` None takes sequences of any length. Raises DataError if one is too long and
         that is an error, and if nothing is left to learn from."""
         self.parts = parts
-        self._references: Mapping[int, Reference] = {}
+        self._references: Mapping[int, ReferenceLogProbs] = {}
         self.rows_per_record = parts[0].rows_per_record
         """Sequences that belong together: they are drawn, and left out, as one."""
         self._key = key
@@ -152,7 +152,7 @@ class DataSet(Items[Sequence]):
             counted=counted, reference=reference,
         )  # fmt: skip
 
-    def with_references(self, references: Mapping[int, Reference]) -> DataSet:
+    def with_references(self, references: Mapping[int, ReferenceLogProbs]) -> DataSet:
         """A copy that has log-probabilities of a reference model, by number of the part."""
         same = copy.copy(self)
         same._references = references

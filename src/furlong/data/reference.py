@@ -27,7 +27,7 @@ from furlong.data.cache import Entry, entry_key, writing
 from furlong.errors import DataError
 
 
-class Reference:
+class ReferenceLogProbs:
     """The numbers of one tokenized source."""
 
     def __init__(self, folder: Path, entry: Entry, facts: Mapping[str, Any], dtype: str) -> None:

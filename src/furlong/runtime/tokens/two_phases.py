@@ -28,6 +28,7 @@ from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.memory.pools import Pools
+from furlong.runtime.modes import modes_kept
 from furlong.runtime.precision import made_gradients
 from furlong.runtime.tokens.joined import Joined
 from furlong.runtime.tokens.outputs import OutputHead, Outputs
@@ -102,8 +103,8 @@ class TwoPhases:
             made = made_gradients(model.model) if returned is None else nullcontext()
             self._head.cotangents = cotangents
             with (
-                self._followed.alone(takes_autocast=True), _as_then(self._modes), made,
-                self._followed.computing(returned=returned), model.installed(),
+                self._followed.alone(takes_autocast=True), _as_then(model.model, self._modes),
+                made, self._followed.computing(returned=returned), model.installed(),
             ):  # fmt: skip
                 self._executor.drop(_unused(self._plan, self._joined, cotangents))
                 self._executor.advance(len(self._plan.actions[0]), self._watch)
@@ -177,16 +178,12 @@ def _end(executor: Executor, pools: Pools) -> None:
 
 
 @contextmanager
-def _as_then(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+def _as_then(model: nn.Module, modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Within it modules train or evaluate as they did in the forward."""
-    now = [(module, module.training) for module, _ in modes]
-    for module, training in modes:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, training in now:
+    with modes_kept(model):
+        for module, training in modes:
             module.training = training
+        yield
 
 
 def _changed(what: str) -> ConfigError:

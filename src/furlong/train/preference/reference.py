@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from furlong.data.dataset import DataSet
-from furlong.data.reference import Reference
+from furlong.data.reference import ReferenceLogProbs
 from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
 from furlong.train.evaluation import evaluating
@@ -70,13 +70,13 @@ def referenced(
     if data.num_truncated:
         facts["max_seq_len"] = data.max_seq_len
     is_wide = next(model.parameters()).dtype == torch.float64
-    references: dict[int, Reference] = {}
+    references: dict[int, ReferenceLogProbs] = {}
     num_computed = 0
     with torch.no_grad(), evaluating(model), _as_it_begins(engines):
         for number, group in _groups(data):
             if number not in references:
                 opened = partial(
-                    Reference, folder, data.parts[number].entry, facts,
+                    ReferenceLogProbs, folder, data.parts[number].entry, facts,
                     "float64" if is_wide else "float32",
                 )  # fmt: skip
                 references[number] = processes.first_of_each_machine(opened)
