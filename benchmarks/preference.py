@@ -36,7 +36,7 @@ from furlong.planners.predict import predict
 from furlong.units import format_bytes
 
 TRL, ATTENTION, KV, SHARED = "TRL", "keep=attention", "keep=kv", "keep=kv, prompt shared"
-FLOAT_BYTES, GROWTH = 4, 1.1
+CHUNK_TOKENS, FLOAT_BYTES, GROWTH = 512, 4, 1.1
 Results = Mapping[str, list[Measurement]]
 
 PAIR_PROMISES: tuple[tuple[str, str, float], ...] = (
@@ -51,7 +51,7 @@ def main() -> int:
     answer = args.tokens // 8
     report = Report("preference", vars(args))
     pair = Trial(TRL, "small", args.tokens - answer, answer)
-    dials = {"size": min(1024, answer)}
+    dials = {"size": CHUNK_TOKENS}
     trials = {
         TRL: replace(pair, contender="trl"),
         ATTENTION: _furlong(pair, dials | {"keep": "attention"}),
