@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 from helpers.forked import PAIR, forks_of
-from helpers.gradients import batch
+from helpers.gradients import batch, reference_loss, take_grads, total_relative_error
 from helpers.hybrids import VOCAB_SIZE, build
 from helpers.tiny_families import build as build_decoder
 from torch import nn
@@ -142,6 +142,29 @@ def test_the_model_is_as_it_was_after_an_error(monkeypatch):
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3).shape == (1, 6)
     engine.forward_backward(sequences, furlong.ChunkOptions(size=8))
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable()
+
+
+def compiled(model):
+    for module in CausalLM(model).probed.mixers:
+        module.module.compile(backend="eager")
+
+
+@pytest.mark.parametrize("change", [checkpointed, compiled])
+@pytest.mark.parametrize("model_type", ["bamba", "jamba"])
+def test_what_a_user_has_switched_on_is_off_in_the_check_too(model_type, change):
+    """transformers drops the cache of a layer that it recomputes itself."""
+    model = build(model_type)
+    sequences = batch([20, 3], vocab_size=VOCAB_SIZE)
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    change(model)
+    result = furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8))
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert total_relative_error(take_grads(model), truth) < 1e-6
 
 
 def test_a_mixer_with_a_forward_of_its_own_is_refused():
