@@ -54,10 +54,10 @@ The column "cut" is the same comparison with `order: layer-first`, each layer a 
 and `keep` {cut_keeps}: exact and rounded as above, refused where the decoder cannot be divided
 between its layers. Such a family is trained with `order: chunk-first` only.
 
-Families "widened" are held to what they are as shipped, too: with float32 where transformers has it,
-chunks may move a gradient by three times what inner chunks of half the length move it, and move it
-by 0.2 to 0.8 times that in state spaces and MiniMax, by 1.0 to 1.5 in delta rules (measured once by
-`tests/equivalence/test_own_rounding.py`, which checks the bound).
+Families "widened" are held to what they are as shipped, too: with float32 where transformers has
+it, chunks may move a gradient by three times what inner chunks of half the length move it, and move
+it by 0.2 to 0.8 times that in state spaces and MiniMax, by 1.0 to 1.5 in delta rules (measured once
+by `tests/equivalence/test_own_rounding.py`, which checks the bound).
 
 A family that is right here can still be refused in another configuration: the start-up self-check
 looks at the model that it is given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from itertools import accumulate
 
 import pytest
@@ -176,6 +177,35 @@ def test_a_mixer_with_a_forward_of_its_own_is_refused():
     mixer.forward = lambda x: x + 1
     with pytest.raises(UnsupportedModelError, match="put into this instance"):
         own_forward(mixer, Current())
+
+
+def through_its_parent(plain):
+    """Its own code calls no scan, so that no door stands in it."""
+
+    def forward(self, *args, **kwargs):
+        return plain(self, *args, **kwargs)
+
+    return forward
+
+
+def decorated(plain):
+    """Its code is told from what surrounds it, which slices do not run."""
+
+    @wraps(plain)
+    def forward(self, *args, **kwargs):
+        return 1.1 * plain(self, *args, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("change", [through_its_parent, decorated])
+def test_a_mixer_that_is_more_than_its_code_is_refused(change):
+    model = build("bamba")
+    mixer = CausalLM(model).probed.mixers[-1].module
+    plain = type(mixer)
+    mixer.__class__ = type("Changed", (plain,), {"forward": change(plain.forward)})
+    with pytest.raises(UnsupportedModelError, match="than whole"):
+        furlong.forward_backward(model, batch([20, 3], vocab_size=VOCAB_SIZE))
 
 
 def test_a_layer_that_moves_other_tokens_unseen_is_refused():
