@@ -68,9 +68,9 @@ def test_a_model_that_cannot_be_cut_is_right_as_a_whole(monkeypatch):
     assert "holds no list of its 3 layers" in row.detail
 
 
-def without_a_list_of_layers(*given, plain=model_gradients.build):
+def without_a_list_of_layers(*given, plain=model_gradients.build, **named):
     """A model whose decoder names its layers one by one."""
-    model = plain(*given)
+    model = plain(*given, **named)
     layers = dict(model.model.layers.named_children())
     del model.model.layers
     model.model.layers = _Layers(layers)
