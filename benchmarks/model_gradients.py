@@ -5,7 +5,7 @@ sequence at a time. Two controls keep a row from being right by chance: the trut
 and sequences that are cut without anything handed on from chunk to chunk must give other gradients.
 A family whose truth moves, or whose gradients do not, is "unprovable". Whether transformers rounds
 to float32 is not taken from a list: `own_rounding` measures it. A family that rounds so much that
-nothing can be told of it is measured again in a process where its modeling file says float64.
+nothing can be told of it is measured again with a modeling file that says float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from helpers import float64_twin
+from helpers.float64_twin import twin_class
 from helpers.gradients import Batch, reference_loss, take_grads
 from small_models import FIRST_PLAIN_TOKEN, VOCAB_SIZE, small_config
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ CUT_KEEPS = ("input", "attention")
 """What is kept layer-first, one layer after the other."""
 WIDENED = 1e-9
 """The bound where transformers' float32 is float64: deep scans lose a few digits of 16."""
-ROUNDS = "rounds"
+_ROUNDS = "rounds"
 """Not an outcome: the model has to be measured with its float32 widened."""
 _ATTENTION_AGREES = 1e-4
 _CONTROL_MOVES = 1e-3
@@ -81,17 +81,13 @@ class _NotRunError(Exception):
     """transformers' own model could not be asked."""
 
 
-def measure(model_type: str, *, wide: bool = False) -> Row:
-    """Build a small model of that type and compare furlong's gradients with its own; ROUNDS in the
-    place of an outcome asks for `wide`: modeling files that say float64 for float32, which must
-    not have been loaded yet."""
+def measure(model_type: str) -> Row:
+    """Build a small model of that type and compare furlong's gradients with its own."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    if not wide:
-        outcome, detail, *cut = _outcome(model_type)
-        return Row(model_type, class_name, outcome, _one_line(detail), *cut)
-    float64_twin.install()
-    with _default_float64():
-        outcome, detail, *cut = _outcome(model_type, wide=True)
+    outcome, detail, *cut = _outcome(model_type)
+    if outcome == _ROUNDS:
+        with _default_float64():
+            outcome, detail, *cut = _outcome(model_type, wide=True)
     return Row(model_type, class_name, outcome, _one_line(detail), *cut)
 
 
@@ -110,7 +106,7 @@ def _outcome(model_type: str, *, wide: bool = False) -> tuple[str, ...]:
     """Outcome and detail, and for a model that is right the outcome of its cut."""
     sequences = _sequences()
     try:
-        model, loss, truth = _model_with_truth(model_type, sequences)
+        model, loss, truth = _model_with_truth(model_type, sequences, wide)
     except _NotRunError as error:
         return _refused_in_float32(model_type, sequences) or ("not run", str(error))
     truths = loss, truth
@@ -133,10 +129,10 @@ def _outcome(model_type: str, *, wide: bool = False) -> tuple[str, ...]:
     outcome = _judged(worst, may_round, wide)
     if outcome == "wrong":
         told = f"{worst:.1e} ({where}), its own {own:.1e}"
-        return ROUNDS if may_round else outcome, told
+        return _ROUNDS if may_round else outcome, told
     cut_outcome, told = _cut_outcome(model, sequences, truths, may_round, wide)
     if cut_outcome == "wrong" and may_round:
-        return ROUNDS, told
+        return _ROUNDS, told
     if cut_outcome in ("wrong", "crash"):
         return cut_outcome, f"layer by layer: {told}"
     return outcome, f"{worst:.1e}; {told} layer by layer", cut_outcome
@@ -204,7 +200,7 @@ def _sequences() -> Batch:
 
 
 def _model_with_truth(
-    model_type: str, sequences: Batch
+    model_type: str, sequences: Batch, wide: bool
 ) -> tuple[nn.Module, float, dict[str, Tensor]]:
     """A model, its loss and its gradients: with SDPA where that says the same as eager attention.
 
@@ -215,7 +211,7 @@ def _model_with_truth(
     for attention in ("eager", "sdpa"):
         doing = "cannot be built small"
         try:
-            model = build(model_type, torch.float64, attention)
+            model = build(model_type, torch.float64, attention, wide=wide)
             doing = "its own forward fails"
             found[attention] = (model, *_true_gradients(model, sequences))
         except Exception as error:  # whatever a family's own code raises
@@ -244,8 +240,9 @@ def _refused_in_float32(model_type: str, sequences: Batch) -> tuple[str, str] | 
     return "unprovable", "its own forward does not run in float64"
 
 
-def build(model_type: str, dtype: torch.dtype, attention: str) -> Any:
-    """A small model of that type in train mode, whose attention matters."""
+def build(model_type: str, dtype: torch.dtype, attention: str, *, wide: bool = False) -> Any:
+    """A small model of that type in train mode, whose attention matters; `wide`: its modeling file
+    says float64 for float32."""
     config: Any = small_config(CONFIG_MAPPING[model_type])
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     for name in getattr(config, "sub_configs", {}):  # a composite's class may want the part only
@@ -253,6 +250,7 @@ def build(model_type: str, dtype: torch.dtype, attention: str) -> Any:
         if type(config) is not model_class.config_class is type(part):
             config = part
             break
+    model_class = twin_class(model_class) if wide else model_class
     torch.manual_seed(0)
     model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
     if hasattr(model, "set_experts_implementation"):

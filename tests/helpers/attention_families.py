@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from helpers.wide_modeling import build_twin
+from helpers.float64_twin import twin_class
 
 VOCAB_SIZE = 320
 WINDOW = 20
@@ -62,3 +64,27 @@ def twin_of(name: str, **changes: object) -> PreTrainedModel:
     """A twin in train mode, whose attention matters."""
     model_type, own = TWINS[name]
     return build_twin(model_type, **{**_SMALL, **own, **changes})
+
+
+def build_twin(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A causal LM of random float64 weights, of which none is at its start; in train mode."""
+    config = AutoConfig.for_model(model_type, **settings)
+    twin = twin_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    config._attn_implementation = "sdpa" if twin._supports_sdpa else "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = twin._from_config(config, dtype=torch.float64)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+                    else:
+                        parameter.mul_(3)
+    finally:
+        torch.set_default_dtype(before)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.train()

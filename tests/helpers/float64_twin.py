@@ -1,50 +1,45 @@
-"""transformers' modeling files with float64 in the place of float32, for a process of its own.
+"""Models whose modeling file is read with every float32 in it replaced by float64.
 
-Many families compute parts in float32 whatever the model's dtype is. Where those parts run in
-float64, what is left of an error in float64 is furlong's own.
+transformers rounds to float32 inside a float64 model (norms, routers, scans). In a twin nothing is
+rounded but by furlong, so that whatever differs from its unchunked forward is the fault of the
+chunks.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import CodeType
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
-_MODELING = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
-_WIDER = {
-    "torch.float32": "torch.float64",
-    ".float()": ".double()",
-    "torch.float)": "torch.float64)",
-}
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> Any:
+        return compile(_widened(self.get_data(self.path).decode()), self.path, "exec")
 
 
-class _WideLoader(SourceFileLoader):
-    def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
-        source = bytes(data).decode("utf-8")
-        for narrow, wide in _WIDER.items():
-            source = source.replace(narrow, wide)
-        return compile(source, str(path), "exec", dont_inherit=True)
-
-    def get_code(self, fullname: str) -> CodeType:  # type: ignore[override]
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)  # never a cached file
+def _widened(source: str) -> str:
+    source = re.sub(r"\btorch\.float(32)?\b(?!\d)", "torch.float64", source)
+    return source.replace(".float()", ".double()")
 
 
-class _WideFinder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if not _MODELING.fullmatch(fullname):
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _WideLoader(spec.loader.name, spec.loader.path)
-        return spec
+def twin_class(original: type) -> Any:
+    """The twin of a model's class, from a module of its own beside the original's."""
+    return getattr(_twin_module(original.__module__), original.__name__)
 
 
-def install() -> None:
-    """Let modeling files be loaded so from now on."""
-    loaded = [name for name in sys.modules if _MODELING.fullmatch(name)]
-    assert not loaded, f"{loaded[0]} was loaded before"
-    sys.meta_path.insert(0, _WideFinder())
+@cache
+def _twin_module(name: str) -> ModuleType:
+    original = importlib.util.find_spec(name)
+    assert original is not None and original.origin is not None
+    own = f"{name}_in_float64"
+    loader = _Loader(own, original.origin)
+    spec = importlib.util.spec_from_file_location(own, original.origin, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[own] = module
+    loader.exec_module(module)
+    return module

@@ -1,15 +1,20 @@
-"""The matrix of families with recurrent layers, against float64 twins of their modeling files.
-
-Run as a program, in a process of its own: prints one line of JSON per case that is named.
-"""
+"""Cases of families with recurrent layers, against float64 twins of their modeling files."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import furlong
+from furlong.planners.sampling.plans import sample_backwards
+from furlong.planners.sampling.rules import EXACT, Factors
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
+from helpers.hybrids import VOCAB_SIZE, build
 
 LENS, SHORT_LENS = [70, 33, 9, 5], [17, 6, 2]
 """The second ones are for chunks of a single token."""
@@ -33,17 +38,12 @@ class Case:
     """gradients of a loss; lora: of adapters on all linear layers; hidden states: of a loss that
     the caller makes of them; sampled: the mean over every draw of the chunks of one sequence."""
 
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
-
     @property
     def lens(self) -> list[int]:
         return LENS if self.size > 1 else SHORT_LENS
 
     @property
-    def options(self) -> Any:
-        import furlong
-
+    def options(self) -> furlong.ChunkOptions:
         return furlong.ChunkOptions(
             size=self.size, num_retained=self.num_retained, keep=self.keep, hybrid=self.hybrid,
             order="layer-first" if self.stage_layers else "chunk-first",
@@ -53,14 +53,13 @@ class Case:
 
 
 def measured(case: Case, known: dict[str, Any]) -> tuple[float, float]:
-    """The relative error of the loss, and the largest one of any parameter's gradient."""
-    from helpers.gradients import batch, take_grads, worst_relative_error
-    from helpers.hybrids import VOCAB_SIZE, build
-
+    """The relative error of the loss, and the largest one of any parameter's gradient; `known`
+    holds the last model and its truth, which the next case may share."""
     key = f"{case.family} {case.kind} {case.lens}"
     if key not in known:
         known.clear()
-        model = with_adapters(build(case.family)) if case.kind == "lora" else build(case.family)
+        model = build(case.family, twin=True)
+        model = with_adapters(model) if case.kind == "lora" else model
         lens = [5 * case.size - 1, case.size] if case.kind == "sampled" else case.lens
         sequences = batch(lens, vocab_size=VOCAB_SIZE, masked=[range(3)])
         loss = of_hidden(case, model, sequences, reference=True)
@@ -76,11 +75,6 @@ def measured(case: Case, known: dict[str, Any]) -> tuple[float, float]:
 
 def of_hidden(case: Case, model: Any, sequences: Any, *, reference: bool) -> float:
     """The loss of a batch, with its gradients in the model."""
-    import torch
-
-    import furlong
-    from helpers.gradients import reference_loss
-
     if case.kind != "hidden states":
         if reference:
             return reference_loss(model, sequences)
@@ -98,10 +92,6 @@ def of_hidden(case: Case, model: Any, sequences: Any, *, reference: bool) -> flo
 
 def with_adapters(model: Any) -> Any:
     """The model with LoRA on all linear layers, none of which is zero."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from torch import nn
-
     layers = model.get_decoder().layers
     linear = {name.rpartition(".")[2] for name, m in layers.named_modules() if type(m) is nn.Linear}
     linear = {name for name in linear if not name.isdigit()}  # others have that name, too
@@ -117,11 +107,6 @@ def with_adapters(model: Any) -> Any:
 
 def mean_of_draws(case: Case, model: Any, sequences: Any) -> dict[str, Any]:
     """The mean gradient over all draws of the five chunks of the first sequence, each with 1/2."""
-    import furlong
-    from furlong.planners.sampling.plans import sample_backwards
-    from furlong.planners.sampling.rules import EXACT, Factors
-    from helpers.gradients import take_grads
-
     engine = furlong.Engine(model)
     whole = engine.plan([len(s["input_ids"]) for s in sequences], case.options)
     assert len(whole.chunks) == 6
@@ -132,21 +117,3 @@ def mean_of_draws(case: Case, model: Any, sequences: Any) -> dict[str, Any]:
         for name, grad in take_grads(model).items():
             mean[name] = mean.get(name, 0) + grad / 2**5
     return mean
-
-
-def main() -> None:
-    from helpers import float64_twin
-
-    float64_twin.install()
-    known: dict[str, Any] = {}
-    for line in sys.stdin:
-        case = Case(**json.loads(line))
-        try:
-            errors: Any = measured(case, known)
-        except Exception as error:
-            errors = f"{type(error).__name__}: {error}"
-        print(json.dumps([str(case), errors]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

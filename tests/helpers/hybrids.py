@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from helpers.float64_twin import twin_class
 
 VOCAB_SIZE = 320
 _BASE = {
@@ -101,15 +104,20 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """By model type, the settings of a tiny config; None leaves one to transformers."""
 
 
-def build(model_type: str, *, wide: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model in float64 and in train mode; `wide`: its weights are drawn in float64, too."""
+def build(
+    model_type: str, *, wide: bool = True, twin: bool = False, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A model in float64 and in train mode; `wide`: its weights are drawn in float64, too; `twin`:
+    it computes in nothing else (`helpers.float64_twin`)."""
     settings = {k: v for k, v in {**HYBRIDS[model_type], **changes}.items() if v is not None}
     config = AutoConfig.for_model(model_type, **settings)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = twin_class(model_class) if twin else model_class
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if wide else torch.float32)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
+        model: Any = model_class._from_config(config, dtype=torch.get_default_dtype())
     finally:
         torch.set_default_dtype(before)
     if hasattr(model, "set_experts_implementation"):

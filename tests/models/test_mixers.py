@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from itertools import accumulate
 
 import pytest
 import torch
 from helpers.forked import PAIR, forks_of
-from helpers.gradients import batch
+from helpers.gradients import batch, reference_loss, take_grads, total_relative_error
 from helpers.hybrids import VOCAB_SIZE, build
 from helpers.tiny_families import build as build_decoder
 from torch import nn
@@ -144,6 +145,29 @@ def test_the_model_is_as_it_was_after_an_error(monkeypatch):
     engine.forward_backward(sequences, furlong.ChunkOptions(size=8))
 
 
+def checkpointed(model):
+    model.gradient_checkpointing_enable()
+
+
+def compiled(model):
+    for module in CausalLM(model).probed.mixers:
+        module.module.compile(backend="eager")
+
+
+@pytest.mark.parametrize("change", [checkpointed, compiled])
+@pytest.mark.parametrize("model_type", ["bamba", "jamba"])
+def test_what_a_user_has_switched_on_is_off_in_the_check_too(model_type, change):
+    """transformers drops the cache of a layer that it recomputes itself."""
+    model = build(model_type)
+    sequences = batch([20, 3], vocab_size=VOCAB_SIZE)
+    loss = reference_loss(model, sequences)
+    truth = take_grads(model)
+    change(model)
+    result = furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=8))
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert total_relative_error(take_grads(model), truth) < 1e-6
+
+
 def test_a_mixer_with_a_forward_of_its_own_is_refused():
     class Mixer(nn.Module):
         def forward(self, x):
@@ -153,6 +177,35 @@ def test_a_mixer_with_a_forward_of_its_own_is_refused():
     mixer.forward = lambda x: x + 1
     with pytest.raises(UnsupportedModelError, match="put into this instance"):
         own_forward(mixer, Current())
+
+
+def through_its_parent(plain):
+    """Its own code calls no scan, so that no door stands in it."""
+
+    def forward(self, *args, **kwargs):
+        return plain(self, *args, **kwargs)
+
+    return forward
+
+
+def decorated(plain):
+    """Its code is told from what surrounds it, which slices do not run."""
+
+    @wraps(plain)
+    def forward(self, *args, **kwargs):
+        return 1.1 * plain(self, *args, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("change", [through_its_parent, decorated])
+def test_a_mixer_that_is_more_than_its_code_is_refused(change):
+    model = build("bamba")
+    mixer = CausalLM(model).probed.mixers[-1].module
+    plain = type(mixer)
+    mixer.__class__ = type("Changed", (plain,), {"forward": change(plain.forward)})
+    with pytest.raises(UnsupportedModelError, match="than whole"):
+        furlong.forward_backward(model, batch([20, 3], vocab_size=VOCAB_SIZE))
 
 
 def test_a_layer_that_moves_other_tokens_unseen_is_refused():

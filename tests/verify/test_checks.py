@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from furlong.verify.subject import (
 )
 
 OPTIONS = furlong.ChunkOptions(size=16)
-RECURRENT = ("qwen3_next", "mamba2", "olmo_hybrid", "jamba")
+RECURRENT = ("qwen3_next", "mamba2", "olmo_hybrid", "jamba", "minimax", "kimi_linear")
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "target_modules": "all-linear"}
 FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 8}, EXACT),
@@ -228,8 +230,31 @@ def test_the_runs_own_dials_are_proved(
     "model_type", ["zamba2", *(pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT)]
 )
 def test_recurrent_layers_are_proved_without_their_float32(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type)
-    subject = build_subject(shrink_config(config, max_seq_len=4096), OPTIONS, None)
+    subject = recurrent(model_type)
     for check in (check_gradients, check_isolation, check_accumulation):
         finding = check(subject, bound_of(subject))
         assert finding.passed and finding.name, finding
+
+
+def recurrent(model_type: str, options: furlong.ChunkOptions = OPTIONS) -> Subject:
+    config = transformers.AutoConfig.for_model(model_type)
+    return build_subject(shrink_config(config, max_seq_len=4096), options, None)
+
+
+def test_tables_that_a_family_makes_once_are_not_float32_either() -> None:
+    model = recurrent("minimax").model
+    slopes = [buffer for name, buffer in model.named_buffers() if name.endswith("slope_rate")]
+    assert slopes and all(bool((x.float().double() != x).any()) for x in slopes)
+
+
+def test_decays_are_spread_as_vectors_whatever_their_shape() -> None:
+    """Five times as large, Kimi's (1, 1, heads, 1) would forget all before the next token."""
+    model = recurrent("kimi_linear").model
+    decays = [p for name, p in model.named_parameters() if name.endswith("A_log")]
+    assert decays and all(p.ndim == 4 and float(p.max()) < math.log(16) + 1 for p in decays)
+
+
+def test_layers_that_a_backward_recomputes_are_without_float32_there_too() -> None:
+    subject = recurrent("bamba", replace(OPTIONS, recompute_layers=1))
+    finding = run(check_accumulation, subject)
+    assert finding.passed, finding

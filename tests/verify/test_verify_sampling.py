@@ -42,6 +42,7 @@ from furlong.verify.sampling import (
 )
 from furlong.verify.subject import (
     ROUNDED,
+    WIDE,
     Subject,
     build_subject,
     take_gradients,
@@ -117,6 +118,15 @@ def test_families_that_round_are_held_to_their_rounding(config_class: str, more:
     assert bound_of_mean(subject).error == ROUNDED
     finding = check_draws(subject, Sampling(rate=0.3, label_rate=0.7), LONGEST)
     assert finding.passed and "float32" in finding.figure, finding
+
+
+@pytest.mark.slow
+def test_draws_of_recurrent_layers_are_held_to_the_bound_of_their_gradients() -> None:
+    config = transformers.AutoConfig.for_model("bamba")
+    subject = build_subject(shrink_config(config, max_seq_len=4096), OPTIONS, None)
+    assert bound_of_mean(subject).error == WIDE
+    finding = check_draws(subject, Sampling(rate=0.3), LONGEST)
+    assert finding.passed, finding
 
 
 def test_relays_without_their_factor_are_found(

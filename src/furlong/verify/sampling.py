@@ -32,7 +32,7 @@ from furlong.planners.sampling.rules import (
 from furlong.planners.sampling.use import check_sampling, sampling_in_words
 from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
-from furlong.verify.checks import Bound, Finding
+from furlong.verify.checks import Bound, Finding, bound_of
 from furlong.verify.subject import (
     ROUNDED,
     Batch,
@@ -95,11 +95,13 @@ def num_chunks_of_run(run: RunConfig) -> int:
 
 
 def bound_of_mean(subject: Subject) -> Bound:
-    """1e-10, or 2e-6 where the model's own forward holds float32 values.
+    """1e-10, or 2e-6 where the model's own forward holds float32 values; 1e-9 for recurrent layers.
 
-    Their gradients are rounded to float32, so that one of a chunk times 3 is not quite three times
-    as large.
+    Gradients of float32 values are rounded to it, so that one of a chunk times 3 is not quite three
+    times as large. Those of recurrent layers cancel.
     """
+    if subject.is_wide:
+        return bound_of(subject)
     if not computes_in_float32(subject):
         return Bound(UNBIASED, f"bound {UNBIASED:.0e}")
     reason = f"bound {ROUNDED:.0e}: transformers itself rounds to float32 in this family"
@@ -156,7 +158,8 @@ def measure(subject: Subject, sampling: Sampling, batch: Batch) -> OverDraws:
     for chance, drawn in all_draws(sampling, [chunk in labelled for chunk in chunks]):
         trained = {chunks[position]: factors for position, factors in drawn.items()}
         plan = sample_backwards(whole, trained, report_loss=sampling.report_loss)
-        engine.run(plan, batch)
+        with subject.computing():
+            engine.run(plan, batch)
         given = take_gradients(subject.model)
         for name, gradient in given.items():
             mean[name] = mean.get(name, 0) + chance * gradient

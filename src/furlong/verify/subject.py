@@ -94,7 +94,7 @@ def spread_weights(model: nn.Module, *, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim < 2:
+            if sum(size > 1 for size in parameter.shape) < 2:  # Kimi's decays are (1, 1, heads, 1)
                 parameter.add_(0.1 * noise)
             elif "lora_B" in name:
                 parameter.copy_(0.1 * noise)

@@ -8,23 +8,29 @@ bound tells that from an error. With every float32 in them made float64, both pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Wide(TorchFunctionMode):
-    """Within it every torch function that is asked for float32 gives float64."""
+class Wide(TorchDispatchMode):  # type: ignore[misc]
+    """Within it every kernel that is asked for float32 gives float64, also in a backward, and so
+    does one that is asked for nothing: tables of decays are made so."""
 
-    def __torch_function__(
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        own = {key: _wide(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_wide, args), **own)
+        return func(*args, **{name: _wide(value) for name, value in (kwargs or {}).items()})
 
 
 def _wide(value: Any) -> Any:

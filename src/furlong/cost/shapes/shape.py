@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,17 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def q_size(self) -> int:
         """N * H: the width of one token's queries, and of what attention gives."""
         return max((m.query_size + m.output_size) // 2 for m in self.mixers)
 
-    @property
+    @cached_property
     def kv_size(self) -> int:
         """K * H: the width of one token's keys, and of its values."""
         return max(mixer.kv_width for mixer in self.mixers) // 2
 
-    @property
+    @cached_property
     def stored_size(self) -> int:
         """Numbers of one token that a layer with attention keeps for later chunks."""
         return max(mixer.stored for mixer in self.mixers)
@@ -82,7 +83,7 @@ class ModelShape:
         keeps of all tokens: the same for as many processes as an inner group has."""
         return max(1 / self.inner_size(place_size), 1 / self.num_kv_heads)
 
-    @property
+    @cached_property
     def is_recurrent(self) -> bool:
         """Whether a state goes from chunk to chunk in any layer."""
         return any(mixer.is_recurrent for mixer in self.mixers)
@@ -92,7 +93,7 @@ class ModelShape:
         """Why the decoder is not divided between layers, as the end of "which ..."; "" if it is."""
         return family_of(self.family).whole
 
-    @property
+    @cached_property
     def has_latents(self) -> bool:
         """Whether the store holds narrower vectors than the keys and values made of them."""
         return any(0 < mixer.stored < mixer.kv_width for mixer in self.mixers)

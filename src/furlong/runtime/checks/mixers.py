@@ -10,6 +10,7 @@ reach it through the recurrent state alone: those in front of what its convoluti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,6 +27,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.mixers.caches import SliceCache
 from furlong.models.mixers.find import Called, calls_of
 from furlong.models.mixers.relay import Mixer, first, relaying
+from furlong.models.switches import own_forward
 from furlong.ops.backend import Backend
 from furlong.plan.passes import Pass
 from furlong.plan.pieces import piece_lens
@@ -52,8 +54,13 @@ def mixer_errors(model: CausalLM, backend: Backend) -> list[float]:
     kinds = {type(mixer.module): mixer for mixer in reversed(model.probed.mixers)}
     if not kinds:
         return []
+    with own_forward(model.base, model.max_seq_len):
+        return _errors_of(model, list(kinds.values()), backend)
+
+
+def _errors_of(model: CausalLM, mixers: Sequence[Mixer], backend: Backend) -> list[float]:
     found = []
-    for given in calls_of(model, list(kinds.values()), sum(_LENS)):
+    for given in calls_of(model, mixers, sum(_LENS)):
         bound_ = _NARROW_BOUND if given.inputs.x.dtype.itemsize < 4 else _BOUND
         called = _wide(given)
         x = _random_like(called.inputs.x)

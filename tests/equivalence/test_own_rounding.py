@@ -1,0 +1,92 @@
+"""As transformers ships them, recurrent layers round to float32: chunks move their gradients by no
+more than another length of their own inner chunks does."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers.gradients import Batch, batch, reference_loss, take_grads, total_norm
+from helpers.hybrids import VOCAB_SIZE, build
+from torch import Tensor, nn
+
+import furlong
+
+LENS = (70, 33, 9, 5)
+TIMES = 3
+"""Bound, in times of the family's own change."""
+LEAST_SHARE = 1e-3
+"""Share of the whole gradient's norm against which smaller ones count: theirs cancel."""
+DELTA_RULE = (
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear",
+    "bailing_hybrid",
+)  # fmt: skip
+"""Families whose inner chunk is the default of a function; of the others it is in the config."""
+CONFIGURED = {
+    "bamba": "mamba_chunk_size", "granitemoehybrid": "mamba_chunk_size",
+    "falcon_h1": "mamba_chunk_size", "nemotron_h": "chunk_size", "zamba2": "chunk_size",
+    "mamba2": "chunk_size", "minimax": "block_size",
+}  # fmt: skip
+QUICK = ("bamba",)
+Grads = dict[str, Tensor]
+
+
+def own_grads(model: nn.Module, sequences: Batch) -> Grads:
+    reference_loss(model, sequences)
+    return take_grads(model)
+
+
+def with_other_inner_chunks(family: str, sequences: Batch, patch: pytest.MonkeyPatch) -> Grads:
+    """The gradients of the same weights with inner chunks of half the length."""
+    if family in CONFIGURED:
+        return own_grads(build(family, wide=False, **{CONFIGURED[family]: 8}), sequences)
+    model = build(family, wide=False)
+    modeling = sys.modules[type(model).__module__]
+    scans = {
+        name: function
+        for name, function in vars(modeling).items()
+        if inspect.isfunction(function) and "chunk_size" in inspect.signature(function).parameters
+    }
+    assert scans, f"{modeling.__name__} has no scan in inner chunks"
+    with patch.context() as patched:
+        for name, function in scans.items():
+            patched.setattr(modeling, name, partial(function, chunk_size=32))
+        return own_grads(model, sequences)
+
+
+def distance(given: Grads, truth: Grads) -> float:
+    """The largest error of a parameter's gradient, by its own norm or that share of the whole."""
+    assert given.keys() == truth.keys()
+    least = LEAST_SHARE * total_norm(truth)
+    return max(
+        float((given[name] - grad).norm()) / max(float(grad.norm()), least)
+        for name, grad in truth.items()
+    )
+
+
+def measured(family: str, patch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """How far the gradients of a family move in chunks, and with other inner chunks."""
+    model: Any = build(family, wide=False)
+    sequences = batch(LENS, vocab_size=VOCAB_SIZE, masked=[range(3)])
+    truth = own_grads(model, sequences)
+    furlong.forward_backward(model, sequences, furlong.ChunkOptions(size=16, keep="attention"))
+    error = distance(take_grads(model), truth)
+    return error, distance(with_other_inner_chunks(family, sequences, patch), truth)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+        for family in (*CONFIGURED, *DELTA_RULE)
+    ],
+)
+def test_chunks_move_a_gradient_less_than_inner_chunks_do(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, own = measured(family, monkeypatch)
+    assert own > 0, "another inner chunk changes nothing: there is nothing to compare with"
+    assert error <= TIMES * own, (error, own)
