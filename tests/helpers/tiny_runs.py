@@ -25,6 +25,7 @@ class TinyRun:
     """Files for a run of nine steps: three epochs over eight texts, three at a time."""
 
     folder: Path
+    chunk_size: int = 32
 
     def arguments(self, out: Path, *flags: str) -> list[str]:
         """`furlong train` with `out`; flags replace what is set here."""
@@ -33,7 +34,7 @@ class TinyRun:
             "--model.dtype": "float32",
             "--data.train": str(self.folder / "texts"),
             "--data.max_seq_len": "256",
-            "--chunks.size": "64",
+            "--chunks.size": str(self.chunk_size),
             "--train.epochs": "3",
             "--train.sequences_per_step": "3",
             "--train.lr": "1e-2",

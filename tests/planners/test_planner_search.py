@@ -62,7 +62,7 @@ def test_on_one_device_a_step_is_the_sum_of_its_actions():
     assert best.step_s == pytest.approx(sum(costs.compute_s(a, 0) for a in best.plan.actions[0]))
 
 
-@pytest.mark.parametrize("method", [chunkflow, combined])
+@pytest.mark.parametrize("method", [chunkflow, pytest.param(combined, marks=pytest.mark.slow)])
 @settings(max_examples=4, deadline=None)
 @given(lens=st.lists(st.integers(100, 6_000), min_size=2, max_size=6))
 def test_pruning_loses_nothing(method, lens):
