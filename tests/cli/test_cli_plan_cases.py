@@ -123,7 +123,7 @@ def test_a_preset_says_whether_its_longest_would_fit(
 
 def test_runnable_restricts_the_search_to_what_a_run_decides_for(plan: Any) -> None:
     flags = ("--model.name=Qwen2.5-0.5B", "--hardware=RTX4090", "--devices=2")
-    assert not plan([9000, 3000], *flags)["runs_here"]
+    assert not plan([9000, 3000], *flags, "--method=ChunkFlow")["runs_here"]
     found = plan([9000, 3000], *flags, "--runnable")
     assert found["runs_here"] and found["num_devices"] == 2 and found["num_idle_devices"] == 0
     sizes = found["layout"]

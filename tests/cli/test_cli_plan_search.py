@@ -251,6 +251,7 @@ def test_compares_every_method(lengths, tmp_path, capsys):
     assert "SeCO: no plan: SeCO on 2 devices with pp 2" in printed
     picture = (tmp_path / "c.svg").read_text()
     assert picture.count("limit of device memory") == 1
+    lengths.write_text('{"version": 1, "lengths": [900, 300, 90]}')
     assert plan(lengths, *flags, "--json") == 0
     methods = json.loads(capsys.readouterr().out)["methods"]
     assert {method["method"] for method in methods} == set(METHODS)
@@ -303,7 +304,7 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
-    flags = ["--memory.device", "1GB", "--devices", "2"]
+    flags = [*QUICK, "--memory.device", "1GB", "--devices", "2"]
     assert plan(lengths, *flags, "--zero", "1") == 2
     refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO-3", "LoRA")
     for more in ([], ["--zero", "3"]):  # all of it is shared already

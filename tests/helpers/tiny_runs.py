@@ -1,14 +1,21 @@
-"""A tiny model with its tokenizer, and the command line that trains it."""
+"""A tiny model with its tokenizer, the command line that trains it, and runs that it has left."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from furlong.cli.main import main
+from furlong.train.loop import MetricsLog
 
 TEXTS = [" ".join(f"word{(i * j) % 17}" for j in range(1, 5 + 9 * i)) for i in range(1, 9)]
 
@@ -18,6 +25,7 @@ class TinyRun:
     """Files for a run of nine steps: three epochs over eight texts, three at a time."""
 
     folder: Path
+    chunk_size: int = 32
 
     def arguments(self, out: Path, *flags: str) -> list[str]:
         """`furlong train` with `out`; flags replace what is set here."""
@@ -26,7 +34,7 @@ class TinyRun:
             "--model.dtype": "float32",
             "--data.train": str(self.folder / "texts"),
             "--data.max_seq_len": "256",
-            "--chunks.size": "32",
+            "--chunks.size": str(self.chunk_size),
             "--train.epochs": "3",
             "--train.sequences_per_step": "3",
             "--train.lr": "1e-2",
@@ -37,6 +45,39 @@ class TinyRun:
         values |= dict(flag.split("=", 1) for flag in flags if "=" in flag)
         switches = [flag for flag in flags if "=" not in flag]
         return ["train", *(f"{key}={value}" for key, value in values.items()), *switches]
+
+    def leave_run(self, out: Path, *flags: str, stopped_after: int | None = None) -> None:
+        """Makes `out` the folder that `furlong train` leaves, finished or stopped after a step: a
+        copy of one that is trained once, for tests of what comes after."""
+        name = hashlib.sha256(repr((flags, stopped_after)).encode()).hexdigest()[:16]
+        original = self.folder / "runs" / name
+        if not original.exists():
+            if stopped_after is None:
+                assert main(self.arguments(original, *flags)) == 0
+            else:
+                with signal_after(stopped_after):
+                    assert main(self.arguments(original, *flags)) == 0
+        shutil.copytree(original, out)
+        for file in (out / "config.json", out / "report.json"):
+            if file.exists():
+                file.write_text(file.read_text().replace(str(original), str(out)))
+
+
+@contextmanager
+def signal_after(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
+    """Sends this process a signal while it takes a step."""
+    original = MetricsLog.step
+
+    def send(log: MetricsLog, at: int, figures: Any) -> None:
+        original(log, at, figures)
+        if at == step:
+            signal.raise_signal(number)
+
+    MetricsLog.step = send
+    try:
+        yield
+    finally:
+        MetricsLog.step = original
 
 
 def build_tiny_run(folder: Path) -> TinyRun:

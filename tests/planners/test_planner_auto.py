@@ -319,12 +319,22 @@ def test_a_decision_predicts_the_step_of_any_plan():
     assert Decision(decision.options, "").predict(plan) is None
 
 
+LOWER, MORE = {"host_bytes": 64 * GIB}, pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("model", "longest", "budget_bytes"),
-    [("Qwen2.5-7B", 131_072, 145 * GIB), ("Qwen2.5-0.5B", 131_072, 11 * GIB),
-     ("Llama-3-8B", 1_000_000, 200 * GIB), ("Qwen2.5-0.5B", 16_384, 11 * GIB)],
-)  # fmt: skip
-@pytest.mark.parametrize("lower", [{}, {"host_bytes": 64 * GIB}], ids=["device", "host"])
+    ("model", "longest", "budget_bytes", "lower"),
+    [
+        ("Qwen2.5-7B", 131_072, 145 * GIB, {}),
+        pytest.param("Qwen2.5-7B", 131_072, 145 * GIB, LOWER, marks=MORE),
+        pytest.param("Qwen2.5-0.5B", 131_072, 11 * GIB, {}, marks=MORE),
+        ("Qwen2.5-0.5B", 131_072, 11 * GIB, LOWER),
+        pytest.param("Llama-3-8B", 1_000_000, 200 * GIB, {}, marks=MORE),
+        ("Llama-3-8B", 1_000_000, 200 * GIB, LOWER),
+        ("Qwen2.5-0.5B", 16_384, 11 * GIB, {}),
+        pytest.param("Qwen2.5-0.5B", 16_384, 11 * GIB, LOWER, marks=MORE),
+    ],
+)
 def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_bytes, lower):
     """By counts: actions walked or simulated, of some 30 microseconds each, and candidates with
     closed forms, of some 100 each: about a second together."""

@@ -175,14 +175,14 @@ def test_hidden_states_of_every_chunk_are_counted():
 
 def test_kv_go_to_the_host_and_hidden_states_stay():
     model = model_of("Llama-3-8B")
-    here = peak_bytes(model, 262_144, 1)
-    there = peak_bytes(model, 262_144, 1, tiers=Tiers(kv="host"))
+    here = peak_bytes(model, 131_072, 1)
+    there = peak_bytes(model, 131_072, 1, tiers=Tiers(kv="host"))
     assert there < here
-    plan = plan_fpdt([262_144], num_layers=32, chunk_size=4096, tiers=Tiers(kv="host"))
+    plan = plan_fpdt([131_072], num_layers=32, chunk_size=4096, tiers=Tiers(kv="host"))
     curve = model.memory().curve(plan, 0)
     # one layer's K,V and their gradients, but for those of the newest two segments of 2,048 tokens
     newest = 2 * 2048 * 2 * 1024 * 4
-    assert curve.host.max() == pytest.approx((262_144 - 4096) * 2 * 1024 * (2 + 4) - newest)
+    assert curve.host.max() == pytest.approx((131_072 - 4096) * 2 * 1024 * (2 + 4) - newest)
 
 
 def test_layer_first_costs_the_rebuilds():

@@ -239,6 +239,7 @@ def test_the_search_of_slices_ends_with_one_that_is_good_enough():
     assert strict.predicted_s == best.predicted_s
 
 
+@pytest.mark.slow
 def test_a_batch_of_the_paper():
     lens = sample_lengths("github", 512, 0, max_seq_len=192 * K, too_long="truncate")
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))

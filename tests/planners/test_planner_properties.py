@@ -285,10 +285,10 @@ def run_cases(name, seeds):
 
 @pytest.mark.parametrize("name", ALL)
 def test_random_batches(name):
-    run_cases(name, range(10 if name in SEARCHING else 250))
+    run_cases(name, range(10 if name in SEARCHING else 100))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_many_random_batches(name):
-    run_cases(name, range(250, 400 if name in SEARCHING else 4000))
+    run_cases(name, range(250, 400) if name in SEARCHING else range(100, 4000))

@@ -16,7 +16,7 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.layout import Layout
-from furlong.planners.budget import DoesNotFitError, fit
+from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.chunks.balance import deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders.replicas import join_replicas
@@ -62,7 +62,7 @@ def test_on_one_device_a_step_is_the_sum_of_its_actions():
     assert best.step_s == pytest.approx(sum(costs.compute_s(a, 0) for a in best.plan.actions[0]))
 
 
-@pytest.mark.parametrize("method", [chunkflow, combined])
+@pytest.mark.parametrize("method", [chunkflow, pytest.param(combined, marks=pytest.mark.slow)])
 @settings(max_examples=4, deadline=None)
 @given(lens=st.lists(st.integers(100, 6_000), min_size=2, max_size=6))
 def test_pruning_loses_nothing(method, lens):
@@ -246,6 +246,16 @@ def test_a_budget_below_the_weights_names_rank_lack_and_cure():
     assert "rank 0 needs" in text
     assert "lacks" in text
     assert "shard all of the state (ZeRO-3)" in text
+
+
+def test_advice_names_no_way_that_was_tried_or_is_not_there():
+    sharded = Training(zero_stage=3, lora=Lora(8))
+    assert advice("buffers", sharded, num_devices=64) == "use smaller chunks (chunks.size)"
+    tried = advice("buffers", sharded, num_devices=64, all_sizes=True)
+    assert tried == "use more devices, or use a smaller model"
+    assert "larger sp or pp" in advice("kv", sharded, num_devices=2, all_sizes=True)
+    alone = advice("kv_gradients", sharded, all_sizes=True)
+    assert "sp or pp" not in alone and "several devices" in alone and "data.max_seq_len" in alone
 
 
 def test_fewer_sequences_than_replicas():

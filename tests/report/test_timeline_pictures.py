@@ -19,7 +19,7 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Slice, Tiers
 from furlong.planners.options import ChunkOptions
-from furlong.report.pictures.scene import Panel
+from furlong.report.pictures.scene import Panel, make_scenes
 from furlong.report.pictures.timeline import save_timelines
 from furlong.report.plan_report import report_plan
 from furlong.simulate.clock import simulate
@@ -72,7 +72,7 @@ def test_svg_says_what_a_stranger_needs(tmp_path):
 
 def test_png_grows_with_its_panels(tmp_path):
     sizes = []
-    for panels in ([panel(pipeline())], [panel(pipeline())] * 2, [panel(pipeline())] * 13):
+    for panels in ([panel(pipeline())], [panel(pipeline())] * 2, [panel(pipeline())] * 5):
         path = tmp_path / "a.png"
         save_timelines(panels, path)
         width, height = struct.unpack(">II", path.read_bytes()[16:24])
@@ -80,7 +80,25 @@ def test_png_grows_with_its_panels(tmp_path):
     assert sizes[0][0] == sizes[1][0] == sizes[2][0] >= 1500
     # several are drawn lower, with one legend
     assert 1.3 < sizes[1][1] / sizes[0][1] < 1.8
-    assert sizes[2][1] < 13 * 0.75 * sizes[0][1]
+    assert sizes[2][1] < 5 * 0.75 * sizes[0][1]
+
+
+def test_a_long_line_under_the_title_is_broken(tmp_path):
+    path, words = tmp_path / "a.svg", [f"word{number}" for number in range(40)]
+    save_timelines([panel(pipeline(), note=" ".join(words))], path)
+    lines = [line for line in words_of(path.read_text()) if line.startswith("word")]
+    assert len(lines) == 3 and max(map(len, lines)) <= 128
+    assert " ".join(lines).split() == words
+
+
+def test_a_cell_that_is_computed_late_is_drawn_as_the_forward_that_it_is():
+    """Nobody reads the output of the last chunk: its forward waits for the backward."""
+    plan = plan_chunkflow((9000,), ChunkOptions(size=4096, num_retained=0, keep="kv"), stages=(24,))
+    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"))
+    (rank,) = make_scenes([report_plan(plan, model).panel("a plan")])[0].ranks
+    bars = [(bar.label, bar.kind) for bar in rank.on("compute") if bar.seconds > 0]
+    assert bars.count(("F2", "forward")) == 1 and ("R2", "recompute") not in bars
+    assert ("R0", "recompute") in bars
 
 
 def test_several_panels_have_one_legend(tmp_path):

@@ -27,7 +27,7 @@ def test_a_run_and_a_checkpoint_are_exported(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run)) == 0
+    tiny_run.leave_run(run)
     assert main(["export", str(run), f"--out={tmp_path / 'last'}"]) == 0
     last = (tmp_path / "last" / "model.safetensors").read_bytes()
     assert last == (run / "model" / "model.safetensors").read_bytes()
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_training_removes_meanwhile(
 ) -> None:
     """A run keeps its newest three, so the one that was found may be gone when it is read."""
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run)) == 0
+    tiny_run.leave_run(run)
     newest = find_exportable(run)
     named = find_exportable(newest.checkpoint)
     shutil.rmtree(newest.checkpoint)
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_no_part_of_a_model(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    tiny_run.leave_run(run, "--train.epochs=1")
     before = sorted(run.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -126,7 +126,7 @@ def test_what_cannot_be_exported_is_told(
     part: str,
 ) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    tiny_run.leave_run(run, "--train.epochs=1")
     state = run / "checkpoints" / "step-00000003" / "state.json"
     if "step-00000003" in part:
         state.write_text(state.read_text()[:-5])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,12 @@ from helpers.tiny_runs import TinyRun
 from transformers import AutoConfig
 
 from furlong.cli.main import main
-from furlong.train.loop import MetricsLog
 
 LORA = "--model.lora.rank=2"
 
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.name != ".lock")
-
-
-def stop_after(
-    tiny_run: TinyRun, out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, step: int = 4
-) -> None:
-    original = MetricsLog.step
-
-    def send(log: MetricsLog, at: int, figures: Any) -> None:
-        original(log, at, figures)
-        if at == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MetricsLog, "step", send)
-        assert main(tiny_run.arguments(out, *flags)) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -62,12 +45,11 @@ def edit_config(model: Path, **values: Any) -> None:
 def test_a_checkpoint_of_another_run_is_refused(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     other, run = tmp_path / "other", tmp_path / "run"
-    stop_after(tiny_run, other, monkeypatch, "--train.lr=0.9", "--train.seed=5", step=6)
-    stop_after(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(other, "--train.lr=0.9", "--train.seed=5", stopped_after=6)
+    tiny_run.leave_run(run, stopped_after=4)
     name = "step-00000006"
     shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
     before = files_of(run)
@@ -82,11 +64,10 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_an_edited_config_of_the_run_is_refused(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_after(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(run, stopped_after=4)
     config = json.loads((run / "config.json").read_text())
     config["train"]["lr"] = 0.5
     (run / "config.json").write_text(json.dumps(config))
@@ -99,13 +80,12 @@ def test_another_architecture_is_refused(
     tiny_run: TinyRun,
     own_model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...],
 ) -> None:
     run = tmp_path / "run"
     flags = (*flags, f"--model.name={own_model}")
-    stop_after(tiny_run, run, monkeypatch, *flags)
+    tiny_run.leave_run(run, *flags, stopped_after=4)
     config = (own_model / "config.json").read_text()
     before = files_of(run)
     for key, value, named in (
@@ -126,12 +106,10 @@ def test_another_architecture_is_refused(
     assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
 
 
-def test_the_changed_rope_is_part_of_the_architecture(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_changed_rope_is_part_of_the_architecture(tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--model.rope.rope_type=linear", "--model.rope.factor=4")
-    stop_after(tiny_run, run, monkeypatch, *flags)
+    tiny_run.leave_run(run, *flags, stopped_after=4)
     state = json.loads((run / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert state["architecture"]["rope_parameters"]["factor"] == 4.0
     assert main(tiny_run.arguments(run, *flags, "--resume")) == 0
@@ -142,11 +120,10 @@ def test_the_changed_rope_is_part_of_the_architecture(
 def test_a_checkpoint_whose_name_lies_is_damaged(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_after(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(run, stopped_after=4)
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "step-00000002", checkpoints / "step-00000099")
     told = "checkpoint step-00000099 is damaged: its state is of step 2"
@@ -182,7 +159,7 @@ def test_the_model_of_a_finished_run_is_exported_again(
 ) -> None:
     run = tmp_path / "run"
     arguments = tiny_run.arguments(run, "--train.epochs=1")
-    assert main(arguments) == 0
+    tiny_run.leave_run(run, "--train.epochs=1")
     weights = (run / "model" / "model.safetensors").read_bytes()
     metrics = (run / "metrics.jsonl").read_text()
     lose(run / "model")
@@ -211,10 +188,9 @@ def test_a_finished_run_without_model_and_checkpoints(
 def test_a_run_without_a_checkpoint_says_that_it_begins_again(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_after(tiny_run, run, monkeypatch, "--train.save_every_steps=0")
+    tiny_run.leave_run(run, "--train.save_every_steps=0", stopped_after=4)
     assert main(tiny_run.arguments(run, "--train.save_every_steps=0", "--resume")) == 0
     assert f"no checkpoint in {run}: the run begins again" in capsys.readouterr().out

@@ -100,7 +100,11 @@ def plain_loop(
 
 @pytest.mark.parametrize(
     ("family", "lora", "size", "num_retained", "max_grad_norm"),
-    [("qwen2", False, 7, 1, 1.0), ("llama", False, 16, 0, 1.0), ("llama", True, 8, 2, 0.4)],
+    [
+        pytest.param("qwen2", False, 7, 1, 1.0, marks=pytest.mark.slow),
+        ("llama", False, 16, 0, 1.0),
+        ("llama", True, 8, 2, 0.4),
+    ],
     ids=["qwen2", "llama", "lora"],
 )
 def test_thirty_steps(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_runs import TinyRun
+from helpers.tiny_runs import TinyRun, signal_after
 
 from furlong.cli.main import main
 from furlong.train import disk
@@ -44,18 +44,6 @@ def report(run: Path) -> dict[str, Any]:
     }
 
 
-def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
-    """Sends this process a signal while it takes a step."""
-    original = MetricsLog.step
-
-    def send(log: MetricsLog, at: int, figures: Any) -> None:
-        original(log, at, figures)
-        if at == step:
-            signal.raise_signal(number)
-
-    monkeypatch.setattr(MetricsLog, "step", send)
-
-
 @pytest.mark.parametrize(
     ("number", "flags", "saved_step"),
     [
@@ -69,7 +57,6 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signa
 def test_a_stopped_run_goes_on_to_the_same_bits(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
     flags: tuple[str, ...],
@@ -78,8 +65,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     flags = (*flags, f"--data.eval={tiny_run.folder / 'held-out.jsonl'}")
     assert main(tiny_run.arguments(tmp_path / "whole", *flags)) == 0
     run = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        signal_after(patched, saved_step, number)
+    with signal_after(saved_step, number):
         assert main(tiny_run.arguments(run, *flags)) == 0
     printed = capsys.readouterr().out
     assert f"stopped by {signal.Signals(number).name} after step 5 of 9" in printed
@@ -119,21 +105,14 @@ def test_a_second_interrupt_ends_the_process_at_once(
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
-def stop_at(run: TinyRun, out: Path, monkeypatch: pytest.MonkeyPatch, step: int = 5) -> None:
-    with monkeypatch.context() as patched:
-        signal_after(patched, step)
-        assert main(run.arguments(out)) == 0
-
-
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(tiny_run.arguments(tmp_path / "whole")) == 0
+    tiny_run.leave_run(tmp_path / "whole")
     run = tmp_path / "run"
-    stop_at(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(run, stopped_after=5)
     damaged = run / "checkpoints" / "step-00000005"
     tensors = next(damaged.glob("*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
@@ -158,13 +137,12 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 def test_a_run_folder_of_another_config_is_refused(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
     named: str,
 ) -> None:
     run = tmp_path / "run"
-    stop_at(tiny_run, run, monkeypatch, step=1)
+    tiny_run.leave_run(run, stopped_after=1)
     files = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}
     capsys.readouterr()
     assert main(tiny_run.arguments(run, *flags, "--resume")) == 2
@@ -182,11 +160,10 @@ def test_a_run_folder_of_another_config_is_refused(
 def test_how_it_is_computed_may_change(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_at(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(run, stopped_after=5)
     flags = ["--chunks.size=16", "--train.save_every_steps=3", "--resume"]
     assert main(tiny_run.arguments(run, *flags)) == 0
     assert "options are decided again, for these keys have changed: chunks.size" in (
@@ -205,7 +182,7 @@ def test_a_resumed_run_does_not_decide_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_at(tiny_run, run, monkeypatch)
+    tiny_run.leave_run(run, stopped_after=5)
 
     def decide(*_: Any) -> None:
         raise AssertionError("decided again")
@@ -225,8 +202,7 @@ def test_other_data_is_refused(
     for file in (tiny_run.folder / "texts").iterdir():
         (texts / file.name).write_text(file.read_text())
     run, flag = tmp_path / "run", f"--data.train={texts}"
-    with monkeypatch.context() as patched:
-        signal_after(patched, 2)
+    with signal_after(2):
         assert main(tiny_run.arguments(run, flag)) == 0
     (texts / "0.txt").write_text("other words")
     monkeypatch.delattr("furlong.train.run.build_run_model")  # it is told before that
@@ -237,14 +213,12 @@ def test_other_data_is_refused(
 def test_another_tokenizer_is_refused(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_run.folder / "model", model)
     run, flag = tmp_path / "run", f"--model.name={model}"
-    with monkeypatch.context() as patched:
-        signal_after(patched, 2)
+    with signal_after(2):
         assert main(tiny_run.arguments(run, flag)) == 0
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert main(tiny_run.arguments(run, flag, "--resume")) == 2
@@ -256,24 +230,21 @@ def test_another_tokenizer_is_refused(
 def test_what_may_change_the_last_bits_is_told(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        signal_after(patched, 2)
-        assert main(tiny_run.arguments(run)) == 0
+    tiny_run.leave_run(run, stopped_after=2)
     before = torch.get_num_threads()
-    with monkeypatch.context() as patched:
-        signal_after(patched, 4)
+    capsys.readouterr()
+    with signal_after(3):
         assert main(tiny_run.arguments(run, "--resume")) == 0
-        assert "last bits" not in capsys.readouterr().out
-        torch.set_num_threads(before + 1)
-        try:
-            signal_after(patched, 6)
+    assert "last bits" not in capsys.readouterr().out
+    torch.set_num_threads(before + 1)
+    try:
+        with signal_after(4):
             assert main(tiny_run.arguments(run, "--resume")) == 0
-        finally:
-            torch.set_num_threads(before)
+    finally:
+        torch.set_num_threads(before)
     told = f"threads = {before + 1}, before {before}: the last bits may differ"
     assert told in capsys.readouterr().out
 
@@ -282,7 +253,7 @@ def test_checkpoints_without_their_run(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
+    tiny_run.leave_run(run, "--train.epochs=1")
     (run / "config.json").unlink()
     assert main(tiny_run.arguments(run, "--train.epochs=1", "--resume")) == 2
     message = capsys.readouterr().err
@@ -293,14 +264,11 @@ def test_checkpoints_without_their_run(
 def test_a_run_that_was_moved_is_not_begun_anew(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its config still names the old place."""
     old, new = tmp_path / "old", tmp_path / "new"
-    with monkeypatch.context() as patched:
-        signal_after(patched, 2)
-        assert main(tiny_run.arguments(old)) == 0
+    tiny_run.leave_run(old, stopped_after=2)
     old.rename(new)
     resume = ["train", str(new / "config.json"), "--resume"]
     assert main(resume) == 2
@@ -309,7 +277,7 @@ def test_a_run_that_was_moved_is_not_begun_anew(
     assert f"change:   add --out={new}" in message
     assert not old.exists()
     assert main([*resume, f"--out={new}"]) == 0
-    assert main(tiny_run.arguments(tmp_path / "whole")) == 0
+    tiny_run.leave_run(tmp_path / "whole")
     assert weights(new) == weights(tmp_path / "whole")
     assert main([*resume]) == 0  # its config names the new place now
 
@@ -334,7 +302,7 @@ def test_damaged_files_of_a_run_folder(
 ) -> None:
     run = tmp_path / "run"
     once = ("--train.epochs=1", "--train.save_every_steps=0")
-    assert main(tiny_run.arguments(run, *once)) == 0
+    tiny_run.leave_run(run, *once)
     trained = weights(run)
     (run / "report.json").write_text("{")
     capsys.readouterr()
@@ -360,11 +328,10 @@ def test_the_folder_of_a_model_holds_no_run(
 def test_one_process_per_run_folder(
     tiny_run: TinyRun,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    stop_at(tiny_run, run, monkeypatch, step=2)
+    tiny_run.leave_run(run, stopped_after=2)
     with (run / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(tiny_run.arguments(run, "--resume")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,52 +20,78 @@ PROGRAM = (
     "sys.exit(code + 10 * bool({'torch', 'transformers'} & set(sys.modules)))"
 )
 
+REFUSING = """
+import contextlib, io, json, sys
+from furlong.cli.main import main
 
-def refused(arguments: list[str], **environment: str) -> str:
-    """The message of a command line that a process without torch refuses."""
+found = []
+for arguments in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main(arguments)
+    found.append((code, said.getvalue(), sorted({"torch", "transformers"} & set(sys.modules))))
+json.dump(found, sys.stdout)
+"""
+
+
+def refused(*command_lines: list[str], **environment: str) -> list[str]:
+    """The messages of command lines that one process without torch refuses, one after another."""
     finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", REFUSING],
+        input=json.dumps(command_lines),
         capture_output=True,
         text=True,
         env=os.environ | environment,
     )
-    assert finished.returncode == 2, finished.stderr
-    names = [line.split(":")[0] for line in finished.stderr.splitlines()]
-    assert names == ["given", "required", "from", "change"], finished.stderr
-    return finished.stderr
+    assert finished.returncode == 0, finished.stderr
+    messages = []
+    for code, said, loaded in json.loads(finished.stdout):
+        assert (code, loaded) == (2, []), said
+        names = [line.split(":")[0] for line in said.splitlines()]
+        assert names == ["given", "required", "from", "change"], said
+        messages.append(said)
+    assert len(messages) == len(command_lines)
+    return messages
 
 
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--data.train={home}/nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
-        (["--data.eval={home}/nowhere"], "nowhere: no such file or folder"),
-        (["--model.name=./nowhere"], "./nowhere: no such folder"),
-        (["--model.name={home}/nowhere"], "nowhere: no such folder"),
-        (["--model.name={home}"], "without config.json"),
-        (["--model.name={home}/broken"], "broken, config.json: "),
-        (["--model.name={home}/list"], "list, config.json: no JSON object"),
-        (["--out={home}"], "which is not empty"),
-        (["--out={home}/file"], "is no folder"),
-        (["--out={home}/file/run"], "is no folder"),
-        (["--train.lr=-1"], "train.lr = '-1'"),
-        (["--chunks.sample.rule=fixed"], "rate = None, chunks = None"),
-        (["--chunks.sample={rate: 0.5, chunks: 3}"], "rate = 0.5, chunks = 3"),
-        (["--chunks.sample={rate: 0.5, cap: 2}"], "cap = 2.0 with rule unbiased"),
-        (["--chunks.sample={chunks: 1, rule: fixed}"], "chunks = 1 with rule fixed"),
-        (
-            ["--chunks.sample={chunks: 3, rule: paper, label_rate: 0.5}"],
-            "label_rate = 0.5 with rule paper",
-        ),
-    ],
-)
-def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path, flags: list[str], part: str) -> None:
+PATHS_AND_KEYS = [
+    (["--data.train={home}/nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
+    (["--data.eval={home}/nowhere"], "nowhere: no such file or folder"),
+    (["--model.name=./nowhere"], "./nowhere: no such folder"),
+    (["--model.name={home}/nowhere"], "nowhere: no such folder"),
+    (["--model.name={home}"], "without config.json"),
+    (["--model.name={home}/broken"], "broken, config.json: "),
+    (["--model.name={home}/list"], "list, config.json: no JSON object"),
+    (["--out={home}"], "which is not empty"),
+    (["--out={home}/file"], "is no folder"),
+    (["--out={home}/file/run"], "is no folder"),
+    (["--train.lr=-1"], "train.lr = '-1'"),
+    (["--chunks.sample.rule=fixed"], "rate = None, chunks = None"),
+    (["--chunks.sample={rate: 0.5, chunks: 3}"], "rate = 0.5, chunks = 3"),
+    (["--chunks.sample={rate: 0.5, cap: 2}"], "cap = 2.0 with rule unbiased"),
+    (["--chunks.sample={chunks: 1, rule: fixed}"], "chunks = 1 with rule fixed"),
+    (
+        ["--chunks.sample={chunks: 3, rule: paper, label_rate: 0.5}"],
+        "label_rate = 0.5 with rule paper",
+    ),
+]
+
+
+def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, text in (("broken", '{"model_type": '), ("list", "[1]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    given = [flag.replace("{home}", str(tmp_path)) for flag in flags]
-    assert part in refused(tiny_run.arguments(tmp_path / "run", *given))
+    messages = refused(
+        *(
+            tiny_run.arguments(
+                tmp_path / "run", *(flag.replace("{home}", str(tmp_path)) for flag in flags)
+            )
+            for flags, _ in PATHS_AND_KEYS
+        )
+    )
+    for (flags, part), message in zip(PATHS_AND_KEYS, messages, strict=True):
+        assert part in message, flags
     assert not (tmp_path / "run").exists()
 
 
@@ -74,16 +101,17 @@ def test_packages(tiny_run: TinyRun, tmp_path: Path) -> None:
         pytest.skip("every package is installed")
     value = {"wandb": "trials", "tensorboard": "true"}[missing[0]]
     flag = f"--log.{missing[0]}={value}"
-    assert f"the package {missing[0]}" in refused(tiny_run.arguments(tmp_path / "run", flag))
+    (message,) = refused(tiny_run.arguments(tmp_path / "run", flag))
+    assert f"the package {missing[0]}" in message
 
 
 def test_another_launcher(tiny_run: TinyRun, tmp_path: Path) -> None:
-    message = refused(tiny_run.arguments(tmp_path / "run"), OMPI_COMM_WORLD_SIZE="2")
+    (message,) = refused(tiny_run.arguments(tmp_path / "run"), OMPI_COMM_WORLD_SIZE="2")
     assert "given:    2 processes of mpirun" in message and "torchrun" in message
 
 
 def test_more_replicas_than_processes(tiny_run: TinyRun, tmp_path: Path) -> None:
-    message = refused(tiny_run.arguments(tmp_path / "run", "--parallel.dp=2"))
+    (message,) = refused(tiny_run.arguments(tmp_path / "run", "--parallel.dp=2"))
     assert "dp 2 x sp 1 x pp 1 = 2, and 1 process\n" in message
     assert "torchrun --nproc-per-node 2 -m furlong train" in message
 
@@ -96,26 +124,29 @@ def test_a_launcher_of_one_process_is_none(
 
 
 def test_run_folders(tiny_run: TinyRun, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert main(tiny_run.arguments(run)) == 0
-    assert "which holds a run" in refused(tiny_run.arguments(run))
-    assert "train.lr = 0.5, the run has" in refused(
-        tiny_run.arguments(run, "--train.lr=0.5", "--resume")
-    )
-    config = (run / "config.json").read_text()
-    (run / "config.json").write_text(config[:-20])
-    assert "config.json" in refused(tiny_run.arguments(run, "--resume"))
-    (run / "config.json").write_text(config)
-    (run / "report.json").unlink()
-    shutil.rmtree(run / "model")
-    for checkpoint in (run / "checkpoints").iterdir():
+    run, edited, damaged = (tmp_path / name for name in ("run", "edited", "damaged"))
+    for folder in (run, edited, damaged):
+        tiny_run.leave_run(folder)
+    (edited / "config.json").write_text((edited / "config.json").read_text()[:-20])
+    (damaged / "report.json").unlink()
+    shutil.rmtree(damaged / "model")
+    for checkpoint in (damaged / "checkpoints").iterdir():
         (checkpoint / "manifest.json").unlink()
-    assert "damaged checkpoints and no other" in refused(tiny_run.arguments(run, "--resume"))
+    messages = refused(
+        tiny_run.arguments(run),
+        tiny_run.arguments(run, "--train.lr=0.5", "--resume"),
+        tiny_run.arguments(edited, "--resume"),
+        tiny_run.arguments(damaged, "--resume"),
+    )
+    assert "which holds a run" in messages[0]
+    assert "train.lr = 0.5, the run has" in messages[1]
+    assert "config.json" in messages[2]
+    assert "damaged checkpoints and no other" in messages[3]
 
 
 def test_a_finished_run_needs_no_torch(tiny_run: TinyRun, tmp_path: Path) -> None:
     arguments = tiny_run.arguments(tmp_path / "run", "--train.epochs=1")
-    assert main(arguments) == 0
+    tiny_run.leave_run(tmp_path / "run", "--train.epochs=1")
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments, "--resume"], capture_output=True, text=True
     )
@@ -125,14 +156,16 @@ def test_a_finished_run_needs_no_torch(tiny_run: TinyRun, tmp_path: Path) -> Non
 
 def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert main(tiny_run.arguments(run, "--train.epochs=1")) == 0
-    for arguments, part in (
+    tiny_run.leave_run(run, "--train.epochs=1")
+    cases = (
         ([str(tmp_path / "nowhere")], "which holds no checkpoint"),
         ([str(run), "--merge"], "--merge for a checkpoint without adapters"),
         ([str(run), f"--out={run / 'model'}"], "model exists"),
         ([str(run), f"--out={run / 'report.json' / 'x'}"], "is no folder"),
-    ):
-        assert part in refused(["export", *arguments])
+    )
+    messages = refused(*(["export", *arguments] for arguments, _ in cases))
+    for (_, part), message in zip(cases, messages, strict=True):
+        assert part in message
 
 
 def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(

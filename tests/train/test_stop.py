@@ -25,6 +25,8 @@ from furlong.train.setup import prepare
 from furlong.train.stop import STOP_SIGNALS, StopRequest
 
 PROGRAM = "import sys; from furlong.cli.main import main; sys.exit(main(sys.argv[1:]))"
+ONCE = "--train.epochs=1"
+"""Three steps."""
 ALL = pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 
 
@@ -60,11 +62,11 @@ def test_every_stop_signal_ends_a_run_with_a_checkpoint(
     run = tmp_path / "run"
     with monkeypatch.context() as patched:
         before(patched, MetricsLog, "step", lambda: signal.raise_signal(number))
-        assert main(tiny_run.arguments(run)) == 0
-    assert f"stopped by {number.name} after step 1 of 9; go on with:" in capsys.readouterr().out
+        assert main(tiny_run.arguments(run, ONCE)) == 0
+    assert f"stopped by {number.name} after step 1 of 3; go on with:" in capsys.readouterr().out
     assert (run / "checkpoints" / "step-00000001").is_dir()
-    assert main(tiny_run.arguments(run, "--resume")) == 0
-    assert steps_of(run) == list(range(1, 10))
+    assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
+    assert steps_of(run) == [1, 2, 3]
 
 
 @ALL
@@ -110,11 +112,11 @@ def test_a_second_ctrl_c_during_a_save_leaves_the_checkpoint_before(
     original = checkpoint._write_tensors
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "_write_tensors", interrupt)
-        assert main(tiny_run.arguments(run)) == 130
+        assert main(tiny_run.arguments(run, ONCE)) == 130
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None and newest.name == "step-00000002"
-    assert main(tiny_run.arguments(run, "--resume")) == 0
-    assert steps_of(run) == list(range(1, 10))
+    assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
+    assert steps_of(run) == [1, 2, 3]
 
 
 @ALL
@@ -123,7 +125,7 @@ def test_a_signal_during_the_export_ends_nothing(
 ) -> None:
     run = tmp_path / "run"
     before(monkeypatch, finish, "export_model", lambda: signal.raise_signal(number))
-    assert main(tiny_run.arguments(run)) == 0
+    assert main(tiny_run.arguments(run, ONCE)) == 0
     assert (run / "report.json").exists()
 
 
@@ -138,10 +140,10 @@ def test_a_second_ctrl_c_during_the_export_leaves_a_run_that_goes_on(
 
     with monkeypatch.context() as patched:
         before(patched, finish, "export_model", twice)
-        assert main(tiny_run.arguments(run)) == 130
+        assert main(tiny_run.arguments(run, ONCE)) == 130
     assert not (run / "report.json").exists()
-    assert main(tiny_run.arguments(run, "--resume")) == 0
-    assert steps_of(run) == list(range(1, 10))
+    assert main(tiny_run.arguments(run, ONCE, "--resume")) == 0
+    assert steps_of(run) == [1, 2, 3]
 
 
 @ALL

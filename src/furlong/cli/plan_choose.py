@@ -39,7 +39,9 @@ def run(flags: RunFlags, tell: Tell) -> None:
     """Search, print, save and draw what the command line asks for. Raises ConfigError."""
     name = flags.own.method
     methods = SEARCHED if name is None else methods_named(name)
+    tell("reading what is to be planned")
     subject = subject_of(flags)
+    tell("")
     if subject.is_run and subject.config.train.loss == "dpo":
         plan_pairs.run(flags, subject)
     else:
@@ -100,6 +102,7 @@ def _run(flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], t
             chosen.out.write_text(text, encoding="utf-8")
         if not chosen.json:
             print(f"wrote {chosen.out}")
+    tell("drawing it")
     note = ", ".join([best.dials.layout_words(), *best.dials.words()])
     draw([report.panel(best.dials.method, note)], chosen)
 

@@ -65,6 +65,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
             f"none of {count_words(len(rows), 'method')} has a plan that fits", "at least one",
             "do what one of them says", "the refusals above",
         )  # fmt: skip
+    tell("drawing them")
     panels.sort(key=lambda panel: panel.timeline.duration_s)
     note = f": plans of at most {_SLOWEST} times the best one's time"
     draw(panels, chosen, most_ranks=2, note=note)

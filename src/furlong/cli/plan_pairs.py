@@ -56,6 +56,8 @@ def run(flags: RunFlags, subject: PlanSubject) -> None:
         with writing(chosen.out):
             text = save_plan(plan, subject.made_for(problem.model))
             chosen.out.write_text(text, encoding="utf-8")
+        if not chosen.json:
+            print(f"wrote {chosen.out}")
     draw([report.panel("two phases", dials_in_words(options))], chosen)
 
 

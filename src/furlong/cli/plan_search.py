@@ -133,7 +133,7 @@ def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
     model, words = problem.model, "memory.device"
     some = layouts(problem.num_devices, model.shape, dp=dp, sp=sp, pp=pp)
     if subject.config.memory.device == "auto":
-        words = f"of a {model.hardware.name}"
+        words = f"of one {model.hardware.name}"
         if subject.runs_here:
             count = problem.num_devices
             words = FREE_RAM if count == 1 else f"{FREE_RAM} over {count} processes"

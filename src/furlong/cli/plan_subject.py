@@ -170,7 +170,8 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     )  # fmt: skip
     # ZeRO-2 only where it is asked for: gradients that are shards cannot wait for the end of a
     # step, as the cost model lets them
-    zeros: tuple[ZeroStage, ...] = (1, 3) if num_devices > 1 and own.zero is None else ()
+    is_dial = num_devices > 1 and own.zero is None and not own.runnable
+    zeros: tuple[ZeroStage, ...] = (1, 3) if is_dial else ()
     problem = Problem(
         seq_lens=batch.seq_lens, model=figures.model, num_devices=num_devices, zeros=zeros,
         budget_bytes=budget_bytes, tiers=tiers,

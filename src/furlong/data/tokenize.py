@@ -82,7 +82,10 @@ def load_tokenizer(name: str, source: str = "model.name") -> Any:
         given=f"{name} without a tokenizer: {reason}",
         required="tokenizer files beside config.json",
         source=source,
-        change="save the model's tokenizer into the folder",
+        change="save the model's tokenizer into the folder"
+        if folder.is_dir()
+        else "check the name, which is a folder or a whole id of the hub (Qwen/Qwen2.5-0.5B), and"
+        " the connection to the hub",
     ) from cause
 
 

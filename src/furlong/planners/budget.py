@@ -19,35 +19,47 @@ predictions lacked: of twelve steps that no fit had seen, measured on a CPU, pre
 `reserved_bytes`."""
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _SMALLER = ("use smaller chunks (chunks.size)",)
-_LESS_KV = ("use shorter sequences (data.max_seq_len)",)
+_SHORTER = ("use shorter sequences (data.max_seq_len)",)
 _WAYS: dict[str, tuple[str, ...]] = {
     "activations": (*_SMALLER, "keep less of them (chunks.keep, chunks.num_retained)"),
-    "kv": _LESS_KV,
-    "kv_gradients": _LESS_KV,
-    "states": ("use larger chunks (chunks.size): a state is kept at the end of each", *_LESS_KV),
+    "kv": _SHORTER,
+    "kv_gradients": _SHORTER,
+    "states": ("use larger chunks (chunks.size): a state is kept at the end of each", *_SHORTER),
     "logits": _SMALLER,
     "buffers": _SMALLER,
 }
 """Ways to need less of a part of memory."""
-_LARGER = "use a larger sp or pp"
-_WAYS_WITH_MORE = {"activations": (_LARGER,), "kv": ("keep K,V on the host", _LARGER)}
+_LARGER, _SEVERAL = "use a larger sp or pp", "use several devices"
+_WAYS_WITH_MORE = {
+    "activations": (_LARGER,),
+    "kv": ("keep K,V on the host (chunks.tier) if the method can", _LARGER),
+}
 
 
-def advice(part: str, training: Training, *, num_devices: int = 1, alone: bool = False) -> str:
+def advice(
+    part: str,
+    training: Training,
+    *,
+    num_devices: int = 1,
+    alone: bool = False,
+    all_sizes: bool = False,
+) -> str:
     """Advice for a plan of `num_devices` whose memory goes into `part`; `alone`: on one device that
-    is given."""
+    is given; `all_sizes`: chunks of every size were tried."""
     ways = ["give it a larger memory.device"] if alone else []
-    if part == "state":
+    if part == "state" or (all_sizes and _SMALLER[0] in _WAYS[part]):
         if num_devices > 1 and training.zero_stage < 3:
             ways += ["shard all of the state (ZeRO-3)"]
         if not alone:
             shared = "use several devices, which share the state (ZeRO)"
             ways += [shared if num_devices == 1 else "use more devices"]
         ways += ["train LoRA adapters (model.lora)"] * (training.lora is None)
+        ways += _SHORTER * (part == "activations")
         ways += ["use a smaller model"]
     else:
-        more = _WAYS_WITH_MORE.get(part.removesuffix("_gradients"), ())
-        ways += [*(() if alone else more), *_WAYS[part]]
+        more = () if alone else _WAYS_WITH_MORE.get(part.removesuffix("_gradients"), ())
+        ways += [_SEVERAL if way == _LARGER and num_devices == 1 else way for way in more]
+        ways += _WAYS[part]
     *first, last = ways
     return f"{', '.join(first)}, or {last}" if first else last
 

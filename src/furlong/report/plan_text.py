@@ -68,7 +68,7 @@ def runs_words(report: PlanReport, train_on: str = "") -> str:
         if report.num_processes == 1:
             return f"yes: furlong train decides for it on one {train_on}"
         started = f"torchrun --nproc-per-node {report.num_processes}"
-        return f"yes: {started} -m furlong train decides for it, each process on a {train_on}"
+        return f"yes: {started} -m furlong train decides for it, each process on one {train_on}"
     return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
 
 
@@ -165,7 +165,8 @@ def _layout_words(report: PlanReport) -> str:
         of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {size} devices"
     axes = " x ".join(f"{name} {layout[name]}" for name in ("dp", "sp", "pp"))
     heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
-    layers = ", ".join(map(str, plan.stages) if len(plan.stages) <= 16 else heights)
+    many = len(plan.stages) > (16 if len(heights) > 1 else 4)
+    layers = ", ".join(heights if many else map(str, plan.stages))
     return (
         f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"

@@ -114,7 +114,13 @@ def nothing_fits(problem: Problem, refused: Sequence[Refusal], *, offered: bool)
             given=f"of {count} none fits; nearest is {dials}, whose {error.given}",
             required=error.required + margin,
             source=source,
-            change=advice(error.part, training, num_devices=problem.num_devices, alone=alone),
+            change=advice(
+                error.part,
+                training,
+                num_devices=problem.num_devices,
+                alone=alone,
+                all_sizes="size" not in problem.given,
+            ),
         )
     for _, other in errors:
         if isinstance(other, UserError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil, log2
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ _EDGE, _TITLE, _NOTE, _AXIS, _GAP, _SPACE, _THIN = 0.12, 0.28, 0.18, 0.5, 0.14, 
 ranks and within one, a track of messages or copies."""
 _DASHES = (0, (5, 3))
 _DPI = 150
+_MOST_LETTERS = 128
+"""Letters of a line under a title that the narrowest picture has room for."""
 
 _Row = tuple[float, Callable[[Axes], None] | None]
 """A height in inches, and the way to draw it; None for what stays empty."""
@@ -111,7 +114,8 @@ def _sizes(scenes: Sequence[Scene]) -> _Sizes:
 
 
 def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
-    yield _TITLE + len(scene.lines) * _NOTE + 0.08, partial(_draw_title, scene)
+    lines = [part for text in scene.lines for part in wrap(text, _MOST_LETTERS)]
+    yield _TITLE + len(lines) * _NOTE + 0.08, partial(_draw_title, scene.title, lines)
     for rank in scene.ranks:
         lane = sizes.cells + len(scene.thin_tracks) * _THIN
         yield lane, partial(_draw_lane, scene, rank, sizes)
@@ -125,10 +129,10 @@ def _rows(scene: Scene, sizes: _Sizes) -> Iterator[_Row]:
     yield _AXIS, None
 
 
-def _draw_title(scene: Scene, axes: Axes) -> None:
+def _draw_title(title: str, lines: Sequence[str], axes: Axes) -> None:
     axes.set_axis_off()
-    _write(axes, 0, 0, scene.title, 13, INK, weight="bold")
-    for number, text in enumerate(scene.lines):
+    _write(axes, 0, 0, title, 13, INK, weight="bold")
+    for number, text in enumerate(lines):
         _write(axes, 0, 72 * (_TITLE + number * _NOTE), text, 9, FAINT)
 
 

@@ -7,11 +7,12 @@ memory over time; and the scene has the words around them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from furlong.cost.memory.curve import MemoryCurve
+from furlong.plan.passes import computed_late
 from furlong.plan.values import (
     MESSAGES,
     ON_PARAMETERS,
@@ -159,7 +160,13 @@ def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
     curve = panel.memory[rank] if panel.memory else None
     actions = plan.actions[rank] if rank < len(plan.actions) else ()
     device, lower = memory_steps(records, actions, lower_words(plan.tiers), curve)
-    bars = (_bar(record, with_stage=len(stages) > 1) for record in records)
+    instant = {
+        (r.action.chunk, r.action.stage)
+        for r in records
+        if isinstance(r.action, Forward) and r.start_s == r.stop_s
+    }
+    late = computed_late(plan) & instant
+    bars = (_bar(record, late, with_stage=len(stages) > 1) for record in records)
     return RankScene(
         rank=rank,
         name="\n".join(names),
@@ -170,7 +177,9 @@ def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
     )
 
 
-def _bar(record: Record, *, with_stage: bool) -> Bar:
+def _bar(record: Record, late: Collection[tuple[int, int]], *, with_stage: bool) -> Bar:
+    """The bar of a record. `late`: cells whose recompute is the first time that they are computed,
+    and is shown as the forward that it is counted as."""
     action = record.action
     chunk = -1 if isinstance(action, ON_PARAMETERS) else action.chunk
     if record.lane == "copy":
@@ -180,5 +189,7 @@ def _bar(record: Record, *, with_stage: bool) -> Bar:
     if type(action) not in _CELLS:
         return Bar("link", "collective", chunk, "", record)
     kind, letter = _CELLS[type(action)]
+    if isinstance(action, Recompute) and (chunk, action.stage) in late:
+        kind, letter = _CELLS[Forward]
     label = f"{letter}{chunk}" + (f".{action.stage}" if with_stage else "")
     return Bar("compute", kind, chunk, label, record)
