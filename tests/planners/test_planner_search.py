@@ -25,6 +25,7 @@ from furlong.planners.search.catalogue import PUBLISHED, SEARCHED, chunkflow, co
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import longest_sequence
 from furlong.planners.search.problem import Problem
+from furlong.planners.search.replicas import ReplicaPlans
 from furlong.planners.search.room import Room, chunk_sizes, retained_numbers, stage_heights
 from furlong.planners.search.search import search
 from furlong.simulate.clock import time_actions
@@ -246,6 +247,17 @@ def test_a_budget_below_the_weights_names_rank_lack_and_cure():
     assert "rank 0 needs" in text
     assert "lacks" in text
     assert "shard all of the state (ZeRO-3)" in text
+
+
+def test_layouts_whose_state_does_not_fit_are_left_out_before_chunks_are_cut(monkeypatch):
+    """A model of 671 billion parameters has thousands of ways that cannot fit."""
+
+    def cut(self, dials):
+        raise AssertionError(f"chunks are cut of {dials}")
+
+    monkeypatch.setattr(ReplicaPlans, "busiest_chunks", cut)
+    with pytest.raises(ConfigError, match="needs .* with one token: .*weights"):
+        search(problem(budget_bytes=1 * GIB), {"furlong": combined})
 
 
 def test_advice_names_no_way_that_was_tried_or_is_not_there():

@@ -101,9 +101,12 @@ class DoesNotFitError(ConfigError):
         )
 
 
-def fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None) -> int:
+def fit(
+    plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None, *, with_what: str = ""
+) -> int:
     """The peak bytes of the rank that needs most. Raises DoesNotFitError at the first rank whose
-    device has less, ConfigError at the first whose share of its host's memory is smaller."""
+    device has less, ConfigError at the first whose share of its host's memory is smaller.
+    `with_what`: words for what the plan computes."""
     memory, host_bytes = model.memory(budget_bytes), model.hardware.host_bytes
     num_devices = len(plan.actions) * plan.sp_size * model.training.replicas
     peak = 0
@@ -112,8 +115,9 @@ def fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None = None) -> i
         needed = sum(curve.peak.values())
         if needed > memory.budget_bytes(rank):
             raise DoesNotFitError(
-                rank, curve.peak, memory.budget_bytes(rank), model.training, num_devices=num_devices
-            )
+                rank, curve.peak, memory.budget_bytes(rank), model.training,
+                num_devices=num_devices, with_what=with_what,
+            )  # fmt: skip
         if (on_host := int(curve.host.max(initial=0))) > host_bytes:
             raise ConfigError(
                 given=f"rank {rank} needs {format_bytes(on_host)} of its host's memory",

@@ -84,6 +84,13 @@ class ReplicaPlans:
             return ()
         return (replace(dials, size=max(size, longest)),)
 
+    def require_room(self, dials: Dials) -> None:
+        """Raises DoesNotFitError where not even one token per device fits."""
+        least = replace(dials, size=dials.layout.sp, num_retained=0, keep="kv")
+        model = replica_model(dials, self._model)
+        plan = build(least, [dials.layout.sp], model)
+        fit(plan, model, self._limit_bytes, with_what="one token")
+
     def least_s(self, dials: Dials) -> float:
         """Seconds below which no plan of a layout gets, from all tokens of the busiest replica."""
         model = replica_model(dials, self._model)

@@ -82,7 +82,8 @@ class _Search:
         self._bounds_s: dict[Dials, float] = {}
         self._rooms_s: dict[Room, float] = {}
         self._seen: set[Dials] = set()
-        self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError] = {}
+        self._too_large: dict[tuple[Layout, ZeroStage], DoesNotFitError | None] = {}
+        """Where not even one token fits, and why; None where it does."""
         self._outcomes: list[Outcome] = []
         self._trials: list[TriedDials] = []
         self._refused: list[Refusal] = []
@@ -115,6 +116,9 @@ class _Search:
             elif item not in self._rooms_s:
                 self._rooms_s[item] = max(bound_s, self._replicas.least_s(item.dials("any")))
                 heappush(queue, (self._rooms_s[item], next(numbers), item))
+            elif (error := self._lacks(item)) is not None:
+                offered = next(self._ladders(item), None)
+                self._refused += [Refusal(offered[0], error)] if offered else []
             else:
                 for ladder in self._ladders(item):
                     if ladder[0].walk == "elastic":
@@ -189,6 +193,17 @@ class _Search:
                 if rungs and not self._replicas.all_sharded(rungs[0]):
                     yield rungs
 
+    def _lacks(self, room: Room) -> DoesNotFitError | None:
+        """The error of a layout in which not even one token fits beside the state: no plan does."""
+        key = room.layout, room.zero
+        if key not in self._too_large:
+            self._too_large[key] = None
+            try:
+                self._replicas.require_room(room.dials("any"))
+            except DoesNotFitError as error:
+                self._too_large[key] = error
+        return self._too_large[key]
+
     def _bound_s(self, dials: Dials) -> float:
         """A bound of all rungs below: what the busiest replica computes on its slowest stage, with
         nothing waited for but the pipeline's fill and drain."""
@@ -250,10 +265,7 @@ class _Search:
         """Seconds of the busiest replica's plan, where it fits. `must_beat`: raises _SlowerError
         where they are no fewer than the best step's: all rungs below take no less."""
         beat_s = self._best_s if must_beat else inf
-        key = dials.layout, dials.zero
         try:
-            if key in self._too_large:
-                raise self._too_large[key]
             plan, step_s = self._replicas.plan_busiest(dials, beat_s)
             if step_s >= beat_s:
                 self._slower.append((step_s, dials))
@@ -263,7 +275,5 @@ class _Search:
         except NotFasterError:
             raise _SlowerError from None
         except (UserError, PlanError) as error:
-            if isinstance(error, DoesNotFitError) and error.part == "state":
-                self._too_large[key] = error  # whatever the chunks are
             self._refused.append(Refusal(dials, error))
             return None
