@@ -256,7 +256,7 @@ def test_layouts_whose_state_does_not_fit_are_left_out_before_chunks_are_cut(mon
         raise AssertionError(f"chunks are cut of {dials}")
 
     monkeypatch.setattr(ReplicaPlans, "busiest_chunks", cut)
-    with pytest.raises(ConfigError, match="needs .* with one token: .*weights"):
+    with pytest.raises(ConfigError, match=r"needs .* with one token: .*weights"):
         search(problem(budget_bytes=1 * GIB), {"furlong": combined})
 
 
