@@ -87,7 +87,6 @@ class Walk:
         whole, num_seen = self.plain.seen(layer, piece, window)
         whole = whole[:, :, whole.shape[2] - num_seen :]
         grads, met = random(2, K, num_seen, H), []
-        self.store.expect(7, layer, piece, window, gradients=gradients)
         for block in self.store.prefix(7, layer, piece, window, gradients=gradients):
             start = num_seen - block.distance
             stop = start + block.k.shape[1]

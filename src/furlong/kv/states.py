@@ -45,11 +45,6 @@ class StateStore:
             lease.release()
         return found
 
-    def expect(self, seq_id: int, layer: int, piece: int) -> None:
-        """Begin to bring states that will soon be read."""
-        for handle in self._handles.get((seq_id, layer, piece), {}).values():
-            self._pool.prefetch(handle)
-
     def send(self, seq_id: int, layer: int, piece: int, grads: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the states that left a piece, from the one behind it."""
         if self._trained is None or piece in self._trained[seq_id]:

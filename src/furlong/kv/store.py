@@ -113,16 +113,6 @@ class KVStore:
         max_tokens = _MAX_BACKWARD_TOKENS if gradients else _MAX_FORWARD_TOKENS
         return segments.blocks(seen, gradients=gradients, max_tokens=max_tokens)
 
-    def expect(
-        self, seq_id: int, layer: int, piece: int, window: int | None, *, gradients: bool
-    ) -> None:
-        """Begin to bring the first block of a prefix that will soon be asked for."""
-        segments = self._layers.get((seq_id, layer))
-        if self._pool is None or segments is None:
-            return
-        seen = segments.tokens.seen_from(piece, window)
-        segments.prefetch(segments.order(seen, gradients=gradients)[:1], gradients=gradients)
-
     def relayed(self, seq_id: int, layer: int, piece: int) -> tuple[int, Tensor, Tensor] | None:
         """(index within the piece of the first kept token, dK, dV (K, kept tokens, H)) that later
         pieces have sent, or None if they sent nothing. Valid until the next call on the store."""

@@ -85,9 +85,9 @@ class TiledValues:
             or len(values) != len(labels)
             or not values.is_floating_point()
         ):
-            dtype = f"{values.dtype} ".removeprefix("torch.") if isinstance(values, Tensor) else ""
             is_odd = isinstance(values, Tensor) and not values.is_floating_point()
-            raise self._refusal(f"{dtype if is_odd else ''}{shape} for {len(labels)} tokens")
+            dtype = f"{values.dtype} ".removeprefix("torch.") if is_odd else ""
+            raise self._refusal(f"{dtype}{shape} for {len(labels)} tokens")
         return values
 
     def _refusal(self, given: str) -> ConfigError:

@@ -17,7 +17,7 @@ from furlong.models.entrance import enter
 from furlong.models.held import Skip
 from furlong.models.mixers.caches import SliceCache
 from furlong.models.mixers.probe import NUM_TOKENS, Probed, cache_argument, watching
-from furlong.models.mixers.relay import Inputs, Mixer, inputs_of
+from furlong.models.mixers.relay import Inputs, Mixer, first, inputs_of
 from furlong.models.support import refuse_mixerless
 
 
@@ -176,8 +176,8 @@ def _watch_tokens(model: SearchedModel, layer: int) -> Any:
     def again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, *rest = args
         changed = torch.cat([x[:, :1] + 1, x[:, 1:]], 1)
-        moved = _hidden(module.forward(changed, *rest, **kwargs)) - _hidden(output)
-        scale = float(_hidden(output).double().norm())
+        moved = first(module.forward(changed, *rest, **kwargs)) - first(output)
+        scale = float(first(output).double().norm())
         bound = 1e-4 if moved.dtype.itemsize > 2 else 3e-2
         if float(moved[:, 1:].double().norm()) > bound * scale:
             raise UnsupportedModelError(
@@ -189,9 +189,3 @@ def _watch_tokens(model: SearchedModel, layer: int) -> Any:
             )
 
     return model.layers[layer].register_forward_hook(again, with_kwargs=True)
-
-
-def _hidden(output: Any) -> Tensor:
-    found = output[0] if isinstance(output, tuple) else output
-    assert isinstance(found, Tensor)
-    return found
