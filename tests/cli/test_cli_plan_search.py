@@ -241,7 +241,7 @@ def test_writes_pictures_and_traces(lengths, tmp_path, capsys):
 
 
 def test_compares_every_method(lengths, tmp_path, capsys):
-    from furlong.cli.plan_search import METHODS
+    from furlong.cli.planning.search import METHODS
 
     flags = ["--compare", "--devices", "2", "--parallel.pp", "2"]
     assert plan(lengths, *flags, "--picture", str(tmp_path / "c.svg")) == 0

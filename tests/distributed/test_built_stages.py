@@ -11,8 +11,8 @@ from helpers.tiny_families import config_of
 from helpers.wide_norms import widen_norms
 
 from furlong.kv.arena import Arena
-from furlong.models.build import build_model, export_model
 from furlong.models.causal_lm import CausalLM
+from furlong.models.folders.build import build_model, export_model
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import group_chunks

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
+from furlong.models.folders.random_weights import draw_adapters
 from furlong.models.held import hold, stand_ins
-from furlong.models.random_weights import draw_adapters
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.values import Action, ChunkPlan, Recv, Send
 from furlong.runtime.executor import Executor

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
 
 from furlong.errors import ConfigError, UnsupportedModelError
-from furlong.models.build import build_model, export_model
+from furlong.models.folders.build import build_model, export_model
 
 IDS = torch.arange(12)[None]
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}

@@ -13,8 +13,8 @@ import pytest
 from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
-from furlong.models.build import build_model, export_model
-from furlong.models.check import check_model
+from furlong.models.folders.build import build_model, export_model
+from furlong.models.folders.check import check_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -195,7 +195,8 @@ def test_a_config_that_is_a_folder_or_a_dangling_link_is_told(folder: Path) -> N
 @pytest.mark.slow
 def test_python_without_docstrings_is_told(folder: Path) -> None:
     code = (
-        "import sys; from furlong.models.check import check_model; from furlong.errors import *\n"
+        "import sys; from furlong.errors import *\n"
+        "from furlong.models.folders.check import check_model\n"
         "try: check_model(sys.argv[1], max_seq_len=32)\n"
         "except ConfigError as error: print(error)\n"
     )

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from furlong.errors import ConfigError, PlanError, UnsupportedModelError
-from furlong.models.build import build_model, export_model
 from furlong.models.causal_lm import CausalLM
+from furlong.models.folders.build import build_model, export_model
+from furlong.models.folders.random_weights import draw_weights
 from furlong.models.held import hold, stand_ins
-from furlong.models.random_weights import draw_weights
 
 STAGES = (range(1), range(1, 2), range(2, 3))
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}

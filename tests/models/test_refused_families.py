@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.models.build import build_model
+from furlong.models.folders.build import build_model
 
 _SMALL = {
     "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

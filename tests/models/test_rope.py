@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 import furlong
 from furlong.errors import ConfigError
-from furlong.models.build import build_model, export_model
+from furlong.models.folders.build import build_model, export_model
 from furlong.models.rope import apply_rope, check_length, num_positions
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

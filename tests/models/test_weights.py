@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.errors import ConfigError
-from furlong.models.build import build_model
-from furlong.models.weights import INDEX, WEIGHTS, check_weights
+from furlong.models.folders.build import build_model
+from furlong.models.folders.weights import INDEX, WEIGHTS, check_weights
 
 NOBODY = 65534
 
@@ -171,7 +171,7 @@ def test_a_file_without_permission_is_told_as_such(folder: Path, name: str) -> N
     for path in (folder, *folder.parents):
         path.chmod(path.stat().st_mode | 0o055)
     code = (
-        "import os, sys; from furlong.models.check import check_model\n"
+        "import os, sys; from furlong.models.folders.check import check_model\n"
         "from furlong.errors import ConfigError\n"
         f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "try: check_model(sys.argv[1], init='pretrained', max_seq_len=32)\n"

@@ -20,7 +20,7 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
-from furlong.models.shrink import shrink_config
+from furlong.models.small.shrink import shrink_config
 from furlong.plan.rows import ChunkRows, rows_of
 from furlong.plan.values import Chunk, Slice
 from furlong.runtime import executor

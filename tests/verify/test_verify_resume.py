@@ -12,7 +12,7 @@ from furlong.cli.main import main
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
 from furlong.config.train import TrainConfig
-from furlong.models.shrink import shrink_config
+from furlong.models.small.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding
 from furlong.verify.resume import FURLONG, check_resume

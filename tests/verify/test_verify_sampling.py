@@ -21,7 +21,7 @@ from furlong.config.data import DataConfig
 from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig
 from furlong.config.sources import build_run
 from furlong.config.train import TrainConfig
-from furlong.models.shrink import shrink_config
+from furlong.models.small.shrink import shrink_config
 from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
 from furlong.runtime.cells import layer_view
 from furlong.runtime.cells.loss_head import LossHead

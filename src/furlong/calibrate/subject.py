@@ -11,9 +11,9 @@ import torch
 
 from furlong.cost.shapes.shape import ModelShape
 from furlong.families import SPECIAL_TOKENS
-from furlong.models.build import build_model, read_config
-from furlong.models.folder import check_folder
-from furlong.models.shrink_layers import cut_layers
+from furlong.models.folders.build import build_model, read_config
+from furlong.models.folders.folder import check_folder
+from furlong.models.small.layers import cut_layers
 
 VOCABULARY = 4096
 """Largest vocabulary of a measured model: a head is a matrix as any other, and takes long."""

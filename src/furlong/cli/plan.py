@@ -39,15 +39,15 @@ def run(arguments: Sequence[str]) -> int:
     subject = flags.own.subject
     if subject is None or is_run_file(subject):
         if flags.own.compare:
-            from furlong.cli import plan_compare
+            from furlong.cli.planning import compare
 
             with patience("comparing methods") as tell:
-                plan_compare.run(flags, tell)
+                compare.run(flags, tell)
         else:
-            from furlong.cli import plan_choose
+            from furlong.cli.planning import choose
 
             with patience("searching for a plan") as tell:
-                plan_choose.run(flags, tell)
+                choose.run(flags, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -56,12 +56,12 @@ def run(arguments: Sequence[str]) -> int:
                 "a saved plan or a run folder alone: nothing is searched",
                 "leave the flag out, or name a run file or --lengths in its place",
             )
-    from furlong.cli import plan_saved
+    from furlong.cli.planning import saved
 
     if Path(subject).is_dir():
-        plan_saved.show_run(Path(subject), flags.own)
+        saved.show_run(Path(subject), flags.own)
     else:
-        plan_saved.show_plan(subject, flags)
+        saved.show_plan(subject, flags)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from furlong.errors import ConfigError
-from furlong.models.files import reason
+from furlong.models.folders.files import reason
 from furlong.models.held import adapted_elsewhere
 
 

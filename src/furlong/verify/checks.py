@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from furlong.api import Engine
-from furlong.models.shrink import VOCAB_SIZE
+from furlong.models.small.shrink import VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.verify.subject import (
     CHUNK_SIZE,

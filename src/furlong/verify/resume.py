@@ -19,8 +19,8 @@ from torch import Tensor
 
 from furlong.config.schema import RunConfig
 from furlong.config.train import TrainConfig
-from furlong.models.build import build_model, export_model
-from furlong.models.shrink import LONGEST_TOKENS, VOCAB_SIZE
+from furlong.models.folders.build import build_model, export_model
+from furlong.models.small.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT
 from furlong.verify.checks import Finding
 from furlong.verify.subject import CHUNK_SIZE

@@ -10,9 +10,9 @@ import torch
 
 from furlong.config.data import DataConfig
 from furlong.config.schema import ModelConfig, RunConfig
-from furlong.models.build import model_of_config, read_config
-from furlong.models.folder import check_folder
-from furlong.models.shrink import LONGEST_TOKENS, shrink_config
+from furlong.models.folders.build import model_of_config, read_config
+from furlong.models.folders.folder import check_folder
+from furlong.models.small.shrink import LONGEST_TOKENS, shrink_config
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.auto.words import dials_in_words
 from furlong.planners.options import ChunkOptions, fixed_options

@@ -17,7 +17,7 @@ import torch
 
 from furlong.api import Engine
 from furlong.config.schema import RunConfig
-from furlong.models.shrink import LONGEST_TOKENS
+from furlong.models.small.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.options import fixed_options

@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from furlong.families import family_of
-from furlong.models.build import build_model
-from furlong.models.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
+from furlong.models.folders.build import build_model
+from furlong.models.small.shrink import LONGEST_TOKENS, SHORTEST_TOKENS, VOCAB_SIZE
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory.pools import Storage

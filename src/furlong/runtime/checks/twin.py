@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from furlong.families import CHUNKED
-from furlong.models.build import model_of_config
 from furlong.models.causal_lm import CausalLM
+from furlong.models.folders.build import model_of_config
+from furlong.models.folders.random_weights import draw_weights
 from furlong.models.held import hold, stand_ins
 from furlong.models.layer_cache import scales_by_position
-from furlong.models.random_weights import draw_weights
-from furlong.models.shrink import LONGEST_TOKENS, shrink_config
+from furlong.models.small.shrink import LONGEST_TOKENS, shrink_config
 
 _SPREAD = 5
 """Attention matters more where weights are larger than transformers draws them."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from furlong.data.tokenize import load_tokenizer
-from furlong.models.build import export_model
+from furlong.models.folders.build import export_model
 from furlong.train.checkpoints.checkpoint import load_tensors, one_process
 from furlong.train.checkpoints.exportable import Exportable
 from furlong.train.checkpoints.fingerprints import base_fingerprint, check_base

@@ -23,8 +23,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shapes.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
-from furlong.models.build import read_config
-from furlong.models.folder import check_folder
+from furlong.models.folders.build import read_config
+from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
 from furlong.plan.values import ChunkPlan, Unshard
 from furlong.planners.auto.decide import (

@@ -25,9 +25,9 @@ from furlong.data.load import load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
-from furlong.models.build import build_model, read_config
-from furlong.models.check import check_model
-from furlong.models.folder import check_folder
+from furlong.models.folders.build import build_model, read_config
+from furlong.models.folders.check import check_model
+from furlong.models.folders.folder import check_folder
 from furlong.plan.layout import Layout
 from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks.balance import sequence_work

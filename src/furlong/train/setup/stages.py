@@ -8,8 +8,8 @@ from furlong.config.schema import RunConfig
 from furlong.cost.shapes.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
-from furlong.models.build import read_config
-from furlong.models.folder import check_folder
+from furlong.models.folders.build import read_config
+from furlong.models.folders.folder import check_folder
 from furlong.plan.layout import Layout
 from furlong.planners.layout import cut_layers, mean_attended_keys
 from furlong.planners.orders.layer_first import stage_heights

@@ -14,7 +14,7 @@ from furlong.config.data import SourceConfig
 from furlong.config.schema import RunConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
-from furlong.models.folder import check_files
+from furlong.models.folders.folder import check_files
 from furlong.planners.auto.decide import given_dials
 from furlong.train.checkpoints.folder import read_state
 from furlong.train.figures.report import TrainReport

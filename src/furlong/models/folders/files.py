@@ -17,7 +17,7 @@ import torch
 from furlong.cost.shapes.config_values import MAX_LAYERS, NEEDED_SIZES
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import for_all_layers
-from furlong.models.folder import CONFIG
+from furlong.models.folders.folder import CONFIG
 
 GENERATION = "generation_config.json"
 MAX_EXPERTS = 16_384

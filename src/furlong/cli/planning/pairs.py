@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_files import draw, writing
-from furlong.cli.plan_subject import PlanSubject
+from furlong.cli.planning.files import draw, writing
+from furlong.cli.planning.subject import PlanSubject
 from furlong.config.sources import RunFlags
 from furlong.plan.saved import save_plan
 from furlong.planners.auto.pairs import check_dials, decide_pairs

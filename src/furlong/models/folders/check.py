@@ -8,11 +8,11 @@ import psutil
 import torch
 
 from furlong.errors import ConfigError
-from furlong.models.build import model_of_config, read_config
 from furlong.models.causal_lm import CausalLM
-from furlong.models.files import check_generation
-from furlong.models.folder import check_folder
-from furlong.models.weights import check_weights
+from furlong.models.folders.build import model_of_config, read_config
+from furlong.models.folders.files import check_generation
+from furlong.models.folders.folder import check_folder
+from furlong.models.folders.weights import check_weights
 from furlong.units import format_bytes, format_count
 
 _LEAST_BYTES = 2

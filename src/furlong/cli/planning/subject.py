@@ -9,8 +9,8 @@ from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
-from furlong.cli.plan_batch import PlannedBatch, batch_of
-from furlong.cli.plan_model import check_zero, figures_of, missing, run_of, spec_of
+from furlong.cli.planning.batch import PlannedBatch, batch_of
+from furlong.cli.planning.model import check_zero, figures_of, missing, run_of, spec_of
 from furlong.cost.calibration.file import Calibrated
 from furlong.cost.devices.hardware import (
     THIS_CPU,

@@ -21,23 +21,23 @@ from torch import nn
 from furlong.errors import ConfigError, UnsupportedModelError, UserError
 from furlong.families import family_of
 from furlong.models.adapters import add_adapters, add_adapters_to_stage
-from furlong.models.files import (
+from furlong.models.folders.files import (
     check_config_values,
     check_generation,
     check_sizes,
     reason,
 )
-from furlong.models.folder import (
+from furlong.models.folders.folder import (
     check_export_folder,
     check_folder,
     check_folder_files,
     with_adapters,
 )
+from furlong.models.folders.random_weights import draw_adapters, draw_weights
+from furlong.models.folders.weights import check_weights
 from furlong.models.held import hold, holding_class, stand_ins
-from furlong.models.random_weights import draw_adapters, draw_weights
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.support import refuse_config
-from furlong.models.weights import check_weights
 
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
 # config.json asks for: a name there could be that of a kernel on a hub, or a missing package.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
-from furlong.cli.plan_files import draw
-from furlong.cli.plan_model import check_zero, figures_of, run_of, spec_of
+from furlong.cli.planning.files import draw
+from furlong.cli.planning.model import check_zero, figures_of, run_of, spec_of
 from furlong.config.sources import RunFlags
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_subject import PlanSubject
+from furlong.cli.planning.subject import PlanSubject
 from furlong.cost.names import look_up
 from furlong.errors import ConfigError
 from furlong.plan.layout import ONE_DEVICE, Layout

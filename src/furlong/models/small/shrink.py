@@ -29,8 +29,8 @@ from furlong.families import (
     family_of,
     own_key,
 )
-from furlong.models.shrink_layers import cut_layers, shown_layers
-from furlong.models.shrink_states import shrink_states
+from furlong.models.small.layers import cut_layers, shown_layers
+from furlong.models.small.states import shrink_states
 from furlong.models.support import rope_types
 
 VOCAB_SIZE = 260

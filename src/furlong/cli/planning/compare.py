@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_files import draw
-from furlong.cli.plan_pairs import require_one_pair
-from furlong.cli.plan_search import OURS, has_given, methods_named, search_with
-from furlong.cli.plan_subject import subject_of
+from furlong.cli.planning.files import draw
+from furlong.cli.planning.pairs import require_one_pair
+from furlong.cli.planning.search import OURS, has_given, methods_named, search_with
+from furlong.cli.planning.subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import PlanError, UserError
 from furlong.planners.search.problem import Found

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from furlong.cli import plan_pairs
 from furlong.cli.flag_types import refusal
-from furlong.cli.plan_files import draw, writing
-from furlong.cli.plan_search import (
+from furlong.cli.planning import pairs
+from furlong.cli.planning.files import draw, writing
+from furlong.cli.planning.search import (
     decision_of,
     found_of,
     methods_named,
     search_with,
 )
-from furlong.cli.plan_subject import PlanSubject, subject_of
+from furlong.cli.planning.subject import PlanSubject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.saved import save_plan
 from furlong.plan.values import ChunkPlan
@@ -43,7 +43,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
     subject = subject_of(flags)
     tell("")
     if subject.is_run and subject.config.train.loss == "dpo":
-        plan_pairs.run(flags, subject)
+        pairs.run(flags, subject)
     else:
         _run(flags, subject, methods, tell)
 

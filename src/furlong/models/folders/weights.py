@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from furlong.errors import ConfigError
-from furlong.models.files import reason
-from furlong.models.folder import check_readable
+from furlong.models.folders.files import reason
+from furlong.models.folders.folder import check_readable
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -1,0 +1,1 @@
+"""What `furlong plan` does once its flags are read."""

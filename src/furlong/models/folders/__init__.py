@@ -1,0 +1,1 @@
+"""Folders of models: what lies in them, built, read, filled and checked."""

@@ -1,0 +1,1 @@
+"""Small copies of a model's config, on which families are tried."""
