@@ -1,1 +1,1 @@
-"""What `furlong plan` does once its flags are read."""
+"""The work of `furlong plan` once its flags are read."""
