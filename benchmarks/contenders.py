@@ -52,6 +52,10 @@ SHAPES: dict[str, dict[str, int]] = {
 """By name, the sizes of a Qwen2 model, or of a Qwen3.5 (every fourth layer has attention)."""
 _MODEL_TYPES = {"qwen3_5": "qwen3_5_text"}
 
+STEADY_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""Keeps glibc from raising the size below which freed memory stays with the process: then the
+resident set is what a step holds, and two lengths can be compared to a few MiB. It costs time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from contenders import SHAPES
+from contenders import SHAPES, STEADY_ALLOCATOR
 from harness import AGREEMENT, Promise, Report, add_common_arguments, ratios, run_rounds
 from measuring import Measurement
 from preference_trial import BETA, Trial
@@ -72,8 +72,8 @@ def main() -> int:
 def agreement(answer_tokens: int) -> float:
     """Relative difference that losses may show: TRL sums log-probabilities in float32, where an
     answer's sum, about its tokens times log V, has an error of 2^-23 of it; DPO takes BETA times
-    that."""
-    nats = answer_tokens * math.log(SHAPES["small"]["vocab_size"])
+    the difference of two answers' sums."""
+    nats = 2 * answer_tokens * math.log(SHAPES["small"]["vocab_size"])
     return max(AGREEMENT, BETA * nats * 2**-23)
 
 
@@ -97,12 +97,13 @@ def growth_promise(short: Measurement, long: Measurement, shape: str) -> Promise
 
 
 def _growth(report: Report, args: argparse.Namespace) -> list[str]:
-    """Extra memory of keep=kv at half and at twice the length, of a model with few layers."""
+    """Extra memory of keep=kv at half and at twice the length, of a model with few layers; glibc is
+    told to give freed memory back, as in step.py's growth."""
     found = {}
     for tokens in (args.tokens // 2, 2 * args.tokens):
         pair = Trial(KV, args.growth, tokens - tokens // 8, tokens // 8)
         trial = _furlong(pair, {"size": 1024, "keep": "kv"})
-        found[f"{tokens:,} tokens"] = trial.command()
+        found[f"{tokens:,} tokens"] = replace(trial, environment=STEADY_ALLOCATOR).command()
     results = run_rounds(found, 1)
     report.add(f"keep=kv against length, shape {args.growth}", results)
     short, long = (rounds[0] for rounds in results.values())
@@ -186,9 +187,7 @@ def _furlong(trial: Trial, dials: Mapping[str, object]) -> Trial:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16_384, help="of each answer with its prompt")
-    parser.add_argument(
-        "--growth", default="small", help="shape of the lengths; '' leaves them out"
-    )
+    parser.add_argument("--growth", default="tiny", help="shape of the lengths; '' leaves them out")
     parser.add_argument("--quick", action="store_true", help="a few thousand tokens")
     parser.add_argument("--streambp", metavar="PYTHON", help="interpreter that has StreamBP")
     add_common_arguments(parser)

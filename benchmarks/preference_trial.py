@@ -39,13 +39,17 @@ class Trial:
     begins: bool = False
     """The first step of a run, whose model is its own reference, and each answer's first token is
     not learnt: what StreamBP's trainer computes."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the process, such as the C library's allocator reads."""
     python: str = sys.executable
     """The interpreter whose packages the contender needs."""
 
     def command(self) -> list[str]:
         own = Path(__file__).resolve()
         path = f"PYTHONPATH={own.parents[1] / 'src'}"
-        return ["env", path, "OMP_NUM_THREADS=1", self.python, str(own), json.dumps(asdict(self))]
+        given = [f"{name}={value}" for name, value in self.environment.items()]
+        trial = json.dumps(asdict(self))
+        return ["env", path, "OMP_NUM_THREADS=1", *given, self.python, str(own), trial]
 
     def answers(self, most_tokens: int | None = None) -> list[Tensor]:
         """Prompt and answer, of each answer."""

@@ -41,7 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contenders import SHAPES, Trial
+from contenders import SHAPES, STEADY_ALLOCATOR, Trial
 from harness import Promise, Report, add_common_arguments, ratios, run_rounds
 from library import long_tailed_batch, shrunk
 from measuring import Measurement
@@ -56,10 +56,6 @@ _LONG_TAIL_CHUNK_TOKENS = 2_048
 _GROWTH_FACTOR = 4
 _NUM_FILES = 32
 _FLOAT32_BYTES = 4
-
-_STEADY_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""Keeps glibc from raising the size below which freed memory stays with the process: then the
-resident set is what a step holds, and two lengths can be compared to a few MiB. It costs time."""
 
 _SLACK_FREE_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
@@ -166,7 +162,7 @@ def growth(report: Report, arguments: argparse.Namespace) -> None:
     commands = {
         f"{n:,} tokens": Trial(
             "furlong", "tiny", n, warmup_tokens=arguments.warmup_tokens,
-            dials={"size": _CHUNK_TOKENS, "keep": "kv"}, environment=_STEADY_ALLOCATOR,
+            dials={"size": _CHUNK_TOKENS, "keep": "kv"}, environment=STEADY_ALLOCATOR,
         ).command()
         for n in lengths
     }  # fmt: skip
