@@ -229,7 +229,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--limit-s", type=float, default=120, help="seconds for one model")
+    parser.add_argument("--limit-s", type=float, default=300, help="seconds for one model")
     return parser.parse_args(words)
 
 
