@@ -231,6 +231,10 @@ class StampedExchange:
     inner: Exchange
     pace: Pace
 
+    def __getattr__(self, name: str) -> Any:
+        """All else is as it is."""
+        return getattr(self.inner, name)
+
     def start(
         self, x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int
     ) -> Callable[[], Tensor]:

@@ -113,10 +113,11 @@ def test_a_measured_receive_begins_when_its_message_was_sent():
 
 
 @pytest.mark.slow
-def test_four_processes_sleep_as_long_as_is_simulated(tmp_path: Path):
+@pytest.mark.parametrize("part", ["four", "eight"])
+def test_processes_sleep_as_long_as_is_simulated(tmp_path: Path, part: str):
     values, pictures = tmp_path / "parallel.json", tmp_path / "pictures"
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "parallel.py"), "--tiny", "--only", "four",
+        [sys.executable, str(ROOT / "benchmarks" / "parallel.py"), "--tiny", "--only", part,
          "--rounds", "1", "--json", str(values), "--plot", str(pictures)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -126,8 +127,10 @@ def test_four_processes_sleep_as_long_as_is_simulated(tmp_path: Path):
     assert ended.returncode == int(bool(missed))
     assert [one["name"] for one in found["rows"]] == [
         "1F1B padded", "state-aware 1F1B (ChunkFlow)", "InfiniPipe",
+        *(["Ulysses", "FlexSP", "places"] if part == "eight" else []),
     ]  # fmt: skip
     for one in found["rows"]:  # a machine that does other things takes longer, never less
         assert min(one["measured_s"]) >= 0.9 * one["simulated_s"]
-    picture = pictures / "four-processes.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    if part == "four":
+        picture = pictures / "four-processes.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
