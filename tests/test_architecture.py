@@ -1,4 +1,4 @@
-"""The shape of the package: floors, imports without torch, budgets of size, public names.
+"""The shape of the package: floors, imports without torch, public names.
 
 Every rule is a function of sources, so that the last tests can show it sources that break it.
 """
@@ -37,8 +37,6 @@ FLOORS = (
     ("errors", "families", "units"),
 )
 FIRST_FLOOR_WITHOUT_TORCH = FLOORS.index(("planners",))
-MAX_LINES_PER_FILE = 300
-MAX_LINES_PER_FUNCTION = 60
 
 
 def read_sources():
@@ -110,21 +108,6 @@ def first_circle(sources, packages):
     return []
 
 
-def too_long(sources):
-    """Files and functions beyond their budgets."""
-    found = []
-    for module, source in sources.items():
-        num_lines = len(source.splitlines())
-        if num_lines >= MAX_LINES_PER_FILE:
-            found.append(f"{module}: {num_lines} lines")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = node.end_lineno - node.lineno + 1
-                if num_lines >= MAX_LINES_PER_FUNCTION:
-                    found.append(f"{module}.{node.name}: {num_lines} lines")
-    return found
-
-
 def fragments(sources):
     """Docstrings, also of attributes, that only parse behind the name above them."""
     return [
@@ -151,10 +134,6 @@ def test_imports_go_downward():
 
 def test_no_circles():
     assert first_circle(SOURCES, PACKAGES) == []
-
-
-def test_files_and_functions_are_short():
-    assert too_long(SOURCES) == []
 
 
 def heavy_modules_after(*modules):
@@ -222,11 +201,6 @@ def test_the_rules_can_fail():
     assert forbidden_imports(downward, set()) == []
     circle = {"furlong.plan.a": "import furlong.plan.b", "furlong.plan.b": "import furlong.plan.a"}
     assert len(first_circle(circle, set())) == 3
-    long_function = "def long():\n" + "    pass\n" * MAX_LINES_PER_FUNCTION
-    assert too_long({"a": "\n" * MAX_LINES_PER_FILE, "b": long_function}) == [
-        "a: 300 lines",
-        "b.long: 61 lines",
-    ]
     attribute = 'class A:\n    n: int\n    """Of the rank."""'
     assert fragments({"a": attribute, "b": '"""Offers."""'}) == ["a: Of the rank."]
     assert heavy_modules_after("torch") == ["torch"]
