@@ -199,7 +199,7 @@ def show(title: str, findings: Sequence[Finding], figure: str) -> None:
 def main() -> int:
     arguments = _parse()
     cases: dict[str, list[Case]] = defaultdict(list)
-    for case in covering_array() if arguments.quick else sample(_NUM_PER_FAMILY):
+    for case in covering_array(2) if arguments.quick else sample(_NUM_PER_FAMILY):
         cases[case.family].append(case)
     families = [f for f in FAMILIES if arguments.family in (None, f)]
     found: dict[str, list[Finding]] = {}

@@ -9,12 +9,12 @@ from helpers.cases import (
     DIALS,
     Case,
     covering_array,
-    every_pair,
-    pairs_of,
-    product_of_one_family,
+    every_tuple,
     sample,
+    tuples_of,
 )
 from helpers.gradients import reference_loss, take_grads, worst_relative_error
+from helpers.nightly import SEED
 from helpers.tiny_families import bound, build
 
 import furlong
@@ -47,28 +47,35 @@ def check(case: Case, storage: Storage | None = None) -> None:
     assert worst_relative_error(take_grads(model), truth) <= bound(case.family)
 
 
-@pytest.mark.parametrize("case", sorted(covering_array(), key=str), ids=str)
-def test_covering_array(case):
+PAIRS = covering_array(2)
+TRIPLES = covering_array(3, PAIRS)
+
+
+@pytest.mark.parametrize("case", sorted(PAIRS, key=str), ids=str)
+def test_every_pair(case):
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(sample(60), key=str), ids=str)
-def test_sample_of_the_product(case):
+@pytest.mark.parametrize("case", sorted(TRIPLES, key=str), ids=str)
+def test_every_triple(case):
     """With memory that turns to NaN when it is given back: a use after that is seen."""
     check(case, POISONED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", product_of_one_family(), ids=str)
-def test_product_of_one_family(case):
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", sorted(sample(60, SEED), key=str), ids=str)
+def test_sample_of_the_product(case):
     check(case, POISONED)
 
 
-def test_covering_array_holds_every_pair():
-    chosen = covering_array()
-    assert set().union(*map(pairs_of, chosen)) == every_pair()
-    assert len(chosen) < 1.5 * len(DIALS["family"]) * len(DIALS["batch_name"])
+@pytest.mark.parametrize(
+    "strength, cases, most",
+    [(2, PAIRS, 1.5 * len(DIALS["family"]) * len(DIALS["batch_name"])), (3, PAIRS + TRIPLES, 650)],
+)
+def test_arrays_hold_every_tuple_once_in_few_cases(strength, cases, most):
+    assert set().union(*(tuples_of(case, strength) for case in cases)) == every_tuple(strength)
+    assert len(set(cases)) == len(cases) < most
 
 
 PLAIN = Case("llama", "split", 8)

@@ -1,6 +1,7 @@
 """The matrix: every family under every way of cutting, walking, keeping and storing.
 
-A covering array for every run of the suite, a sample and one family's product for the long ones.
+An array that covers all pairs of dials for every run of the suite, one that covers all triples for
+the long ones, and a sample of the product that is another one every night.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -112,49 +113,100 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
 assert tuple(DIALS) == tuple(field.name for field in fields(Case))
 
 
-def every_pair() -> set[tuple]:
-    """All pairs of values of two dials, each as ((dial, value), (dial, value))."""
-    values = [[(dial, value) for value in DIALS[dial]] for dial in DIALS]
-    return {pair for a, b in itertools.combinations(values, 2) for pair in itertools.product(a, b)}
+_ACTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "num_retained": lambda c: c["keep"] != "all",
+    "inputs": lambda c: 0 < c["stage_layers"] < 3,
+    "attention": lambda c: c["keep"] == "attention",
+    "graphs": lambda c: c["keep"] == "all" or c["num_retained"] > 0,
+}
+"""When a dial does anything, by the values of others; a dial that is not here always does."""
+
+_STEERING = ("keep", "num_retained", "stage_layers")
+"""The dials that `_ACTS` reads."""
+
+_BITS = {
+    entry: 1 << place
+    for place, entry in enumerate((dial, value) for dial in DIALS for value in DIALS[dial])
+}
 
 
-def pairs_of(case: Case) -> set[tuple]:
-    return set(itertools.combinations(zip(DIALS, astuple(case), strict=True), 2))
+def acting(values: Mapping[str, Any]) -> list[str]:
+    """The dials that do anything where `_STEERING` has these values."""
+    return [dial for dial in DIALS if dial not in _ACTS or _ACTS[dial](values)]
 
 
-def covering_array() -> list[Case]:
-    """A few cases that hold every pair of values of any two dials.
+def tuples_of(case: Case, strength: int) -> set[int]:
+    """The tuples of `strength` acting entries (dial, value) of a case, each as a set of bits."""
+    values = dict(zip(DIALS, astuple(case), strict=True))
+    bits = [_BITS[dial, values[dial]] for dial in acting(values)]
+    return set(map(sum, itertools.combinations(bits, strength)))
 
-    Each case starts with a pair that is missing still; then every other dial takes the value that
-    brings in most missing pairs, or the one least used so far.
+
+def every_tuple(strength: int) -> set[int]:
+    """All tuples of values of `strength` dials that act together."""
+    found: set[int] = set()
+    for values in map(dict, itertools.product(*map(_entries, _STEERING))):
+        bits = [
+            [_BITS[dial, values[dial]]] if dial in values else [_BITS[e] for e in _entries(dial)]
+            for dial in acting(values)
+        ]
+        for dials in itertools.combinations(bits, strength):
+            found.update(map(sum, itertools.product(*dials)))
+    return found
+
+
+def covering_array(strength: int, chosen: Iterable[Case] = ()) -> list[Case]:
+    """A few cases that hold, with those `chosen` already, every tuple of `strength` dials.
+
+    Each case starts with a tuple that is missing still; the dials that say which others act take
+    values under which it acts; then every other acting dial takes the value that brings in most
+    missing tuples, or the one least used so far.
     """
-    missing = dict.fromkeys(sorted(every_pair(), key=str))
-    used: Counter[tuple] = Counter()
-    places = list(DIALS)
-
-    def brings(entry: tuple, chosen: Mapping[str, Any]) -> int:
-        pairs = (
-            sorted((entry, other), key=lambda e: places.index(e[0])) for other in chosen.items()
-        )
-        return sum(tuple(pair) in missing for pair in pairs)
-
+    missing = every_tuple(strength).difference(*(tuples_of(case, strength) for case in chosen))
+    waiting = sorted(missing)
+    used: Counter[int] = Counter()
     cases = []
     while missing:
-        chosen = dict(next(iter(missing)))
-        for dial in (d for d in places if d not in chosen):
-            entries = [(dial, value) for value in DIALS[dial]]
-            best = max(entries, key=lambda e: (brings(e, chosen), -used[e]))
-            chosen[dial] = best[1]
-        used.update(chosen.items())
-        cases.append(Case(**chosen))
-        for pair in pairs_of(cases[-1]):
-            missing.pop(pair, None)
+        while waiting[-1] not in missing:
+            waiting.pop()
+        values = _steered(waiting[-1], missing, strength)
+        acts = acting(values)
+        for dial in (d for d in DIALS if d not in values):
+            held = [_BITS[d, values[d]] for d in acts if d in values]
+            others = [sum(c) for c in itertools.combinations(held, strength - 1)]
+            best = (-1, 0)
+            for value in DIALS[dial]:
+                bit = _BITS[dial, value]
+                brings = sum(other + bit in missing for other in others) if dial in acts else 0
+                if (brings, -used[bit]) > best:
+                    best, values[dial] = (brings, -used[bit]), value
+        used.update(_BITS[entry] for entry in values.items())
+        cases.append(Case(**values))
+        missing -= tuples_of(cases[-1], strength)
     return cases
 
 
-def sample(num_per_family: int) -> list[Case]:
-    """Cases drawn from the product of all dials: the same ones in every run, no two alike."""
-    drawn = random.Random(0)
+def _entries(dial: str) -> list[tuple[str, Any]]:
+    return [(dial, value) for value in DIALS[dial]]
+
+
+def _steered(wanted: int, missing: set[int], strength: int) -> dict[str, Any]:
+    """The wanted entries with those values of the steering dials that bring in most beside them."""
+    own = {dial: value for (dial, value), bit in _BITS.items() if bit & wanted}
+    best: tuple[int, dict[str, Any]] = (-1, {})
+    for steering in map(dict, itertools.product(*map(_entries, _STEERING))):
+        values = own | steering
+        acts = acting(values)
+        if own.items() <= values.items() and own.keys() <= set(acts):
+            bits = [_BITS[dial, values[dial]] for dial in acts if dial in values]
+            brings = sum(sum(c) in missing for c in itertools.combinations(bits, strength))
+            best = max(best, (brings, values), key=lambda b: b[0])
+    return best[1]
+
+
+def sample(num_per_family: int, seed: int = 0) -> list[Case]:
+    """Cases drawn from the product of all dials: the same ones for a seed, no two alike."""
+    drawn = random.Random(seed)
     found: dict[Case, None] = {}
     for family in FAMILIES:
         want = len(found) + num_per_family
@@ -162,15 +214,3 @@ def sample(num_per_family: int) -> list[Case]:
             values = {dial: drawn.choice(DIALS[dial]) for dial in DIALS}
             found[Case(**values | {"family": family})] = None
     return list(found)
-
-
-def product_of_one_family() -> list[Case]:
-    """Mistral, whose window is shorter than its sequences: all ways to walk, keep and store."""
-    dials = ("num_retained", "keep", "stage_layers", "recompute_layers")
-    cases = []
-    for values in itertools.product(*(DIALS[dial] for dial in dials)):
-        own = dict(zip(dials, values, strict=True))
-        for tier in _TIERS:
-            tiers = dict.fromkeys(("kv", "inputs", "attention", "graphs"), tier)
-            cases.append(Case("mistral", "hybrid", 5, **own, **tiers, segment_tokens=3))
-    return cases

@@ -4,6 +4,7 @@ import random
 from itertools import permutations
 
 import pytest
+from helpers.nightly import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
@@ -213,9 +214,9 @@ def random_instances(number, seed=0):
         yield seq_lens, options, (2,) * draw.randint(1, 5)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [200, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_random_instances_are_legal_and_within_their_bounds(number):
-    for seq_lens, options, stages in random_instances(number):
+    for seq_lens, options, stages in random_instances(number, SEED):
         steps = {}
         for recompute in ("lazy", "eager"):
             # the planner checks every plan that it returns
