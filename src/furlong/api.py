@@ -159,7 +159,7 @@ class Engine:
 
     def forward_backward(
         self,
-        sequences: Sequence[Mapping[str, Tensor]],
+        sequences: Sequence[Mapping[str, Tensor] | ShiftedSequence],
         options: ChunkOptions,
         num_valid_tokens: int | None = None,
         backward: bool = True,
@@ -264,7 +264,7 @@ class Engine:
 
 def forward_backward(
     model: nn.Module,
-    sequences: Sequence[Mapping[str, Tensor]],
+    sequences: Sequence[Mapping[str, Tensor] | ShiftedSequence],
     options: ChunkOptions | None = None,
     num_valid_tokens: int | None = None,
     backward: bool = True,
@@ -277,7 +277,8 @@ def forward_backward(
 
     model: a Hugging Face causal decoder, also compiled or with adapters of peft.
     sequences: one dict per sequence, {"input_ids": (T,) int64, "labels": (T,) int64}, unpadded;
-        labels are unshifted as in transformers, -100 where there is none.
+        labels are unshifted as in transformers, -100 where there is none. Or what
+        `furlong.integrations.unpad` makes of a padded or packed batch.
     num_valid_tokens: the divisor of the summed loss; default: the labelled tokens of this call.
         With the count of a global batch, several calls add up to that batch's gradients exactly.
     backward: False evaluates: no gradients.

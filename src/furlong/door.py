@@ -30,7 +30,7 @@ from furlong.planners.orders.two_phases import require_two_phases
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, require_options
 from furlong.runtime.memory.pools import Storage
-from furlong.runtime.tokens.rows import BatchRow, rows_of_batch
+from furlong.runtime.tokens.rows import IMPLIED, BatchRow, is_carried_on, rows_of_batch
 from furlong.runtime.tokens.values import hidden_states
 
 _DOOR = "furlong_door"
@@ -40,8 +40,6 @@ _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_
 _HARMLESS = {
     "cache_position", "num_items_in_batch", "return_dict", "is_causal", "logits_to_keep",
 }  # fmt: skip
-# What collators add for kernels that we do not call: all of it follows from position_ids.
-_IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 _IMAGES = "chunks are made of token ids, so that embeddings of images would get no gradient"
 _REFUSED = {
     "inputs_embeds": (
@@ -58,9 +56,6 @@ _REFUSED = {
     ),
     "output_attentions": ("attention weights of a whole sequence never exist", "leave it out"),
 }  # fmt: skip
-
-_CARRIES_PADDING = {"recurrent_gemma"}
-"""Model types whose recurrent layers in transformers go over padding, though a mask names it."""
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -180,8 +175,7 @@ class _Door:
             given["input_ids"], given.get("attention_mask"), given.get("position_ids"),
             has_cache=_makes_cache(decoder, given),
         )  # fmt: skip
-        mask = given.get("attention_mask")
-        if decoder.config.model_type in _CARRIES_PADDING and not (mask is None or mask[:, 0].all()):
+        if is_carried_on(given.get("attention_mask"), decoder.config.model_type):
             raise _refusal(
                 decoder, "padding in front", "pad behind",
                 "its own recurrent layers carry padding on in their states",
@@ -237,7 +231,7 @@ def _refuse_unknown(decoder: Any, given: Mapping[str, Any]) -> None:
             decoder, "neftune_noise_alpha", "set neftune_noise_alpha=None in the trainer",
             "its noise falls with the tokens of a call, which are those of a chunk here",
         )  # fmt: skip
-    known = _READ | _HARMLESS | (_IMPLIED if "position_ids" in given else set())
+    known = _READ | _HARMLESS | (IMPLIED if "position_ids" in given else set())
     for name in sorted(given.keys() - known):
         if given[name] is not False:
             why, change = _REFUSED.get(name, (None, "leave it out"))

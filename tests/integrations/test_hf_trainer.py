@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.gradients import take_grads, worst_relative_error
 from helpers.tiny_families import build
 from trainers import (
     falls,
@@ -79,6 +80,11 @@ def test_losses_and_weights_equal_the_plain_trainers(
     mine, plain = (train(c, tmp_path, **given) for c in (Trainer, transformers.Trainer))
     assert len(mine.losses) == steps * accumulation
     assert_equal_runs(mine, plain)
+
+
+def test_positions_that_nobody_gives_count_the_padding_in_front(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"family": "gpt2", "side": "left, unsaid", "max_steps": 4}
+    assert_equal_runs(*(train(c, tmp_path, **given) for c in (Trainer, transformers.Trainer)))
 
 
 def test_the_untouched_plain_trainer_rounds_its_loss_to_float32(tmp_path: Path) -> None:
@@ -209,35 +215,92 @@ def test_models_that_cannot_be_trained_are_refused_by_name(tmp_path: Path) -> No
         Trainer(model=build("llama"), args=arguments, chunk_options=frozen)
 
 
-def test_unpad_finds_the_sequences() -> None:
-    ids = torch.tensor([[7, 8, 9, 0, 0], [0, 0, 0, 5, 6]])
-    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": (ids > 0).long()}
-    assert [s["input_ids"].tolist() for s in unpad(batch)] == [[7, 8, 9], [5, 6]]
-    ids = torch.tensor([[4, 5, 6, 7, 8, 9]])
-    positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
-    packed = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
-    assert [s["labels"].tolist() for s in unpad(packed)] == [[4, 5, 6], [7], [8, 9]]
-    plain = {"input_ids": ids, "labels": ids.clone()}
-    assert [s["labels"].tolist() for s in unpad(plain)] == [ids[0].tolist()]
+def read(**batch: Any) -> dict[str, torch.Tensor]:
+    """Two rows of ten tokens, all with a label but the first; a change replaces what it names."""
+    ids = torch.randint(3, 96, (2, 10), generator=torch.Generator().manual_seed(5))
+    given = {"input_ids": ids, "labels": ids.clone()}
+    return given | {name: torch.tensor(value) for name, value in batch.items()}
+
+
+RIGHT, LEFT = [[1] * 6 + [0] * 4, [1] * 10], [[0] * 4 + [1] * 6, [1] * 10]
+PACKED = [*range(4), *range(6)]
+READ: dict[str, tuple[dict[str, Any], set[int], list[int]]] = {
+    "neither": ({}, set(), [0, 0]),
+    "padded behind, where a token predicts the end": (
+        {"attention_mask": RIGHT}, set(range(7, 10)), [0, 0],
+    ),
+    "padded in front, columns for positions": ({"attention_mask": LEFT}, set(range(5)), [4, 0]),
+    "packed, first tokens have labels": ({"position_ids": [PACKED, PACKED]}, set(), [0, 0, 0, 0]),
+    "one row of positions for all": ({"position_ids": [list(range(5, 15))]}, set(), [5, 5]),
+    "packed and named for kernels": (
+        {"position_ids": [PACKED], "cu_seq_lens_q": [0, 4, 10]}, set(), [0, 0, 0, 0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_batches_are_read_as_transformers_reads_them(family: str) -> None:
+    model: Any = build(family)
+    for name, (change, unlabelled, first_positions) in READ.items():
+        batch = read(**change)
+        batch["labels"][0, sorted(unlabelled)] = -100
+        found = unpad(batch)
+        assert [s.first_position for s in found] == first_positions, name
+        result = furlong.forward_backward(model, found, furlong.ChunkOptions(size=4))
+        grads = take_grads(model)
+        given = {key: x for key, x in batch.items() if key not in ("labels", "cu_seq_lens_q")}
+        loss = wide_loss(model(**given, use_cache=False), batch["labels"])
+        loss.backward()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-12), name
+        assert worst_relative_error(grads, take_grads(model)) < BOUND, name
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask"),
-        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "attention_mask"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
-        ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "position_ids"),
-        ({"position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids"),
-        ({"pixel_values": torch.ones(1)}, "pixel_values"),
-        ({"shift_labels": torch.ones(1, 4)}, "shift_labels"),
+        ({"attention_mask": [[1, 0] * 5] * 2}, "attention_mask"),
+        ({"attention_mask": [[1, 2] * 5] * 2}, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 1, 10, 10).tolist()}, "attention_mask"),
+        ({"attention_mask": RIGHT}, "3 labels of what tokens of padding predict"),
+        ({"attention_mask": LEFT}, "4 labels of what tokens of padding predict"),
+        ({"attention_mask": [[1] * 10] * 2, "position_ids": [PACKED] * 2}, "jump within row 0"),
+        ({"position_ids": [[-1, *range(9)]]}, "position_ids below 0"),
+        ({"position_ids": [[0, 1]]}, "position_ids of shape"),
+        ({"labels": [[1] * 9] * 2}, "input_ids and labels of shape"),
+        ({"cu_seq_lens_q": [0, 4, 10]}, "cu_seq_lens_q"),
+        ({"pixel_values": [1.0]}, "pixel_values"),
+        ({"shift_labels": [[1.0] * 10]}, "shift_labels"),
     ],
 )
-def test_unpad_refuses_what_it_cannot_read(change: dict[str, torch.Tensor], told: str) -> None:
-    ids = torch.tensor([[4, 5, 6, 7]])
+def test_unpad_refuses_what_it_cannot_read(change: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told) as error:
-        unpad({"input_ids": ids, "labels": ids, **change})
+        unpad(read(**change))
     assert isinstance(error.value, UserError)
+
+
+def test_padding_in_front_is_refused_for_layers_that_carry_it_on() -> None:
+    batch = read(attention_mask=LEFT)
+    batch["labels"][:] = -100
+    assert len(unpad(batch, model_type="llama")) == 2
+    with pytest.raises(DataError, match="recurrent_gemma with padding in front"):
+        unpad(batch, model_type="recurrent_gemma")
+
+
+def test_labels_of_padding_are_refused_in_training_and_evaluation(tmp_path: Path) -> None:
+    """The recipe of `tokenizer(padding="max_length")` with labels that are a copy of the ids."""
+
+    def collate(given: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = padded("right")(given)
+        return batch | {"labels": batch["input_ids"].clone()}
+
+    trainer = Trainer(
+        model=build("llama"),
+        args=transformers.TrainingArguments(**settings(tmp_path, max_steps=1)),
+        train_dataset=records(), eval_dataset=records(6), data_collator=collate,
+    )  # fmt: skip
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match="labels of what tokens of padding predict"):
+            run()
 
 
 def test_tiers_and_order_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def records(num_sequences: int = 60) -> list[dict[str, list[int]]]:
 
 
 def padded(side: str) -> Any:
-    """A collator that pads batches on one side."""
+    """A collator that pads batches on one side; "left, unsaid": without positions."""
 
     def collate(records: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         length = max(len(record["input_ids"]) for record in records)
@@ -69,7 +69,7 @@ def padded(side: str) -> Any:
             for record in records:
                 values = record.get(name, [1] * len(record["input_ids"]))
                 gap = [value] * (length - len(values))
-                rows.append(gap + values if side == "left" else values + gap)
+                rows.append(gap + values if side != "right" else values + gap)
             return torch.tensor(rows)
 
         batch = {name: pad(name, -100 if name == "labels" else 0) for name in records[0]}

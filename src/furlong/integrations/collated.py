@@ -9,76 +9,73 @@ from torch import Tensor
 
 from furlong.errors import DataError
 from furlong.ops.loss import IGNORE_INDEX
+from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
+from furlong.runtime.tokens.rows import IMPLIED, BatchRow, is_carried_on, rows_of_batch
 
 _READ = {"input_ids", "labels", "attention_mask", "position_ids"}
-# What collators add for kernels that we do not call: all of it follows from position_ids.
-_IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-
-Sequences = list[dict[str, Tensor]]
 
 
-def unpad(batch: dict[str, Any]) -> Sequences:
-    """The sequences of a collator's batch, without padding.
+def unpad(
+    batch: dict[str, Any], *, model_type: str = "", has_cache: bool = False
+) -> list[ShiftedSequence]:
+    """The sequences of a collator's batch, without padding, each with what its tokens predict.
 
-    batch: input_ids, labels (B, T) int64; attention_mask (B, T) with padding on either side, 0; or
-        position_ids (B, T), which start at 0 with every sequence of a packed row.
-    Returns one {"input_ids": (T,), "labels": (T,)} per sequence. Raises DataError for a batch that
-    asks for anything else.
+    batch: input_ids, labels (B, T) int64; attention_mask and position_ids as in `rows_of_batch`,
+        and `has_cache` too. `model_type`: that of the model which is trained on it.
+    Raises DataError for a batch that asks for anything else, and for labels that padding predicts.
     """
-    unknown = sorted(key for key in batch.keys() - _READ - _IMPLIED if batch[key] is not None)
-    if unknown or "labels" not in batch or batch["input_ids"].ndim != 2:
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    known = _READ | (IMPLIED if positions is not None else set())
+    unknown = sorted(key for key in batch.keys() - known if batch[key] is not None)
+    input_ids, labels = batch.get("input_ids"), batch.get("labels")
+    is_shaped = (
+        isinstance(input_ids, Tensor)
+        and isinstance(labels, Tensor)
+        and input_ids.ndim == 2
+        and input_ids.shape == labels.shape
+        and input_ids.dtype == labels.dtype == torch.int64
+    )
+    if unknown or not is_shaped:
         found = ", ".join(unknown or sorted(batch))
-        raise _unreadable(f"a batch with {found}", "input_ids and labels of shape (B, T)")
-    rows = []
-    for index in range(len(batch["input_ids"])):
-        row = {key: batch[key][index] for key in _READ if batch.get(key) is not None}
-        mask = row.pop("attention_mask", None)
-        if mask is not None:
-            row = _inside(row, mask)
-        rows += _split_packed(row)
-    return rows
-
-
-def _inside(row: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """A row without its padding."""
-    inside = mask.nonzero().flatten()
-    length = len(inside)
-    if (
-        mask.ndim != 1
-        or not length
-        or int(mask.max()) != 1
-        or int(inside[-1] - inside[0]) >= length
-    ):
+        raise _unreadable(f"a batch with {found}", "input_ids and labels of shape (B, T), int64")
+    assert isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
+    rows = rows_of_batch(input_ids, mask, positions, has_cache=has_cache)
+    if is_carried_on(mask, model_type):
         raise _unreadable(
-            f"an attention_mask of shape {tuple(mask.shape)} per row that is more than padding",
-            "one run of ones per row, zeros before or after it",
-        )
-    return {key: value[inside[0] : inside[-1] + 1] for key, value in row.items()}
-
-
-def _split_packed(row: dict[str, Tensor]) -> Sequences:
-    """The sequences of an unpadded row."""
-    if "position_ids" not in row:
-        return [row]
-    positions = row.pop("position_ids").cpu()
-    starts = positions == 0
-    rows = torch.arange(len(positions), device="cpu")
-    last_start = torch.where(starts, rows, 0).cummax(0).values
-    if not torch.equal(positions, rows - last_start):
-        shown = ", ".join(map(str, positions.flatten()[:8].tolist()))
-        raise _unreadable(f"position_ids {shown}, ...", "0, 1, 2, ... in every sequence")
-    end = torch.tensor([len(positions)], device="cpu")
-    lens = torch.cat([starts.nonzero().flatten(), end]).diff()
-    parts = {key: value.split(lens.tolist()) for key, value in row.items()}
+            f"a batch of {model_type} with padding in front, which its own recurrent layers carry "
+            "on in their states", "padding behind", "pad behind",
+        )  # fmt: skip
+    predicted = torch.full(labels.shape, IGNORE_INDEX, device="cpu")  # by each token: the next
+    predicted[:, :-1] = labels[:, 1:]
+    if mask is not None:
+        _refuse_labels_of_padding(predicted, rows)
     return [
-        {"input_ids": ids, "labels": labels}
-        for ids, labels in zip(parts["input_ids"], parts["labels"], strict=True)
+        ShiftedSequence(
+            input_ids[row.index, row.start : row.stop],
+            predicted[row.index, row.start : row.stop],
+            row.first_position,
+        )
+        for row in rows
     ]
 
 
-def num_labels(sequence: dict[str, Tensor]) -> int:
-    """Labels of a sequence that have a context in it."""
-    return int((sequence["labels"][1:] != IGNORE_INDEX).sum())
+def _refuse_labels_of_padding(predicted: Tensor, rows: list[BatchRow]) -> None:
+    """Raise DataError if anything outside of the rows predicts a label, of `predicted` (B, T)."""
+    outside = predicted.clone()
+    for row in rows:
+        outside[row.index, row.start : row.stop] = IGNORE_INDEX
+    num_lost = int((outside != IGNORE_INDEX).sum())
+    if num_lost:
+        raise _unreadable(
+            f"{num_lost} labels of what tokens of padding predict",
+            "a loss of real tokens alone: padding does not go through the chunks",
+            "give padding, and the first token of a row that is padded in front, the label -100",
+        )
+
+
+def num_labels(sequence: ShiftedSequence) -> int:
+    """Labels that tokens of a sequence predict."""
+    return count_valid_tokens([sequence])
 
 
 def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> dict[str, Any]:
@@ -101,10 +98,9 @@ def without_repeats(batch: dict[str, Any], num_samples: int, num_own: int) -> di
     return {**batch, "labels": labels.masked_fill(sample >= num_own, IGNORE_INDEX)}
 
 
-def _unreadable(given: str, required: str) -> DataError:
-    return DataError(
-        given=given,
-        required=required,
-        source="the data collator",
-        change="use a collator of causal language modelling, such as TRL's",
-    )
+def _unreadable(
+    given: str,
+    required: str,
+    change: str = "use a collator of causal language modelling, such as TRL's",
+) -> DataError:
+    return DataError(given=given, required=required, source="the data collator", change=change)

@@ -38,6 +38,7 @@ from furlong.integrations.refusals import (
 )
 from furlong.models.support import refuse_attention_dropout
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.sharding import sharded_modules
 
@@ -96,12 +97,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """Counts the labels that have a context in their own sequence: what the loss sums over, on
-        all processes."""
+        """Counts the labels that a token predicts: what the loss sums over, on all processes."""
         if is_any_function(self):
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = [self._own_samples(batch) for batch in islice(epoch_iterator, num_batches)]
-        count = sum(num_labels(s) for batch in batches for s in unpad(batch))
+        count = sum(num_labels(s) for batch in batches for s in self._read(batch))
         if self._num_processes > 1:
             count = self._counted(len(batches), count)
         return batches, torch.tensor(count, device=device)
@@ -120,7 +120,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         if num_items_in_batch is None:
-            own = sum(map(num_labels, unpad(inputs)))
+            own = sum(map(num_labels, self._read(inputs)))
             num_items_in_batch = self._counted(1, own) if self._num_processes > 1 else own
         divisor = int(num_items_in_batch)
         loss = self._summed(inputs, divisor)[0] / divisor if divisor else 0.0
@@ -175,6 +175,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _num_processes(self) -> int:
         return self.args.world_size  # type: ignore[no-any-return]
 
+    def _read(self, batch: dict[str, Any]) -> list[ShiftedSequence]:
+        return unpad(
+            batch, model_type=self.engine.model.config.model_type, has_cache=self.args.use_cache
+        )
+
     def _own_samples(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch that a data loader has just given, without the labels of what it repeats at its
         end to give every process equally many samples."""
@@ -191,7 +196,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> tuple[float, int]:
         """The summed loss of a batch and the number of its labels: where weights are divided, of
         all processes' batches."""
-        every = unpad(self._prepare_inputs(batch))
+        every = self._read(self._prepare_inputs(batch))
         sequences = [s for s in every if num_labels(s)]  # others add neither loss nor gradient
         if self._divides:
             self._divide_again()

@@ -68,14 +68,17 @@ class ShiftedSequence:
 
 
 def shift_labels(sequences: object) -> list[ShiftedSequence]:
-    """Check sequences of unshifted labels and shift them by one token.
+    """Check sequences of unshifted labels and shift them by one token; shifted ones stay.
 
     Raises DataError for what is no list of sequences, and for a sequence that is empty, has other
     keys, or is not made of two equally long int64 vectors.
     """
     if not isinstance(sequences, Iterable) or isinstance(sequences, Mapping | Tensor | str):
         raise refused_data(f"sequences of type {type(sequences).__name__}", "a list of sequences")
-    return [_shift(sequence, index) for index, sequence in enumerate(sequences)]
+    return [
+        sequence if isinstance(sequence, ShiftedSequence) else _shift(sequence, index)
+        for index, sequence in enumerate(sequences)
+    ]
 
 
 def _shift(sequence: object, index: int) -> ShiftedSequence:

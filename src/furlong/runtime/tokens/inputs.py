@@ -75,7 +75,12 @@ def token_inputs(sequences: object) -> TokenInputs:
     shifted = shift_labels(plain)
     if not shifted:
         raise no_data("no sequences", "at least one sequence", "leave the call out")
-    extras = [{n: x for n, x in sequence.items() if n not in _OWN} for sequence in given]
+    extras = [
+        {n: x for n, x in sequence.items() if n not in _OWN}
+        if isinstance(sequence, Mapping)
+        else {}
+        for sequence in given
+    ]
     for index, (sequence, own) in enumerate(zip(shifted, extras, strict=True)):
         _require_extras(index, own, len(sequence.input_ids), extras[0])
     if not count_valid_tokens(shifted):

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from furlong.errors import DataError
 
+# What collators add for kernels that we do not call: all of it follows from position_ids.
+IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_CARRIES_PADDING = {"recurrent_gemma"}
+"""Model types whose recurrent layers in transformers go over padding, though a mask names it."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
@@ -57,6 +62,13 @@ def rows_of_batch(
     if any(row.first_position < 0 for row in rows):
         raise _unreadable("position_ids below 0", "positions from 0 on")
     return rows
+
+
+def is_carried_on(attention_mask: Tensor | None, model_type: str) -> bool:
+    """Whether a model carries padding in front on in its states, so that no row is read alone."""
+    if model_type not in _CARRIES_PADDING or attention_mask is None:
+        return False
+    return not bool(attention_mask[:, 0].all())
 
 
 def _bounds(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
@@ -105,6 +117,6 @@ def _shown(x: object) -> str:
 
 def _unreadable(given: str, required: str, change: str = "pad or pack as TRL does") -> DataError:
     return DataError(
-        given=given, required=required, source="a call of a model that furlong.chunked has changed",
-        change=change,
+        given=given, required=required, change=change,
+        source="a data collator, or the call of a model that furlong.chunked has changed",
     )  # fmt: skip
