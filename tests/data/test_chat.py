@@ -133,3 +133,62 @@ def test_tools_reach_the_template() -> None:
 def test_a_tokenizer_without_a_template_is_told() -> None:
     with pytest.raises(ConfigError, match="without a default chat template"):
         learnt(TURNS, None)
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '</>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, CHATML_WITH_TAGS, PARTS_ALONE], ids=["prefixes", "tags", "parts alone"]
+)
+def test_contents_in_parts_are_their_text(template: str) -> None:
+    in_parts = [
+        turn | {"content": [{"type": "text", "text": part} for part in turn["content"]]}
+        for turn in TURNS
+    ]
+    text, answers = learnt(in_parts, template)
+    assert (text, answers) == learnt(TURNS, template)
+    assert "Hello there" in text and "type" not in text
+    assert [answer[:2] for answer in answers] == ["Hi", "4."]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_that_is_marked_is_not_learnt(template: str, mark: dict[str, Any]) -> None:
+    marked = [TURNS[0], TURNS[1] | mark, TURNS[2], TURNS[3] | {"weight": 1}]
+    text, answers = learnt(marked, template)
+    assert text == learnt(TURNS, template)[0]
+    assert answers == ANSWERS[1:]
+    assert learnt([*TURNS[:3], TURNS[3] | mark], template)[1] == ANSWERS[:1]
+
+
+CALL = {"function": {"name": "add", "arguments": {}}}
+ANSWER_ALONE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content or '' }}{{ m.reasoning }}</>"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def test_what_the_template_does_not_write_is_told() -> None:
+    turns = [
+        {"role": "user", "content": "2 + 2?", "name": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1},
+        {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}},
+        {"role": "assistant", "content": " ", "weight": 0},
+    ]
+    record = SourceRecord({"messages": turns, "tools": [{"type": "function"}]}, 0, 3, "a.jsonl:3")
+    found = render_conversation(record, byte_tokenizer(ANSWER_ALONE))
+    assert found is not None
+    assert found.told == (
+        "conversations with name in a message",
+        "conversations with tool_calls in a message",
+        "conversations with tools",
+        "empty answers",
+    )
+    writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    whole = render_conversation(record, byte_tokenizer(writing))
+    assert whole is not None and whole.told == ()

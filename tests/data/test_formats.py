@@ -158,3 +158,88 @@ def test_tokens_are_taken_as_they_are() -> None:
 )
 def test_bad_tokens_are_named(fields: dict[str, Any], given: str) -> None:
     assert refused(tokens_of, record(**fields)).given == given
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}], "a b"),
+        ([{"text": "a", "type": None, "image_url": None}, "b"], "ab"),
+        ([], ""),
+    ],
+)
+def test_content_of_parts_is_their_text(content: list[Any], text: str) -> None:
+    (turn,) = messages_of(record(messages=[{**USER, "content": content}]), "")
+    assert turn == {**USER, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        ({"type": "image_url", "image_url": {}}, "message 1 of chosen, part 2: of type image_url"),
+        ({"type": "input_audio"}, "message 1 of chosen, part 2: of type input_audio"),
+        ({"type": "text", "text": None}, "message 1 of chosen, part 2: of type dict"),
+        (5, "message 1 of chosen, part 2: of type int"),
+    ],
+)
+def test_parts_that_are_no_text_are_named(part: Any, given: str) -> None:
+    turns = [{**USER, "content": [{"type": "text", "text": "x"}, part]}]
+    assert refused(messages_of, record(chosen=turns), "", "chosen").given == given
+
+
+@pytest.mark.parametrize(
+    ("role", "mark", "value"),
+    [
+        ("assistant", "weight", 0.5),
+        ("assistant", "weight", "0"),
+        ("assistant", "train", [True]),
+        ("user", "training", True),
+    ],
+)
+def test_a_mark_that_is_no_yes_or_no_is_named(role: str, mark: str, value: Any) -> None:
+    turn = {"role": role, "content": "x", mark: value}
+    error = refused(messages_of, record(messages=[turn]), "")
+    assert error.given == f"message 1 of messages, of role {role}: {mark} = {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "format", "given"),
+    [
+        ({"messages": [USER], "system": "s"}, "chat", "system beside messages"),
+        ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, "completion", "history"),
+        ({"prompt": "a", "completion": "b", "label": False}, "completion", "label: false"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"},
+            "preference",
+            "system beside chosen",
+        ),
+    ],
+)
+def test_fields_of_other_programs_that_would_be_lost_are_refused(
+    fields: dict[str, Any], format: Any, given: str
+) -> None:
+    assert refused(check_fields, record(**fields), format).given.startswith(given)
+    empty = {name: value for name, value in fields.items() if name not in ("history", "label")}
+    check_fields(record(**empty | {"system": "", "history": []}), format)
+    check_fields(record(text="x", system="s", history=["y"], label=False), "text")
+    said = {"role": "system", "content": "s"}
+    check_fields(record(messages=[said, USER], system="s"), "chat")
+
+
+@pytest.mark.parametrize(
+    ("more", "given"),
+    [
+        ({"attention_mask": [1, 1, 0]}, "an attention_mask that is not 1"),
+        ({"attention_mask": [1, 1]}, "an attention_mask that is not 1"),
+        ({"position_ids": [0, 1, 0]}, "position_ids that are not 0 to 2"),
+        ({"completion_mask": [0, 1, 1]}, "completion_mask beside input_ids, without labels"),
+    ],
+)
+def test_what_other_fields_say_of_tokens_is_not_passed_over(
+    more: dict[str, Any], given: str
+) -> None:
+    ids = {"input_ids": [5, 6, 7]}
+    assert given in refused(tokens_of, record(**ids, **more)).given
+    plain = {"attention_mask": [1, True, 1], "position_ids": [0, 1, 2]}
+    assert tokens_of(record(**ids, **plain))[0].tolist() == [5, 6, 7]
+    tokens_of(record(**ids, labels=[5, 6, 7], completion_mask=[1, 1, 1]))

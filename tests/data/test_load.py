@@ -369,3 +369,12 @@ def test_a_key_that_is_there_twice_is_told(tmp_path: Path) -> None:
     file.write_text('{"text": "a"}\n{"text": "a b", "text": "c"}\n')
     with pytest.raises(DataError, match=r"the key text is there twice[\s\S]*a\.jsonl:2"):
         load(tmp_path, file)
+
+
+def test_what_a_conversation_loses_is_told_from_the_cache_as_well(tmp_path: Path) -> None:
+    turns = [CHAT[0] | {"name": "x"}, CHAT[1] | {"content": ""}]
+    chats = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT}, {"messages": turns})
+    for _ in range(2):
+        line = load(tmp_path, chats, tokenizer=byte_tokenizer()).describe()[0]
+        assert "1 conversations with name in a message that the template does not write" in line
+        assert "1 empty answers learnt as they are" in line

@@ -296,3 +296,19 @@ def test_the_cache_has_two_rows_of_a_record(tmp_path: Path) -> None:
     assert again.parts[0].entry.index[:, 2].tolist() == [1, 1]
     manifest = next((tmp_path / "cache").glob("tokens/*/manifest.json"))
     assert json.loads(manifest.read_text())["notes"]["rows_per_record"] == 2
+
+
+def test_pairs_refuse_parts_and_tell_what_is_not_written(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "because"}]
+    record = {"prompt": [ASK | {"name": "x"}], "chosen": [GOOD | {"content": parts}]}
+    data = pairs_of(tmp_path, record | {"rejected": [BAD]})
+    (_, chosen), _ = texts(data, byte_tokenizer())
+    assert chosen == "because<|im_end|>\n"
+    assert "2 conversations with name in a message that the template" in data.describe()[0]
+    picture = GOOD | {"content": [*parts, {"type": "image", "url": "x"}]}
+    with pytest.raises(DataError, match="message 1 of rejected, part 2: of type image"):
+        pairs_of(tmp_path, record | {"rejected": [picture]})
+    tools = {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}
+    assert (
+        "1 pairs of texts with tools that are not used" in (pairs_of(tmp_path, tools).describe()[0])
+    )

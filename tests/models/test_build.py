@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
 
 from furlong.errors import ConfigError, UnsupportedModelError
+from furlong.models.adapters import merge_adapters
 from furlong.models.folders.build import build_model, export_model
 
 IDS = torch.arange(12)[None]
@@ -107,3 +108,30 @@ def test_missing_weights_are_not_made_up(config_folder: Path, tmp_path: Path) ->
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights, model\.norm\.weight"):
         build_model(str(folder))
+
+
+def test_a_name_that_fits_no_module_is_told_beside_others(config_folder: Path) -> None:
+    lora = LORA | {"target_modules": ["q_proj", "v_porj"]}
+    for layers in (None, range(1)):
+        with pytest.raises(ConfigError, match="q_proj, v_porj: v_porj fits none") as caught:
+            build_model(str(config_folder), init="random", lora=lora, layers=layers)
+        assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj" in caught.value.required
+        assert caught.value.change == "name modules that the model has"
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_merged_adapters_of_one_of_two_tied_weights_are_those_that_were_trained(
+    config_folder: Path, tmp_path: Path, modules: list[str]
+) -> None:
+    base = build_model(str(config_folder), init="random")
+    folder = export_model(base, None, tmp_path / "base", dtype=torch.float32)
+    model = build_model(str(folder), lora=LORA | {"target_modules": modules})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    wanted = logits(model, torch.float32)
+    assert (wanted - logits(base, torch.float32)).norm() > wanted.norm() / 10
+    merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(logits(loaded, torch.float32), wanted)

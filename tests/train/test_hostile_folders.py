@@ -16,6 +16,7 @@ from helpers.tiny_runs import TinyRun
 from furlong.cli.main import main
 from furlong.train.figures import trackers
 from furlong.train.loop import MetricsLog
+from furlong.train.run_folder import clear_export
 
 ONCE = ("--train.epochs=1", "--train.save_every_steps=1")
 NOBODY = 65534
@@ -184,3 +185,16 @@ def test_another_out_is_another_run(
     config = str(run / "config.json")
     assert main(["train", config, "--resume", f"--out={tmp_path / 'other'}"]) == 0
     assert f"nothing to resume in {tmp_path / 'other'}: a new run" in capsys.readouterr().out
+
+
+def test_what_lies_in_the_place_of_the_model_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("model.damaged", "model.damaged-2")):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "precious.txt").write_text(str(number))
+        clear_export(tmp_path)
+        assert (tmp_path / name / "precious.txt").read_text() == str(number)
+        assert f"is kept as {name}" in capsys.readouterr().out
+    clear_export(tmp_path)
+    assert capsys.readouterr().out == ""

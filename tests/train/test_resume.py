@@ -210,6 +210,28 @@ def test_other_data_is_refused(
     assert f"given:    the files of {texts}: changed since" in capsys.readouterr().err
 
 
+def test_the_same_files_may_be_spelled_otherwise_or_lie_elsewhere(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = tmp_path / "run", f"{tiny_run.folder}/./model/"
+    texts = shutil.copytree(tiny_run.folder / "texts", tmp_path / "moved")
+    tiny_run.leave_run(run, stopped_after=2)
+    resume = tiny_run.arguments(run, f"--data.train={texts}", f"--model.name={model}", "--resume")
+    shutil.move(run / "checkpoints", tmp_path / "aside")
+    assert main(resume) == 2  # nothing knows what the data were
+    assert f"data.train = ['{texts}'], the run has" in capsys.readouterr().err
+    shutil.move(tmp_path / "aside", run / "checkpoints")
+    with signal_after(3):
+        assert main(resume) == 0
+    assert "resumed from step-00000002" in capsys.readouterr().out
+    named = f"[{{path: {texts}, weight: 2.0}}]"
+    assert main(tiny_run.arguments(run, f"--data.train={named}", "--resume")) == 2
+    assert "'weight': 2.0" in capsys.readouterr().err
+    (texts / "0.txt").write_text("other words")
+    assert main(resume) == 2
+    assert "the files of " in capsys.readouterr().err
+
+
 def test_another_tokenizer_is_refused(
     tiny_run: TinyRun,
     tmp_path: Path,

@@ -37,8 +37,9 @@ from furlong.data.tokenize import Encoded
 from furlong.errors import ConfigError
 
 # 2: the manifest has a checksum of the tokens. 3: notes have the rows of a record. 4: texts of a
-# pair that repeat their prompt are whole texts, and learnt from the first token that differs.
-VERSION = 4
+# pair that repeat their prompt are whole texts, and learnt from the first token that differs. 5:
+# contents of parts are texts, marked answers are not learnt; the manifest has checksums of files.
+VERSION = 5
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _PARTIAL = ".partial"

@@ -9,16 +9,22 @@ reasoning of earlier answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from furlong.data.formats import check_size, messages_of
+from furlong.data.formats import MARKS, check_size, may_be_learnt, messages_of
 from furlong.data.records import SourceRecord
 from furlong.errors import ConfigError, DataError
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+UNWRITTEN, EMPTY_ANSWERS = "conversations with {}", "empty answers"
+"""Counted with what is left out: conversations of which the template does not write all, and
+answers that are learnt as they are."""
 _SHOWN_CHARS = 24
+# No template has it in a text of its own.
+_PROBE = "furlong-3f9c"
+_READ = frozenset(("role", "content", *MARKS))
 _REASON_CHARS = 200
 
 
@@ -28,6 +34,8 @@ class Rendered:
 
     text: str
     ranges: tuple[tuple[int, int], ...]
+    told: tuple[str, ...] = ()
+    """Each is counted once more for the source."""
 
 
 def render_conversation(
@@ -61,7 +69,9 @@ class Conversation:
 
     def rendered(self) -> Rendered:
         """The text, with what the assistant says from the turn `first` on."""
-        return self.by_tags() if _TAG.search(self.template) else self.by_prefixes()
+        written = self._in_parts() if self._takes_parts_alone() else self
+        found = written.by_tags() if _TAG.search(self.template) else written.by_prefixes()
+        return replace(found, told=tuple(self._told(written, found.text)))
 
     def by_tags(self) -> Rendered:
         text, ranges = self._render(len(self.turns), tags=True)
@@ -69,15 +79,19 @@ class Conversation:
             turn["role"] == "assistant" and turn.get("content") for turn in self.turns
         ):
             raise self._cannot_be_masked("its {% generation %} tags enclose no answer")
+        unlearnt = [n for n, turn in enumerate(self.turns) if not may_be_learnt(turn)]
+        for number in reversed([n for n in unlearnt if n >= self.first]):
+            start, stop = self._num_ranges(number, ranges), self._num_ranges(number + 1, ranges)
+            ranges = ranges[:start] + ranges[stop:]
         if self.first:
-            ranges = ranges[len(self._render(self.first, tags=True)[1]) :]
+            ranges = ranges[self._num_ranges(self.first, ranges) :]
         return Rendered(text, tuple((start, stop) for start, stop in ranges))
 
     def by_prefixes(self) -> Rendered:
         text, _ = self._render(len(self.turns))
         ranges = []
         for number, turn in enumerate(self.turns):
-            if turn["role"] != "assistant" or number < self.first:
+            if turn["role"] != "assistant" or number < self.first or not may_be_learnt(turn):
                 continue
             prompt, _ = self._render(number, prompt=True)
             if not text.startswith(prompt):
@@ -93,6 +107,56 @@ class Conversation:
                 )
             ranges.append((len(prompt), len(upto)))
         return Rendered(text, tuple(ranges))
+
+    def _num_ranges(self, num_turns: int, ranges: list[tuple[int, int]]) -> int:
+        """How many of `ranges` are of the first turns. Raises DataError."""
+        own = self._render(num_turns, tags=True)[1] if num_turns else []
+        if ranges[: len(own)] != own:
+            raise self._cannot_be_masked(f"what is learnt of message {num_turns} changes behind it")
+        return len(own)
+
+    def _takes_parts_alone(self) -> bool:
+        """Whether the template writes contents of parts, and none that are strings."""
+        if "text" not in self.template:
+            return False
+        probe = replace(self, turns=[{"role": "user", "content": _PROBE}])
+        try:
+            return _PROBE not in probe._render(1)[0] and _PROBE in probe._in_parts()._render(1)[0]
+        except DataError:
+            return False
+
+    def _in_parts(self) -> Conversation:
+        turns = [
+            turn | {"content": [{"type": "text", "text": turn["content"]}]}
+            if "content" in turn else turn for turn in self.turns
+        ]  # fmt: skip
+        return replace(self, turns=turns)
+
+    def _told(self, written: Conversation, text: str) -> Iterator[str]:
+        """What has no part in the text of the conversation, and its empty answers."""
+        keys = {key for turn in self.turns for key, value in turn.items() if value} - _READ
+        unread = keys
+        if keys and not written._without(keys)._writes(text):
+            unread = {key for key in keys if written._without({key})._writes(text)}
+        yield from (UNWRITTEN.format(f"{key} in a message") for key in sorted(unread))
+        if self.tools and replace(written, tools=None)._writes(text):
+            yield UNWRITTEN.format("tools")
+        for turn in self.turns[self.first :]:
+            says = turn.get("content", "").strip() or any(
+                value for key, value in turn.items() if key not in _READ | unread
+            )
+            if turn["role"] == "assistant" and may_be_learnt(turn) and not says:
+                yield EMPTY_ANSWERS
+
+    def _without(self, keys: set[str]) -> Conversation:
+        turns = [{k: v for k, v in turn.items() if k not in keys} for turn in self.turns]
+        return replace(self, turns=turns)
+
+    def _writes(self, text: str) -> bool:
+        try:
+            return self._render(len(self.turns))[0] == text
+        except DataError:  # the template asks for what was taken out
+            return False
 
     def _render(
         self, num_turns: int, *, prompt: bool = False, tags: bool = False

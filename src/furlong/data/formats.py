@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -41,9 +42,21 @@ OPTIONAL_FIELDS: dict[Format, tuple[str, ...]] = {
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
 
+MARKS = ("weight", "train", "training")
+"""Fields of a message by which other trainers choose what is learnt."""
+
 _MAYBE_RECORDS = frozenset((".json", ".csv", ".tsv"))
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _INT32 = np.iinfo(np.int32)
+# Fields beside those of a shape that other programs train on: here they would be lost.
+_LOST: dict[Format, dict[str, str]] = {
+    "chat": {"system": "as the first message, of role system", "history": "as messages"},
+    "completion": {"system": "into prompt", "history": "into prompt"},
+    "preference": {"system": "into prompt", "history": "into prompt"},
+    "tokens": {},
+    "text": {},
+}
+_TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
 def check_endings(files: Items[SourceFile]) -> None:
@@ -78,6 +91,21 @@ def check_fields(record: SourceRecord, format: Format) -> None:
     """Raises DataError if a record lacks a field that its shape needs."""
     if not all(field in record.fields for field in NEEDED_FIELDS[format]):
         raise _lacks(record, format)
+    for field, where in _LOST[format].items():
+        if (value := record.fields.get(field)) and not _is_said(record, value):
+            raise DataError(
+                given=f"{field} beside {NEEDED_FIELDS[format][0]}, which would be lost",
+                required=f"all that the model reads in {' and '.join(NEEDED_FIELDS[format])}",
+                source=record.origin,
+                change=f"write {field} {where}, and remove the field",
+            )
+    if format == "completion" and record.fields.get("label") is False:
+        raise DataError(
+            given="label: false, a completion that is not to be learnt",
+            required="completions that are learnt: answers of two kinds are pairs",
+            source=record.origin,
+            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo",
+        )
 
 
 def text_of(record: SourceRecord, field: str = "text") -> str:
@@ -124,14 +152,65 @@ def messages_of(
         if not isinstance(content, str | list) and "tool_calls" not in turn:
             kind = _kind(content) if "content" in given else "missing"
             raise _bad_turn(record, f"message {number} whose content is {kind}", field)
+        if isinstance(content, list):
+            turn["content"] = _text_of_parts(record, content, f"message {number} of {field}")
+        _check_marks(record, turn, f"message {number} of {field}")
         turns.append(turn)
     check_size(record, field, *(str(turn.get("content", "")) for turn in turns))
     return turns
 
 
+def may_be_learnt(turn: Mapping[str, Any]) -> bool:
+    """Whether no mark of a message says that it is not learnt."""
+    return all(turn.get(mark, True) for mark in MARKS)
+
+
+def _text_of_parts(record: SourceRecord, parts: Items[Any], message: str) -> str:
+    """The text of a content of parts. Raises DataError for parts that are no text."""
+    texts = []
+    for number, part in enumerate(parts, start=1):
+        is_text = isinstance(part, dict) and part.get("type") in ("text", None)
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            is_other = isinstance(part, dict) and not is_text
+            raise DataError(
+                given=f"{message}, part {number}:"
+                f" {'of type ' + str(part['type']) if is_other else _kind(part)}",
+                required='content as a string, or parts such as {"type": "text", "text": "..."}',
+                source=record.origin,
+                change="remove the record, or the part: images and sound are not trained on",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _check_marks(record: SourceRecord, turn: Mapping[str, Any], message: str) -> None:
+    """Raises DataError for a mark that asks for more than learning an answer or not."""
+    for mark in MARKS:
+        value = turn.get(mark, True)
+        others = mark != "weight" and value and mark in turn and turn["role"] != "assistant"
+        if others or value not in (0, 1):
+            raise DataError(
+                given=f"{message}, of role {turn['role']}: {mark} = {value!r}",
+                required="0 or 1 (false or true), and true for what the assistant says alone",
+                source=record.origin,
+                change=f"remove {mark}, or mend it; an answer with 0 or false is not learnt",
+            )
+
+
+def _is_said(record: SourceRecord, text: Any) -> bool:
+    """Whether a message of a record is this text."""
+    turns = chain(*(
+        found for name in ("messages", "prompt", "chosen")
+        if isinstance(found := record.fields.get(name), list)
+    ))  # fmt: skip
+    return any(isinstance(turn, dict) and turn.get("content") == text for turn in turns)
+
+
 def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """`input_ids` and `labels`, both (T,); without labels every token is one. Raises DataError."""
     ids = _integers(record, "input_ids", lowest=0)
+    _check_beside_tokens(record, len(ids))
     if record.fields.get("labels") is None:
         return ids, ids
     labels = _integers(record, "labels", lowest=IGNORE_INDEX)
@@ -146,6 +225,29 @@ def tokens_of(record: SourceRecord) -> tuple[npt.NDArray[np.int32], npt.NDArray[
             change="mend or remove the record",
         )
     return ids, labels
+
+
+def _check_beside_tokens(record: SourceRecord, num_tokens: int) -> None:
+    """Raises DataError where other fields say that not all tokens are one sequence, or learnt."""
+    mask, positions = (record.fields.get(name) for name in ("attention_mask", "position_ids"))
+    masks = [name for name in _TOKEN_MASKS if name in record.fields]
+    given, change = None, ""
+    if mask is not None and mask != [1] * num_tokens:
+        given = "an attention_mask that is not 1 for every token"
+        change = "remove the padding from the lists: sequences are not padded here"
+    elif positions is not None and positions != list(range(num_tokens)):
+        given = f"position_ids that are not 0 to {num_tokens - 1}"
+        change = "write packed sequences as records of their own: furlong packs them itself"
+    elif masks and record.fields.get("labels") is None:
+        given = f"{masks[0]} beside input_ids, without labels"
+        change = f"write labels: the token where {masks[0]} is 1, {IGNORE_INDEX} elsewhere"
+    if given is not None:
+        raise DataError(
+            given=given,
+            required="input_ids of one sequence, and labels if not every token is learnt",
+            source=record.origin,
+            change=change,
+        )
 
 
 def check_size(record: SourceRecord, field: str, *texts: str) -> None:

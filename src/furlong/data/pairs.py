@@ -24,7 +24,14 @@ from typing import Any
 import numpy as np
 
 from furlong.data.cache import Entry
-from furlong.data.chat import Conversation, Rendered, template_of, tools_of
+from furlong.data.chat import (
+    EMPTY_ANSWERS,
+    UNWRITTEN,
+    Conversation,
+    Rendered,
+    template_of,
+    tools_of,
+)
 from furlong.data.formats import IGNORE_INDEX, check_fields, messages_of, text_of
 from furlong.data.records import SourceRecord
 from furlong.data.rendering import rendering
@@ -35,6 +42,8 @@ SAME, EMPTY = "pairs with the same answers", "pairs with an empty answer"
 
 REPEATED = "pairs of texts that repeat their prompt"
 """Counted with what is left out, though they are not: they are read as whole texts."""
+
+TOOLS_OF_TEXTS = "pairs of texts with tools"
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
 _PROMPTS = (
@@ -89,6 +98,8 @@ def render_texts(record: SourceRecord, left_out: LeftOut) -> _Answers:
     chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
     if chosen == rejected:
         return SAME
+    if record.fields.get("tools"):
+        left_out.add(TOOLS_OF_TEXTS, record)
     if record.fields.get("prompt") is not None:
         if not isinstance(record.fields["prompt"], str):
             raise _refusal(
@@ -131,6 +142,12 @@ def handled(what: str) -> str:
     """The words for what was done with records that a source did not take as they are."""
     if what == REPEATED:
         return "read as whole texts"
+    if what == EMPTY_ANSWERS:
+        return "learnt as they are"
+    if what == TOOLS_OF_TEXTS:
+        return "that are not used"
+    if what.startswith(UNWRITTEN.format("")):
+        return "that the template does not write"
     return "replaced" if "bytes" in what else "left out"
 
 
@@ -253,7 +270,9 @@ def _rendered(
         if isinstance(found, str):
             left_out.add(found, record)
         else:
-            yield from ((record, answer) for answer in found)
+            for answer in found:
+                left_out.counts.update(answer.told)
+                yield record, answer
 
 
 def _learnt_from_difference(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:

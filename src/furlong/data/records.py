@@ -25,9 +25,11 @@ MAX_TEXT_BYTES = 16 * 2**20
 """Bytes of one sequence in UTF-8: at most as many tokens, and a tokenizer takes 250 to 500 bytes
 of memory for each while it works."""
 
+LOOKED_AT = ("system", "history", "label", "attention_mask", "position_ids")
+"""Fields of other programs that decide whether a record can be read without them."""
 FIELDS = (
     "text", "messages", "tools", "prompt", "completion", "chosen", "rejected", "input_ids",
-    "labels",
+    "labels", *LOOKED_AT,
 )  # fmt: skip
 """The fields that are read; of a table, no other column is decoded."""
 

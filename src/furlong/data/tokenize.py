@@ -167,6 +167,7 @@ def _render(
             if rendered is None:
                 left_out[BLANK] += 1
             else:
+                left_out.update(rendered.told)
                 yield record, rendered
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ def open_run_folder(
         _check_kinds(path)
         lock_folder(stack, path)
         differing = differing_keys(load_run(path / CONFIG), config)
-        _check_same(differing, path, config)
+        _check_same(differing, path, config, may_move=True)
         if (report := _finished(path)) is not None:
+            _check_same(differing, path, config, may_move=False)
             print(f"the run in {path} is finished: its model is {path / EXPORT}")
             return RunFolder(path, is_new=False, report=report)
         return _resumed(path, config, differing, num_processes)
@@ -120,6 +121,7 @@ def _resumed(
     checkpoint = newest_checkpoint(path / CHECKPOINTS)
     state = None
     if checkpoint is None:
+        _check_same(differing, path, config, may_move=False)
         print(f"no checkpoint in {path}: the run begins again with its first step")
     else:
         state = read_state(checkpoint)
@@ -134,9 +136,12 @@ def _resumed(
     )
 
 
-def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path, config: RunConfig) -> None:
-    """Raises ConfigError if a key that must be the run's own differs."""
-    refused = _not_free(differing, config)
+def _check_same(
+    differing: Mapping[str, tuple[Any, Any]], path: Path, config: RunConfig, *, may_move: bool
+) -> None:
+    """Raises ConfigError if a key that must be the run's own differs. `may_move`: whether data may
+    lie elsewhere, since a checkpoint knows their contents (`check_data`)."""
+    refused = _not_free(differing, config, may_move=may_move)
     if refused:
         raise ConfigError(
             given="; ".join(f"{key} = {new!r}, the run has {old!r}"
@@ -150,7 +155,7 @@ def _check_same(differing: Mapping[str, tuple[Any, Any]], path: Path, config: Ru
 def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) -> None:
     """Raises CheckpointError if a checkpoint was written with another config than the run's."""
     written = build_run(state["config"], str(checkpoint / STATE))
-    refused = _not_free(differing_keys(written, config), config)
+    refused = _not_free(differing_keys(written, config), config, may_move=True)
     if refused:
         raise CheckpointError(
             given="; ".join(f"{key} = {old!r} in checkpoint {checkpoint.name}, the run has {new!r}"
@@ -162,9 +167,38 @@ def _check_own(checkpoint: Path, state: Mapping[str, Any], config: RunConfig) ->
 
 
 def _not_free(
-    differing: Mapping[str, tuple[Any, Any]], config: RunConfig
+    differing: Mapping[str, tuple[Any, Any]], config: RunConfig, *, may_move: bool
 ) -> dict[str, tuple[Any, Any]]:
-    return {key: pair for key, pair in differing.items() if not _is_free(key, config)}
+    return {
+        key: pair
+        for key, pair in differing.items()
+        if not (_is_free(key, config) or _means_the_same(key, *pair, may_move=may_move))
+    }
+
+
+def _means_the_same(key: str, old: Any, new: Any, *, may_move: bool) -> bool:
+    """Whether two values differ in how they spell what they name, or in where it lies."""
+    match key:
+        case "model.name":
+            return _place(old) == _place(new)
+        case "data.train":
+            return _sources(old, may_move) == _sources(new, may_move)
+    return False
+
+
+def _sources(named: list[Any], may_move: bool) -> list[tuple[str, float, str | None]]:
+    """Where each entry of `data.train` is, unless it may move; its weight and its split."""
+    whole = [{"path": one} if isinstance(one, str) else one for one in named]
+    return [
+        ("" if may_move else _place(one["path"]), one.get("weight", 1.0), one.get("split"))
+        for one in whole
+    ]
+
+
+def _place(name: str) -> str:
+    """A path in one spelling; a name of the hub as it is."""
+    path = os.path.expanduser(name)
+    return os.path.realpath(path) if os.path.exists(path) else name
 
 
 def _is_free(key: str, config: RunConfig) -> bool:
@@ -183,13 +217,14 @@ def create_run_folder(stack: ExitStack, path: Path) -> None:
 
 
 def clear_export(path: Path) -> None:
-    """Makes room for the exported model: a damaged one of a finished run is kept beside it."""
+    """Makes room for the exported model: what is there is renamed, for anybody may have written
+    into it."""
     export = path / EXPORT
-    if export.exists() and (path / REPORT).exists():
-        damaged = export.with_name(EXPORT + DAMAGED)
-        shutil.rmtree(damaged, ignore_errors=True)
-        os.rename(export, damaged)
-    shutil.rmtree(export, ignore_errors=True)
+    if os.path.lexists(export):
+        names = (f"{EXPORT}{DAMAGED}{f'-{number}' * (number > 1)}" for number in count(1))
+        aside = next(path / name for name in names if not os.path.lexists(path / name))
+        os.rename(export, aside)
+        print(f"{export}, which was there already, is kept as {aside.name}")
 
 
 def lock_folder(stack: ExitStack, path: Path) -> None:

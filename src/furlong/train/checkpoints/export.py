@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from furlong.data.tokenize import load_tokenizer
+from furlong.models.adapters import merge_adapters
 from furlong.models.folders.build import export_model
 from furlong.train.checkpoints.checkpoint import load_tensors, one_process
 from furlong.train.checkpoints.exportable import Exportable
@@ -47,15 +47,8 @@ def _export(found: Exportable) -> Path:
         load_tensors(checkpoint, trained_tensors(model))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if found.merge:
-        model = _merged(model)
+        model = merge_adapters(model)
     with folder_errors_reported(found.out.parent):
         export_model(model, load_tokenizer(config.model.name), found.out, dtype=dtype)
     print(f"exported step {state['step']} to {found.out}")
     return found.out
-
-
-def _merged(model: Any) -> Any:
-    """The base model with its adapters added, in float32, so that they are rounded once."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    return model.merge_and_unload()
