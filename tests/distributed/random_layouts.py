@@ -51,6 +51,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "LoRA": {"lora": True},
     "LoRA, tied": {"lora": True, "settings": {"tie_word_embeddings": True}},
     "frozen": {"frozen_layers": 1},
+    "LFM2": {"family": "lfm2", "settings": {"layer_types": ["conv", "full_attention", "conv"]}},
 }
 
 LAYOUTS: Sequence[Sizes] = (
@@ -82,7 +83,7 @@ class Drawn:
         return f"{self.number}: {dp} x {sp} x {pp}, " + " / ".join(texts) + steps + whole
 
 
-def drawn_layouts(seed: int = 0) -> list[Drawn]:
+def drawn_layouts(seed: int = 4) -> list[Drawn]:
     """Thirty steps."""
     draw = Random(seed)
     values = {
@@ -99,7 +100,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     batch = decks["batch"].take(
         lambda name: BATCHES[name](dp, sp) and (name != "no work" or planner not in _NEVER_IDLE)
     )
-    model = decks["model"].take()
+    model = decks["model"].take(lambda name: name != "LFM2" or sp == pp == 1)
     heights = (3,) if pp == 1 else tuple(draw.randint(1, 2) for _ in range(pp))
     if model == "Gemma 3" and pp > 1:
         heights = (heights[0] + 1, *heights[1:])

@@ -108,3 +108,4 @@ def _idle_features(one: Drawn) -> Iterator[str]:
             yield "a process without a token"
             if sp == 1:
                 yield "a replica without work"
+                yield f"{one.model} without work"

@@ -3,14 +3,14 @@ gradients of one process that computes the same chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
 from distributed.layout_cases import whole_grads
 from helpers.attention_families import twin_of
-from helpers.gradients import batch, num_labels, take_grads
+from helpers.gradients import batch, num_labels, take_grads, worst_relative_error
 from helpers.hybrids import build
 from helpers.ranks import run_ranks
 from torch import Tensor
@@ -22,7 +22,7 @@ from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders.replicas import idle_plan, join_replicas
 from furlong.runtime.parallel.ranks import make_ranks
 
 LENS = (40, 9, 26, 5)
@@ -83,6 +83,35 @@ def check(make: Make, *, piped: bool) -> None:
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "bamba"])
 def test_recurrent_layers(family: str, piped: bool) -> None:
     check(partial(build, family), piped=piped)
+
+
+def step_with_an_idle_replica(rank: int, families: Sequence[str]) -> list[tuple[Grads, float]]:
+    """The gradients and the evaluated loss of each family, where the second replica has a dummy."""
+    found = []
+    ranks, sequences = make_ranks(2, 1, 1, "cpu"), batch(LENS)
+    for family in families:
+        engine = furlong.Engine(build(family), ranks=ranks)
+        losses = []
+        for backward in (True, False):
+            plan = plan_on_device(LENS, OPTIONS, num_layers=NUM_LAYERS, backward=backward)
+            joined = join_replicas([plan, idle_plan(plan)], [range(len(LENS)), []], LENS)
+            losses.append(engine.run(joined, sequences, num_labels(sequences)).loss)
+        assert losses[0] == pytest.approx(losses[1], rel=BOUND)
+        found.append((whole_grads(engine.model.model), losses[1]))
+    return found
+
+
+def test_a_replica_without_work() -> None:
+    families = ["lfm2", "falcon_h1", "kimi_linear"]
+    found = run_ranks(step_with_an_idle_replica, families, num_ranks=2, limit_s=180)
+    for index, family in enumerate(families):
+        engine = furlong.Engine(build(family))
+        result = engine.forward_backward(batch(LENS), OPTIONS)
+        truth = take_grads(engine.model.model)
+        for answers in found:
+            grads, loss = answers[index]
+            assert worst_relative_error(grads, truth) <= BOUND, family
+            assert loss == pytest.approx(result.loss, rel=BOUND)
 
 
 @pytest.mark.slow

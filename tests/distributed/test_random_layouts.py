@@ -28,6 +28,7 @@ NAMED = {
     "places of several sizes in a chunk", "local and sharded in a chunk",
     "fewer tokens than processes", "fewer K,V heads than processes", "three times the chunks",
     "a process without a label", "a process without a token", "a replica without work",
+    "LFM2 without work",
     "weights gathered with every pass", "stages without a backward", "several stages on a rank",
     "whole model on each stage", "gradients of two steps", "each is given what it reads",
 }  # fmt: skip

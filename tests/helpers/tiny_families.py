@@ -89,7 +89,8 @@ OTHERS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def own_settings(family: str) -> dict[str, Any]:
-    return (FAMILIES | OTHERS)[family][0]
+    """Settings beside `_SMALL`; none for a family of neither table, whose caller gives them."""
+    return (FAMILIES | OTHERS).get(family, ({}, EXACT))[0]
 
 
 def bound(family: str) -> float:
