@@ -37,6 +37,22 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "name a run file"),
+        (["train", "--resume"], "name a run file"),
+        (["plan", "--devices", "0"], "required: a whole number of at least 1"),
+        (["train", "--out=env\udcc3\udcb6"], "LC_ALL"),
+    ],
+)
+def test_what_a_command_line_lacks_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["train", "plan", "lengths", "calibrate", "export", "verify"])
 def test_a_working_folder_that_was_deleted(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -84,6 +100,8 @@ def test_help_of_train_is_quick_and_light() -> None:
         # Processor time: other processes may be busy meanwhile.
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
         assert finished.returncode == 0, finished.stderr
-    assert "--train.lr float" in finished.stdout
+    assert "--train.lr NUMBER" in finished.stdout
+    assert "--memory.device {24GiB,auto}" in finished.stdout
+    assert not any(word in finished.stdout for word in ("tuple[", "dict[", "None)", "int}"))
     assert "Peak learning rate of AdamW" in finished.stdout
     assert min(seconds) < 0.5

@@ -76,6 +76,7 @@ def _check_written(out: Output, arguments: list[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] and arguments[0] in _VERBS:
         _check_working_folder()
+        _check_texts(arguments)
     match arguments:
         case [] | ["--help" | "-h", *_]:
             print(_HELP, end="")
@@ -127,3 +128,19 @@ def _check_working_folder() -> None:
             source="the command line",
             change="change to a folder that exists (cd)",
         ) from error
+
+
+def _check_texts(arguments: list[str]) -> None:
+    """Letters that the locale cannot read come as halves of characters, which no file may hold."""
+    for argument in arguments:
+        try:
+            argument.encode("utf-8")
+        except UnicodeEncodeError as error:
+            shown = os.fsencode(argument).decode("utf-8", "replace")
+            raise ConfigError(
+                given=f"{shown}, under a locale that cannot read it"
+                f" (LC_ALL={os.environ.get('LC_ALL', '')!r}, LANG={os.environ.get('LANG', '')!r})",
+                required="text in the locale's encoding",
+                source="the command line",
+                change="set LC_ALL=C.UTF-8, or write the value into the run file",
+            ) from error

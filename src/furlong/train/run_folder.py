@@ -218,7 +218,7 @@ def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, A
     return {
         key: (old.get(key), new.get(key))
         for key in old | new
-        if old.get(key) != new.get(key) or (key in old) != (key in new)
+        if old.get(key) != new.get(key)
     }
 
 
