@@ -134,7 +134,9 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
 
 def _tokenizer(name: str, source: str) -> Any:
     from furlong.data.tokenize import load_tokenizer
+    from furlong.models.folders.folder import check_name
 
+    check_name(name, source)
     return load_tokenizer(name, source)
 
 
