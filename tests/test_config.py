@@ -14,6 +14,9 @@ from pydantic import BaseModel
 
 from furlong.cli.main import main
 from furlong.config.foreign import ANSWERS
+from furlong.config.foreign import answer as foreign_answer
+from furlong.config.messages import example_of
+from furlong.config.run_file import read_yaml
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run, parse_run
 from furlong.config.tiers import Kind, TierName
@@ -22,6 +25,7 @@ from furlong.plan.values import Tier, Tiers
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "examples").glob("*.yaml"))
+RUN = "model: {name: x}\ndata: {train: x}\n"
 NEEDED = ["--model.name=folder", "--data.train=a.jsonl"]
 
 
@@ -91,8 +95,8 @@ def test_config_is_frozen(run_file: Path) -> None:
     ("flags", "given", "required", "source", "change"),
     [
         (["--train.lrr=1"], "--train.lrr", "a flag", "the command line", "--train.lr?"),
-        (["--train.steps=no"], "train.steps = 'no'", "valid integer", "flag --train.steps", "set"),
-        (["--chunks.size=big"], "chunks.size = 'big'", "integer or 'auto'", "flag", "chunks.size"),
+        (["--train.steps=no"], "train.steps = 'no'", "a whole number", "flag --train.steps", "set"),
+        (["--chunks.size=big"], "chunks.size = 'big'", "number or 'auto'", "flag", "chunks.size"),
         (["--train.lr=-1"], "train.lr = '-1'", "greater than 0", "flag --train.lr", "set"),
         (["--parallel.sp=0"], "parallel.sp = '0'", "greater than 0", "flag --parallel.sp", "set"),
         (["--chunks.tier=hots"], "tier = 'hots'", "device, host, disk or a", "flag", "host?"),
@@ -127,10 +131,16 @@ def test_config_is_frozen(run_file: Path) -> None:
         (["--chunks.sample.rate=0"], "rate = '0'", "greater than 0", "--chunks.sample.rate", "set"),
         (["--chunks.sample.rate=1.5"], "rate = '1.5'", "or equal to 1", "--chunks.sample", "set"),
         (["--chunks.sample.chunks=0"], "chunks = '0'", "greater than 0", "--chunks.sample", "set"),
-        (["--chunks.sample.chunks=2.5"], "= 2.5", "valid integer", "--chunks.sample.chunks", "set"),
+        (
+            ["--chunks.sample.chunks=2.5"],
+            "= 2.5",
+            "a whole number",
+            "--chunks.sample.chunks",
+            "set",
+        ),
         (["--chunks.sample.label_rate=0"], "'0'", "greater than 0", "sample.label_rate", "set"),
         (["--chunks.sample.cap=0.5"], "'0.5'", "or equal to 1", "--chunks.sample.cap", "set"),
-        (["--chunks.sample.cap=.inf"], "'.inf'", "valid number", "--chunks.sample.cap", "set"),
+        (["--chunks.sample.cap=.inf"], "'.inf'", "a finite number", "--chunks.sample.cap", "set"),
         (["--chunks.sample.rule=best"], "'best'", "'unbiased', 'fixed' or", "sample.rule", "set"),
         (["--chunks.sample.check_every_steps=-1"], "'-1'", "equal to 0", "check_every", "set"),
         (["--chunks.sample={rte: 0.5}"], "chunks.sample.rte", "one of rate", "sample", "rate?"),
@@ -141,32 +151,52 @@ def test_config_is_frozen(run_file: Path) -> None:
             "flag --chunks.sample.rate",
             "set chunks.size",
         ),
-        (["--memory.disk=auto"], "'auto'", "valid integer", "flag --memory.disk", "set"),
-        (["--memory.disk_dir="], "disk_dir = ''", "at least 1 char", "flag --memory.disk", "set"),
+        (["--memory.disk=auto"], "'auto'", "a whole number", "flag --memory.disk", "set"),
+        (["--memory.disk_dir="], "disk_dir = ''", "not empty", "flag --memory.disk", "set"),
         (["--memory.dsk=1GiB"], "--memory.dsk", "a flag", "the command line", "--memory.disk?"),
         (["--memory.device=24XB"], "'24XB'", "write one like 512MiB", "flag", "memory.device"),
         (["--memory.host=24XB"], "'24XB'", "write one like 512MiB", "flag", "memory.host"),
         (["--train.epochs=1", "--train.steps=2"], "both", "not both", "train.epochs", "remove"),
-        (["--train.steps=null"], "none", "one of train.steps", "train.epochs", "one of them"),
+        (["--train.steps=null"], "none", "one of train.steps", "train.steps", "one of them"),
         (["--model.init=random", "--model.lora.rank=2"], "random", "pretrained", "lora", "set"),
         (["a.yaml", "b.yaml"], "b.yaml", "one run file", "command line", "remove it"),
         (["--train.betas=[0.9]"], "[0.9], 1 value", "a list of 2 values", "--train.betas", "set"),
         (["--train.betas=[.1, .2, .3]"], "3 values", "a list of 2 values", "--train.betas", "set"),
         (["--train.betas={a}"], "{'a': None}", "a list of 2 values", "flag --train.betas", "set"),
-        (["--train.betas=a,b"], "train.betas = 'a'", "valid number", "flag --train.betas", "set"),
+        (["--train.betas=a,b"], "train.betas = 'a'", "a number", "flag --train.betas", "set"),
         (["--data.train=[x].jsonl"], "[x].jsonl", "YAML", "the flag --data.train", "quote"),
         (["--data.train", "{a"], "expected", "YAML", "the flag --data.train", "quote"),
         (['--data.train=a"b'], "Mismatched quotes", "values that fit", "command line", "--help"),
         (["--model=x"], "--model x", "one of its keys: name", "command line", "--model.name?"),
         (["--model={nme: x}"], "model.nme", "one of name", "the flag --model", "model.name?"),
-        (["--data.eval="], "data.eval = ''", "path should have at least 1", "flag", "set"),
-        (["--data.train=[a, {path: ''}]"], "''", "path should have at least 1", "flag", "set"),
+        (
+            ["--data.eval="],
+            "data.eval = ''",
+            "path should be a text that is not empty",
+            "flag",
+            "set",
+        ),
+        (
+            ["--data.train=[a, {path: ''}]"],
+            "''",
+            "path should be a text that is not empty",
+            "flag",
+            "set",
+        ),
         (
             ["--data.eval=[&a [*a]]"],
             "Circular reference",
             "written out",
             "--data.eval",
             "without &",
+        ),
+        (["--train.lr=0"], "'0'", "a number greater than 0", "train.lr", "such as 2e-05"),
+        (
+            ["--train.epochs=1", "--train.steps=2"],
+            "both of them",
+            "not both",
+            "the flag --train.epochs and the flag --train.steps",
+            "remove one",
         ),
         (["--train.lr"], "expected one argument", "--section.key=value", "command line", "--help"),
     ],
@@ -186,8 +216,34 @@ def test_a_wrong_flag_is_told_in_four_parts(
 @pytest.mark.parametrize(
     ("text", "given", "source", "change"),
     [
-        ("model: {name: x}\ndata: {trian: [a]}", "data.trian, an unknown key", "trian", "train?"),
-        ("modle: {name: x}", "modle, an unknown key", "run.yaml, key modle", "model?"),
+        (
+            "model: {name: x}\ndata: {trian: [a]}",
+            "2 wrong keys",
+            "run.yaml",
+            "data.trian     did you mean",
+        ),
+        (
+            "modle: {name: x}",
+            "3 wrong keys",
+            "run.yaml",
+            "modle     did you mean model?\n  no model  add",
+        ),
+        (
+            "model: {name: x}\ndata: {train: x, evil: y}",
+            "data.evil, an unk",
+            "key data.evil",
+            "eval?",
+        ),
+        (
+            "train.steps: 1\n" + RUN,
+            "train.steps with a dot",
+            "key train.steps",
+            "train: {steps: 1}",
+        ),
+        ("model.lora.rank: 1\n" + RUN, "with a dot", "rank", "write model: {lora: {rank: 1}}"),
+        ("model: {name: x}\ndata: {train: []}", "data.train = []", "train", "such as books.jsonl"),
+        (RUN + "train: {epochs: .nan}", "'.nan'", "epochs", "set train.epochs, such as 3"),
+        (RUN + "log:\n  wandb: a\n   b: c", "in line 5, column 5: b: c", "run.yaml", "line"),
         ("data: {train: x}", "no model", "run.yaml, key model", "model.name"),
         ("model: {name: x}", "no data", "run.yaml, key data", "data.train"),
         ("model: [", "expected", "run.yaml", "line"),
@@ -482,6 +538,83 @@ def test_no_foreign_key_is_one_of_ours() -> None:
     foreign = {name for names in ANSWERS for name in names}
     assert len(foreign) == sum(map(len, ANSWERS))
     assert not foreign & {key.rpartition(".")[2] for key in leaves(RunConfig)}
+
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+load_in_8bit: true
+datasets: [{path: mhenrichsen/alpaca_2k_test, type: alpaca}]
+val_set_size: 0.05
+sequence_len: 4096
+adapter: lora
+lora_r: 32
+lora_modules_to_save: [embed_tokens, lm_head]
+evals_per_epoch: 4
+special_tokens: {pad_token: x}
+plugins: [x]
+train: {lr: fast}
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: dpo
+finetuning_type: lora
+lora_target: all
+pref_beta: 0.1
+pref_ftx: 0.1
+dataset: dpo_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+plot_loss: true
+learning_rate: 5.0e-6
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen2-0.5B
+dataset_name: trl-lib/Capybara
+learning_rate: 2.0e-5
+packing: true
+eval_strategy: steps
+use_peft: true
+push_to_hub: true
+"""
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY, TRL], ids=["axolotl", "factory", "trl"])
+def test_all_wrong_keys_of_a_file_are_told_at_once(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert main(["train", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    keys = [line.split(":")[0] for line in text.strip().splitlines()]
+    rows = {line.split()[0]: line for line in lines[4:]}
+    assert lines[0] == f"given:    {len(lines) - 4} wrong keys"
+    for key in keys:
+        answer = foreign_answer(key)
+        found = rows["train.lr" if key == "train" else key]
+        assert (answer or "furlong has none" if key != "train" else "a number") in found
+    assert "  no data" in "\n".join(lines)
+
+
+def test_all_foreign_flags_are_told_at_once() -> None:
+    flags = ["--model_name_or_path=x", "--learning_rate", "2e-5", "--bf16"]
+    with pytest.raises(ConfigError, match="3 wrong keys") as caught:
+        parse_run(flags)
+    assert [line.split()[0] for line in caught.value.change.splitlines()[1:]] == [
+        "--model_name_or_path", "--learning_rate", "--bf16",
+    ]  # fmt: skip
+
+
+def test_every_number_has_an_example_that_it_takes() -> None:
+    for key in NUMBERS:
+        example = example_of(key)
+        assert example or key.startswith("model.rope."), key
+        if example:
+            values = nested(key, read_yaml(example, "", ""))
+            if key.startswith("chunks.sample"):
+                values["chunks"]["size"] = 64
+            build_run(values, "run.yaml")
 
 
 @pytest.mark.parametrize("text", ["train: [1]", "train: 5", "train: !!set {a}", "train: &a [*a]"])

@@ -1,8 +1,6 @@
 """`python -m furlong`, which `torchrun -m furlong` starts as well: the command `furlong`."""
 
-import sys
-
-from furlong.cli.main import main
+from furlong.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import Qwen2Config
 
 from furlong import ChunkOptions
+from furlong.calibrate import run
 from furlong.calibrate.measure import Measured
 from furlong.calibrate.run import _fitted
 from furlong.calibrate.trials import trials
@@ -46,3 +49,22 @@ def test_the_interpreter_and_its_libraries_are_no_part_of_a_prediction():
         for m in (model, outcome.calibration.apply_to(model))
     )
     assert abs(after - before) < 0.01 * before
+
+
+@pytest.mark.parametrize(("width", "told"), [(32, 1), (256, 0)])
+def test_a_narrow_model_is_told_of_before_anything_is_measured(width, told, tmp_path, monkeypatch):
+    class MeasuredError(Exception):
+        pass
+
+    def measured(*_):
+        raise MeasuredError
+
+    monkeypatch.setattr(run, "measured_peak", measured)
+    lines = []
+    config = Qwen2Config(hidden_size=width, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(MeasuredError):
+        run.calibrate(
+            config, dtype="float32", device=torch.device("cpu"), disk_dir=tmp_path,
+            tell=lines.append,
+        )  # fmt: skip
+    assert len(lines) == told and all(f"a model {width} wide" in line for line in lines)

@@ -97,6 +97,31 @@ def test_a_tokenizer_that_is_missing_is_told(folder: Path, capsys: Any) -> None:
     assert_refused(folder, "without a tokenizer: there is no vocabulary", capsys)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("{folder}/tokenizer.json", "name its folder: {folder}"),
+        ("https://huggingface.co/Qwen/Qwen2.5-0.5B/tree/main", "write Qwen/Qwen2.5-0.5B"),
+        ("s3://bucket/model", "an address"),
+        ("Qwen/Qwen2.5-0.5B@main", "hf download Qwen/Qwen2.5-0.5B --revision main"),
+    ],
+)
+def test_a_name_that_is_no_folder_and_no_id(
+    folder: Path, name: str, told: str, capsys: Any
+) -> None:
+    name, told = name.format(folder=folder), told.format(folder=folder)
+    assert_refused(folder, told, capsys, f"--model.name={name}")
+    assert main(["lengths", str(folder.parent / "data.jsonl"), f"--tokenizer={name}"]) == 2
+    message = capsys.readouterr().err
+    assert told in message and "from:     --tokenizer" in message
+
+
+def test_a_template_in_another_encoding_is_named(folder: Path, capsys: Any) -> None:
+    transformers.LlamaConfig(**TINY).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ 1 }}", encoding="utf-16")
+    assert_refused(folder, "chat_template.jinja: invalid start byte at byte 0", capsys)
+
+
 def test_a_tokenizer_that_is_broken_is_told(folder: Path, capsys: Any) -> None:
     transformers.LlamaConfig(**TINY).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"model": 1}')

@@ -37,6 +37,22 @@ def test_what_the_user_can_mend_ends_with_2_and_four_parts(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "name a run file"),
+        (["train", "--resume"], "name a run file"),
+        (["plan", "--devices", "0"], "required: a whole number of at least 1"),
+        (["train", "--out=env\udcc3\udcb6"], "LC_ALL"),
+    ],
+)
+def test_what_a_command_line_lacks_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["train", "plan", "lengths", "calibrate", "export", "verify"])
 def test_a_working_folder_that_was_deleted(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -58,6 +74,74 @@ def test_our_own_failure_ends_with_1_and_a_traceback(tmp_path: Path) -> None:
     )
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
+
+
+ENDING = """
+import atexit, sys
+from furlong.cli import main as module
+
+class Torch:
+    def __del__(self):
+        print("taken apart")
+
+def work(arguments):
+    atexit.register(print, "handler")
+    sys.modules["torch"] = Torch()
+    print("done")
+    if arguments:
+        raise ZeroDivisionError
+    return 3
+
+module._dispatch = work
+module.command()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "printed"),
+    [([], 3, "done\nhandler\n"), (["fail"], 1, "done\nhandler\ntaken apart\n")],
+)
+def test_the_program_ends_behind_its_handlers(
+    arguments: list[str], code: int, printed: str
+) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True
+    )
+    assert (finished.returncode, finished.stdout) == (code, printed)
+    assert ("ZeroDivisionError" in finished.stderr) == (code == 1)
+
+
+# Ends where torch or transformers would be loaded.
+LOADING = """
+import os, sys
+
+class Block:
+    def find_spec(self, name, *_):
+        if name in ("torch", "transformers"):
+            os._exit(7)
+
+sys.meta_path.insert(0, Block())
+from furlong.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["train run.yaml", "lengths run.yaml", "lengths t.jsonl --tokenizer=m", "plan run.yaml",
+     "calibrate run.yaml", "verify run.yaml", "verify"],
+)  # fmt: skip
+def test_a_verb_says_so_before_it_loads_torch(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "run.yaml").write_text("model: {name: m}\ndata: {train: t.jsonl}\n")
+    finished = subprocess.run(
+        [sys.executable, "-c", LOADING, *arguments.split()], cwd=tmp_path,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    said = finished.stderr.splitlines()[-1]
+    assert (finished.returncode, said) == (7, "loading torch and transformers ...")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
@@ -84,6 +168,8 @@ def test_help_of_train_is_quick_and_light() -> None:
         # Processor time: other processes may be busy meanwhile.
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
         assert finished.returncode == 0, finished.stderr
-    assert "--train.lr float" in finished.stdout
+    assert "--train.lr NUMBER" in finished.stdout
+    assert "--memory.device {24GiB,auto}" in finished.stdout
+    assert not any(word in finished.stdout for word in ("tuple[", "dict[", "None)", "int}"))
     assert "Peak learning rate of AdamW" in finished.stdout
     assert min(seconds) < 0.5

@@ -29,7 +29,7 @@ from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
-from furlong.train.loop import Progress, run_steps
+from furlong.train.loop import Cadence, Progress, run_steps
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 OPTIONS = ChunkOptions(size=8)
@@ -91,6 +91,14 @@ def run(tmp_path: Path, engine: Any, batches: list[Batch], num_steps: int, **mor
             log=log,
             **more,
         )
+
+
+def test_a_step_that_diverges_tells_of_the_checkpoint_that_there_is(tmp_path: Path) -> None:
+    for save, said in ((None, "there is no checkpoint"), (print, "checkpoint of step 1 is whole")):
+        engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [1.0, math.nan], [1.0, 1.0])
+        cadence = Cadence(save=save, save_every_steps=1)
+        with pytest.raises(DivergenceError, match=said):
+            run(tmp_path, engine, [make_batch(3)] * 2, 2, cadence=cadence)
 
 
 @pytest.mark.parametrize(

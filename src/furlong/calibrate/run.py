@@ -34,6 +34,8 @@ Tell = Callable[[str], None]
 _LARGEST_CHUNK = {"cpu": 1024, "cuda": 8192}
 _SMALLEST_CHUNK = 64
 _NUM_LAYERS = 2
+_NARROW = 128
+"""Hidden sizes below it may hide all work behind launches."""
 _LARGE_LAYER = 10**8
 """Parameters of a layer of which one is enough."""
 _ROUND_S = 30.0
@@ -82,6 +84,13 @@ def calibrate(
     """Measures `device` with models of the widths of a transformers config. Raises UserError for a
     model that cannot be trained or counted."""
     started_s = time.monotonic()
+    shape = _counted(config)
+    if shape.hidden_size < _NARROW:
+        tell(
+            f"a model {shape.hidden_size} wide: beside other work on this machine its launches may"
+            " hide the rates, which is found when all is measured; without a model, figures of a"
+            " wider one are measured, which serve it too"
+        )
     spec = spec_of(device)
     if device.type == "cpu":
         spec = replace(spec, peak_flops_per_s=measured_peak(device, getattr(torch, dtype)))
@@ -89,7 +98,6 @@ def calibrate(
     runs: dict[Trial, list[Measured]] = {}
     models: dict[TrialModel, CostModel] = {}
     rate = 0.0
-    shape = _counted(config)
     for name in get_args(TrialModel):
         if name == "own":
             cut = own_config(config, 1 if shape.layer_parameters(0) > _LARGE_LAYER else _NUM_LAYERS)
@@ -206,11 +214,12 @@ def _fitted(
         rates = fit_rates(samples, spec)
     except ValueError as error:
         raise ConfigError(
-            given=f"{error}: models of {models['own'].shape.hidden_size} and"
-            f" {models['narrow'].shape.hidden_size} wide are too small for this machine",
+            given=f"{error}: models {models['own'].shape.hidden_size} and"
+            f" {models['narrow'].shape.hidden_size} wide are too small for this machine, or other"
+            " work has disturbed the measurement",
             required="widths whose matrices and attention take longer than their launches",
             source="the model to calibrate with",
-            change="leave the model out, or name a wider one",
+            change="leave the model out, or name a wider one; end other work before",
         ) from error
     memory = _fit_memory(fitted, models, is_cpu=is_cpu)
     calibration = Calibration(

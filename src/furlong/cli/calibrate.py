@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import VerbParser
+from furlong.cli.output import tell_loading
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     if chosen.out is not None:
         check_place(chosen.out, "--out")
     # torch and transformers are loaded when the command line has been found sound.
+    tell_loading()
     from rich.console import Console
 
     from furlong.calibrate.collectives import processes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from furlong.cli.flag_types import VerbParser
+from furlong.cli.output import tell_loading
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,6 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     out = None if given.out is None else Path(given.out).expanduser()
     found = find_exportable(Path(given.source).expanduser(), merge=given.merge, out=out)
     # torch and transformers are loaded when all that they are not needed for is sound.
+    tell_loading()
     from furlong.train.checkpoints.export import export
 
     export(found)

@@ -25,8 +25,8 @@ class VerbParser(argparse.ArgumentParser):
         raise refusal(message, self._takes, f"see {self.prog} --help")
 
 
-def number(lowest: int, most: int) -> Callable[[str], int]:
-    """A reader of whole numbers between two bounds."""
+def number(flag: str, lowest: int, most: int) -> Callable[[str], int]:
+    """A reader of a flag's whole number between two bounds. Raises ConfigError."""
 
     def read(text: str) -> int:
         try:
@@ -35,9 +35,8 @@ def number(lowest: int, most: int) -> Callable[[str], int]:
             value = lowest - 1
         if not lowest <= value <= most:
             shown = text if len(text) <= 40 else text[:40] + "..."
-            raise argparse.ArgumentTypeError(
-                f"{shown!r} is no whole number of at least {lowest} and at most {most:,}"
-            )
+            required = f"a whole number of at least {lowest} and at most {most:,}"
+            raise refusal(f"{flag} {shown}", required, f"give a number in it, such as {flag} 8")
         return value
 
     return read

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import VerbParser
+from furlong.cli.output import tell_loading
 from furlong.errors import ConfigError
 from furlong.units import count_words
 
@@ -97,6 +98,7 @@ def _of_run(chosen: argparse.Namespace) -> _Found:
 def count_run(config: RunConfig, tokenizer: str | None = None) -> Lengths:
     """Lengths of the draws of a run's first epoch, by its own tokenizer or another; prints what was
     found in the data."""
+    tell_loading()
     from furlong.train.setup.prepare import load_splits
 
     limit = config.data.max_seq_len
@@ -120,6 +122,7 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
             source="the command line",
             change="add --tokenizer T, or name a run file",
         )
+    tell_loading()
     from furlong.data.load import load_data
     from furlong.data.sources import Source
 
@@ -134,7 +137,9 @@ def _of_data(chosen: argparse.Namespace) -> _Found:
 
 def _tokenizer(name: str, source: str) -> Any:
     from furlong.data.tokenize import load_tokenizer
+    from furlong.models.folders.folder import check_name
 
+    check_name(name, source)
     return load_tokenizer(name, source)
 
 

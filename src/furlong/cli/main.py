@@ -6,10 +6,12 @@ number (130 for Ctrl-C) where a signal ended the verb; 1 for our own failures, w
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from furlong import __version__
 from furlong.cli.output import Output, lasting_output
@@ -35,6 +37,27 @@ verbs:
 
   --version, --help
 """
+
+
+def command() -> NoReturn:
+    """Runs the command line and ends the process, without taking torch apart, which needs seconds.
+
+    Only for a process of its own: nothing runs behind the handlers that are registered meanwhile.
+    """
+    ended: list[int] = []
+    # The first to be registered is the last to be called.
+    atexit.register(_leave, ended)
+    ended.append(main())
+    sys.exit(ended[0])
+
+
+def _leave(ended: list[int]) -> None:
+    """Ends the process at once with the code in `ended`, if a verb has come to its end; coverage
+    writes its figures later."""
+    if ended and "coverage" not in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +99,7 @@ def _check_written(out: Output, arguments: list[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] and arguments[0] in _VERBS:
         _check_working_folder()
+        _check_texts(arguments)
     match arguments:
         case [] | ["--help" | "-h", *_]:
             print(_HELP, end="")
@@ -127,3 +151,19 @@ def _check_working_folder() -> None:
             source="the command line",
             change="change to a folder that exists (cd)",
         ) from error
+
+
+def _check_texts(arguments: list[str]) -> None:
+    """Letters that the locale cannot read come as halves of characters, which no file may hold."""
+    for argument in arguments:
+        try:
+            argument.encode("utf-8")
+        except UnicodeEncodeError as error:
+            shown = os.fsencode(argument).decode("utf-8", "replace")
+            raise ConfigError(
+                given=f"{shown}, under a locale that cannot read it"
+                f" (LC_ALL={os.environ.get('LC_ALL', '')!r}, LANG={os.environ.get('LANG', '')!r})",
+                required="text in the locale's encoding",
+                source="the command line",
+                change="set LC_ALL=C.UTF-8, or write the value into the run file",
+            ) from error

@@ -59,6 +59,12 @@ class Output:
             os.close(nowhere)
 
 
+def tell_loading() -> None:
+    """Print, before seconds of imports, what takes them; to stderr, which no script reads."""
+    if "torch" not in sys.modules:
+        print("loading torch and transformers ...", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def lasting_output() -> Iterator[Output]:
     """Within it stdout and stderr never raise; yields stdout, flushed at the end."""

@@ -82,12 +82,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument_group("the batch, the devices and the search").add_argument
     flag("--lengths", metavar="FILE|PRESET",
          help="lengths that furlong lengths wrote, or a preset (docs/presets.md)")
-    flag("--sequences", type=number(1, MAX_BATCH), metavar="N",
+    flag("--sequences", type=number("--sequences", 1, MAX_BATCH), metavar="N",
          help="sequences of a step: the longest, and others drawn by train.seed"
          " (default: train.sequences_per_step of a run; all of a file; 64 of a preset)")
     flag("--hardware", metavar="NAME",
          help="a known device (docs/presets.md); cpu, and a run's default: this machine")
-    flag("--devices", type=number(1, MAX_DEVICES), metavar="N",
+    flag("--devices", type=number("--devices", 1, MAX_DEVICES), metavar="N",
          help="how many (default: the product of the sizes of parallel)")
     flag("--zero", type=int, choices=range(4), metavar="0..3",
          help="what replicas and sp ranks shard: 1 optimizer, 2 gradients too, 3 weights too"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.cli.output import speaker_only
+from furlong.cli.output import speaker_only, tell_loading
 from furlong.config.schema import RunConfig
 from furlong.config.sources import parse_run
 from furlong.errors import ConfigError, UserError
@@ -35,6 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     if launch.num_processes == 1:
         return _train(arguments, Processes(launch))
     # Several agree upon what is wrong, so that it is told once: that takes torch from the start.
+    if launch.is_first:
+        tell_loading()
     from furlong.train.processes.join import joined
 
     processes = None
@@ -57,6 +59,7 @@ def _train(arguments: Sequence[str], processes: Processes) -> int:
         if opened.report is not None:
             return 0
         # torch and transformers are loaded when all that they are not needed for is sound.
+        tell_loading()
         from furlong.train.run import train_opened
 
         train_opened(stack, config, opened, processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from furlong.cli.output import tell_loading
 from furlong.config.sources import parse_run
 
 _DESCRIPTION = (
@@ -15,6 +16,7 @@ _DESCRIPTION = (
 def run(arguments: Sequence[str]) -> int:
     config = parse_run(arguments, "furlong verify", description=_DESCRIPTION) if arguments else None
     # torch and transformers are loaded when the command line has been found sound.
+    tell_loading()
     from furlong.verify.run import verify
 
     failed = [finding.name for finding in verify(config) if not finding.passed]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from furlong.config.numbers import Number, Positive
+from furlong.config.words import words_of
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -59,7 +59,7 @@ def _read_source(value: object) -> object:
             case _ if not key:
                 reason = f"this is of type {type(value).__name__}"
             case _:
-                reason = f"{key} {re.sub('^(Input|String) should', 'should', first['msg'])}"
+                reason = f"{key} should be {words_of(first)}"
         raise PydanticCustomError(
             "source",
             "paths, or mappings of path, weight and split: {reason}",
@@ -81,7 +81,7 @@ def _without_null(value: Any) -> Any:
 Sources = Annotated[
     tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
     BeforeValidator(_listed),
-    Field(min_length=1),
+    Field(min_length=1, examples=["books.jsonl"]),
 ]
 
 
@@ -94,7 +94,7 @@ class DataConfig(BaseModel):
     """Text, .jsonl, .parquet files or folders, or {path, weight, split} for each of them."""
     eval: Annotated[
         Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
-    ] = None
+    ] = Field(default=None, examples=["held-out.jsonl"])
     """Held-out data, named in the same way."""
     format: Literal["auto", "text", "chat", "completion", "tokens", "preference"] = "auto"
     """auto goes by the fields of each source's first record: text, messages, prompt + completion
@@ -103,5 +103,5 @@ class DataConfig(BaseModel):
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """Treatment of a sequence above max_seq_len."""
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(default=None, examples=["/scratch/furlong"])
     """Folder of tokenized data; null = furlong in the user's cache directory."""

@@ -3,48 +3,92 @@
 from __future__ import annotations
 
 import difflib
-import re
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from furlong.config import foreign
 from furlong.config.schema import RunConfig
+from furlong.config.words import words_of
 from furlong.errors import ConfigError
 
 _SHOWN_CHARS = 120
+_COLUMN_CHARS = 40
+"""Most characters of the first column of a table of keys that are padded."""
+_UNKNOWN = ", an unknown key"
+NO_FILE = "no run file"
+"""The source of values that no run file gave."""
 _NEAR = 0.75
 """Similarity, by difflib, from which one name counts as another one misspelled."""
 
 
-def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
-    """The message about all that is wrong with the first faulty key.
+class _Wrong(NamedTuple):
+    """What is wrong with one key, in the four parts of a message."""
 
-    file: the run file's name. flags: the flags of the command line, such as `--train.lr`.
+    given: str
+    required: str
+    source: str
+    change: str
+
+
+def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> ConfigError:
+    """The message about a faulty key, or the table of all of them.
+
+    file: the run file's name, or NO_FILE. flags: those of the command line, such as
+    `--train.lr`.
     """
+    by_key: dict[str, list[ErrorDetails]] = {}
     # A misspelled key is told before the required one that it was meant to be.
-    errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
-    key = _key_of(errors[0]["loc"])
-    own = [error for error in errors if _key_of(error["loc"]) == key]
-    more = len({_key_of(error["loc"]) for error in errors}) - 1
-    given, required, change = _explain(key, own)
-    if own[0]["type"] == "run_length":
-        key = "train.steps and train.epochs"
-        given, change = _explain_length(own[0]["input"], flags)
-    elif own[0]["type"] == "lora_base":
-        key = "model.lora and model.init"
-    elif own[0]["type"] == "told":
-        key = own[0]["ctx"].get("key", key)
-    named = key.split(" and ") if own[0]["type"] == "told" else [key]
-    flag = next((f for f in sorted(flags) if any(_meets(f[2:], one) for one in named)), None)
+    for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
+        by_key.setdefault(_key_of(error["loc"]), []).append(error)
+    is_bare = file == NO_FILE and not any(flag[2:] in _leaves(RunConfig) for flag in flags)
+    if is_bare and all(own[0]["type"] == "missing" for own in by_key.values()):
+        return ConfigError(
+            given="no run file",
+            required="a run: its file, or at least --model.name and --data.train",
+            source="the command line",
+            change="name a run file: RUN.yaml, or the config.json of a run's folder",
+        )
+    wrong = [_wrong(key, own, file, flags) for key, own in by_key.items()]
+    if len(wrong) == 1:
+        return ConfigError(**wrong[0]._asdict())
+    rows = [
+        (one.given.removesuffix(_UNKNOWN), one.change)
+        if one.given.startswith("no ") or one.given.endswith(_UNKNOWN)
+        else (one.given, f"required: {one.required}; {one.change}")
+        for one in wrong
+    ]
+    return table_of_keys(rows, "the command line" if file == NO_FILE else file)
+
+
+def table_of_keys(rows: Sequence[tuple[str, str]], source: str) -> ConfigError:
+    """The message about several keys: what each was given as, and what to change."""
+    width = min(_COLUMN_CHARS, max(len(given) for given, _ in rows))
+    lines = [f"\n  {given:<{width}}  {change}" for given, change in rows]
     return ConfigError(
-        given=given,
-        required=required,
-        source=f"the flag {flag}" if flag else f"{file}, key {key}",
-        change=change + (f"; {more} more of its keys are wrong" if more else ""),
+        given=f"{len(rows)} wrong keys",
+        required="keys of a run, as furlong train --help lists them, with values that fit",
+        source=source,
+        change="each of them:" + "".join(lines),
     )
+
+
+def _wrong(key: str, errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> _Wrong:
+    kind = errors[0]["type"]
+    given, required, change = _explain(key, errors)
+    if kind == "run_length":
+        key = "train.steps and train.epochs"
+        given, change = _explain_length(errors[0]["input"], flags)
+    elif kind == "lora_base":
+        key = "model.lora and model.init"
+    elif kind == "told":
+        key = errors[0]["ctx"].get("key", key)
+    named = [f for f in sorted(flags) if any(_meets(f[2:], one) for one in key.split(" and "))]
+    source = " and ".join(f"the flag {flag}" for flag in named)
+    return _Wrong(given, required, source or f"{file}, key {key}", change)
 
 
 def check_sections(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -56,7 +100,7 @@ def check_sections(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name in values:
         if name.startswith("_"):
             raise ConfigError(
-                given=f"{name}, an unknown key",
+                given=f"{name}{_UNKNOWN}",
                 required=f"one of {', '.join(RunConfig.model_fields)}",
                 source=f"{source}, key {name}",
                 change="remove it",
@@ -91,7 +135,7 @@ def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
         return text
     elsewhere = [one for one in _leaves(RunConfig) if one.rpartition(".")[2] == name]
     close = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
-    return f"did you mean {prefix}{close[0]}?" if close else "remove it"
+    return f"did you mean {prefix}{close[0]}?" if close else "remove it: furlong has none"
 
 
 def is_text(key: str) -> bool:
@@ -104,34 +148,62 @@ def is_text(key: str) -> bool:
 
 def _explain(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str, str]:
     """Three parts of the message about a key: given, required, change."""
-    noise = r"^Input should be |^Value error, |, unable to parse string as an? \w+"
-    required = " or ".join(dict.fromkeys(re.sub(noise, "", error["msg"]) for error in errors))
+    required = " or ".join(dict.fromkeys(map(words_of, errors)))
     value = errors[0]["input"]
     shown = "null" if value is None else _shortened(repr(value))
     section = fields_at(tuple(key.split(".")))
     kinds = {error["type"] for error in errors}
+    example = example_of(key)
+    change = f"set {key}, such as {example}" if example else f"set {key} to what is required"
     if kinds & {"missing", "too_long", "tuple_type"} and (length := _tuple_length(key)):
         count = len(value) if isinstance(value, list | tuple) else 1
         given = f"{key} = {shown}, {count} value{'' if count == 1 else 's'}"
-        return given, f"a list of {length} values", f"set {key} to what is required"
+        return given, f"a list of {length} values", change
     match errors[0]["type"]:
         case "extra_forbidden":
-            outer = key.rpartition(".")[0]
-            known = fields_at(tuple(outer.split(".")) if outer else ())
-            whole = [f"{outer}.{name}" if outer else name for name in known]
-            return f"{key}, an unknown key", f"one of {', '.join(known)}", suggest(key, whole)
+            return _unknown(key, str(errors[0]["loc"][-1]), value)
         case "missing":
-            return f"no {key}", "a value", f"add {f'{key}.{section[0]}' if section else key}"
+            added = f"add {f'{key}.{section[0]}' if section else key}"
+            return f"no {key}", "a value", added + (f", such as {example}" if example else "")
         case "model_type" if section:
             return _no_section(key, section, shown)
         case "tuple_type":
-            return f"{key} = {shown}", "a list", f"set {key} to what is required"
+            return f"{key} = {shown}", "a list", change
         case "lora_base":
             return "model.lora and model.init: random", required, "set model.init or remove lora"
         case "told":
             context = errors[0]["ctx"]
             return context.get("given", f"{key} = {shown}"), required, context["change"]
-    return f"{key} = {shown}", required, f"set {key} to what is required"
+    return f"{key} = {shown}", required, change
+
+
+def _unknown(key: str, name: str, value: object) -> tuple[str, str, str]:
+    """The parts of the message about an unknown key, which its section has as `name`."""
+    outer = key.rpartition(".")[0]
+    known = fields_at(tuple(outer.split(".")) if outer else ())
+    if key == name and key in _leaves(RunConfig):  # a flag's way of writing, in a file
+        given, required = f"{key} with a dot{_UNKNOWN}", "sections, with their keys inside"
+        *sections, last = key.split(".")
+        inner = f"{last}: {_shortened(_in_yaml(value))}"
+        for section in reversed(sections[1:]):
+            inner = f"{section}: {{{inner}}}"
+        return given, required, f"write {sections[0]}: {{{inner}}}"
+    whole = [f"{outer}.{field}" if outer else field for field in known]
+    return f"{key}{_UNKNOWN}", f"one of {', '.join(known)}", suggest(key, whole)
+
+
+def example_of(key: str) -> str:
+    """A value that the key takes, as a run file has it; empty where the schema names none."""
+    *section, name = key.split(".")
+    field = _section_at(tuple(section)).model_fields.get(name)
+    if field is None or fields_at((*section, name)):
+        return ""
+    value = field.examples[0] if field.examples else field.get_default()
+    return "" if value in (None, PydanticUndefined, "auto") else _in_yaml(value)
+
+
+def _in_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _no_section(key: str, known: Sequence[str], shown: str) -> tuple[str, str, str]:
@@ -211,12 +283,16 @@ def _leaves(section: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
-def unknown_flag(flag: str, known: Sequence[Any], prog: str) -> ConfigError:
-    """The message about a flag, or a second run file, that the verb `prog` does not know."""
-    if flag.startswith("-"):
-        change = suggest(flag.lstrip("-"), [text.lstrip("-") for text in known], "--")
-    else:
-        change = "remove it"
+def unknown_flags(flags: Sequence[str], known: Sequence[str], prog: str) -> ConfigError:
+    """The message about flags, or a second run file, that the verb `prog` does not know."""
+    names = [text.lstrip("-") for text in known]
+    changes = {
+        flag: suggest(flag.lstrip("-"), names, "--") if flag.startswith("-") else "remove it"
+        for flag in flags
+    }
+    if len(changes) > 1:
+        return table_of_keys(list(changes.items()), "the command line")
+    ((flag, change),) = changes.items()
     return ConfigError(
         given=flag,
         required=f"a flag of {prog}, or one run file",

@@ -16,16 +16,19 @@ from furlong.units import parse_bytes
 
 MAX_WHOLE = 10**12
 MAX_BYTES = 2**60
+_NOT_FINITE = ("inf", "infinity", "nan")
 
 
-def _refuse_truth(value: object) -> object:
+def _refuse_odd(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticCustomError("truth_value", "Input should be a number, not true or false")
+    if isinstance(value, str) and value.strip().lower().lstrip("+-.") in _NOT_FINITE:
+        raise PydanticCustomError("finite_number", "Input should be a finite number")
     return value
 
 
 def _read_whole(value: object) -> object:
-    _refuse_truth(value)
+    _refuse_odd(value)
     if isinstance(value, str):
         for kind in (int, float):
             with suppress(ValueError):
@@ -40,7 +43,7 @@ def _read_amount(value: object) -> object:
     return parse_bytes(number)
 
 
-Number = Annotated[float, BeforeValidator(_refuse_truth), Field(allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(_refuse_odd), Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_read_whole), Field(le=MAX_WHOLE)]
 Natural = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(gt=0)]

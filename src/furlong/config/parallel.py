@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from furlong.config.numbers import Positive
 
@@ -16,7 +16,7 @@ class ParallelConfig(BaseModel):
 
     model_config = _SECTION
 
-    dp: Positive | Literal["auto"] = "auto"
+    dp: Positive | Literal["auto"] = Field(default="auto", examples=[2])
     """Data parallel replicas; auto: as many as the other sizes leave processes for."""
     sp: Positive | Literal["auto"] = 1
     """Processes that share a sequence; auto: what the search finds fastest."""

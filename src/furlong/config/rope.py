@@ -17,11 +17,11 @@ class RopeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"]
+    rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"] = Field(examples=["yarn"])
     """default changes rope_theta only; which keys a type needs, transformers says."""
-    rope_theta: Annotated[Number, Field(gt=0)] | None = None
+    rope_theta: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[1e6])
     """Base; null keeps the model's."""
-    factor: Annotated[Number, Field(ge=1)] | None = None
+    factor: Annotated[Number, Field(ge=1)] | None = Field(default=None, examples=[4])
     """How many times as many positions."""
     original_max_position_embeddings: Positive | None = None
     """Positions before any scaling; null takes the model's."""

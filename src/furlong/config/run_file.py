@@ -122,8 +122,20 @@ def read_yaml(text: str, source: str, change: str) -> Any:
     # A number of thousands of digits is a ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
-            given=" ".join(str(error).replace('in "<unicode string>", ', "in ").split()),
+            given=_reason(error, text),
             required="YAML",
             source=source,
             change=change,
         ) from error
+
+
+def _reason(error: Exception, text: str) -> str:
+    """What is wrong with a YAML text, and its line."""
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return " ".join(str(error).split())
+    context, begun = error.context, error.context_mark
+    during = f"{context} that begins in line {begun.line + 1}: " if context and begun else ""
+    lines = text.splitlines()
+    shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else "the end"
+    return f"{during}{error.problem} in line {mark.line + 1}, column {mark.column + 1}: {shown}"

@@ -63,7 +63,7 @@ class ModelConfig(BaseModel):
 
     model_config = _SECTION
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of a Hugging Face model with its tokenizer."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
@@ -81,17 +81,17 @@ class SampleConfig(BaseModel):
 
     model_config = _SECTION
 
-    rate: Annotated[Number, Field(gt=0, le=1)] | None = None
+    rate: Annotated[Number, Field(gt=0, le=1)] | None = Field(default=None, examples=[0.25])
     """Share of a sequence's chunks that are drawn; give this or chunks."""
-    chunks: Positive | None = None
+    chunks: Positive | None = Field(default=None, examples=[8])
     """Chunks of a sequence that are drawn, with rule unbiased on average; a sequence that has no
     more of them is computed exactly."""
     rule: Literal["unbiased", "fixed", "paper"] = "unbiased"
     """unbiased draws each chunk by itself; fixed draws exactly so many, exact on average but for
     gradients that pass through two or more earlier chunks; paper is SpaCO as printed."""
-    label_rate: Annotated[Number, Field(gt=0, le=1)] | None = None
+    label_rate: Annotated[Number, Field(gt=0, le=1)] | None = Field(default=None, examples=[0.5])
     """Probability of drawing a chunk that has labels, with rule unbiased only; null = 1."""
-    cap: Annotated[Number, Field(ge=1)] | None = None
+    cap: Annotated[Number, Field(ge=1)] | None = Field(default=None, examples=[2.0])
     """Most that gradients from later chunks are multiplied by, with rules fixed and paper only:
     less variance, more bias; null = no limit."""
     report_loss: bool = False
@@ -107,20 +107,24 @@ class ChunksConfig(BaseModel):
 
     model_config = _SECTION
 
-    size: Positive | Literal["auto"] = "auto"
+    size: Positive | Literal["auto"] = Field(default="auto", examples=[1024])
     """Most tokens in a chunk."""
-    num_retained: Natural | Literal["auto"] = "auto"
+    num_retained: Natural | Literal["auto"] = Field(default="auto", examples=[1])
     """How many last chunks of a sequence keep their whole graph."""
-    keep: Literal["auto", "input", "kv", "attention", "all"] = "auto"
+    keep: Literal["auto", "input", "kv", "attention", "all"] = Field(
+        default="auto", examples=["attention"]
+    )
     """Tensors that the other chunks keep between forward and backward."""
     tier: TierDial = "auto"
     """Where kept tensors live: device, host (needs memory.host), disk (needs memory.disk), or a
     mapping of kinds (kv, inputs, attention, graphs) such as {attention: disk}, others on the
     device."""
-    order: Literal["auto", "chunk-first", "layer-first"] = "auto"
+    order: Literal["auto", "chunk-first", "layer-first"] = Field(
+        default="auto", examples=["chunk-first"]
+    )
     """chunk-first takes a chunk through all layers; layer-first takes all chunks of a sequence
     through a stage of some layers before the next: less memory, more work."""
-    stage_layers: Positive | Literal["auto"] = "auto"
+    stage_layers: Positive | Literal["auto"] = Field(default="auto", examples=[4])
     """Most layers of a stage, with layer-first."""
     sample: SampleConfig | None = None
     """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
@@ -154,15 +158,17 @@ class MemoryConfig(BaseModel):
 
     model_config = _SECTION
 
-    device: Amount = "auto"
+    device: Amount = Field(default="auto", examples=["24GiB"])
     """Budget of the device, on a CPU of everything in RAM, such as 24GiB; auto = most of what is
     free at the start. Dials of chunks that are auto follow it."""
-    host: Amount = "auto"
+    host: Amount = Field(default="auto", examples=["24GiB"])
     """Budget of the host's RAM, pinned where the system allows it, for kept tensors of a GPU; auto
     = most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
-    disk: AmountBytes = 0
+    disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
-    disk_dir: Annotated[str | None, Field(min_length=1)] = None
+    disk_dir: Annotated[str | None, Field(min_length=1)] = Field(
+        default=None, examples=["/scratch"]
+    )
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 
@@ -173,7 +179,7 @@ class LogConfig(BaseModel):
 
     tensorboard: bool = False
     """Write TensorBoard files into the run folder; needs furlong[tensorboard]."""
-    wandb: Annotated[str, Field(min_length=1)] | None = None
+    wandb: Annotated[str, Field(min_length=1)] | None = Field(default=None, examples=["furlong"])
     """Project on Weights & Biases; needs furlong[wandb]."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,11 +19,13 @@ from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
 from furlong.config.messages import (
+    NO_FILE,
     check_sections,
     config_error,
+    example_of,
     fields_at,
     is_text,
-    unknown_flag,
+    unknown_flags,
 )
 from furlong.config.run_file import read_run_file, read_yaml
 from furlong.config.schema import RunConfig
@@ -36,14 +39,40 @@ class RunParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
-            flag = message.removeprefix(prefix).split()[0].split("=")[0]
-            raise unknown_flag(flag, list(self._option_string_actions), self.prog)
+            texts = message.removeprefix(prefix).split()
+            names = [text.split("=")[0] for text in texts if text.startswith("--")] or texts[:1]
+            raise unknown_flags(names, list(self._option_string_actions), self.prog)
         raise ConfigError(
             given=message,
             required="--section.key=value",
             source="the command line",
             change=f"see {self.prog} --help",
         )
+
+
+# Python's words in the help of a key, and ours.
+_TYPE_WORDS = (
+    (r"dict\[.*\]", "MAPPING"),
+    (r"tuple\[(.*)\]", r"[\1]"),
+    (r"\bJSON\b", "MAPPING"),
+    (r"\bstr\b", "TEXT"),
+    (r"\bfloat\b", "NUMBER"),
+    (r"\bbool\b", "{true,false}"),
+)
+_HELP_WORDS = (
+    ("default: None", "default: null"), ("default: True", "default: true"),
+    ("default: False", "default: false"), ("(0.9, 0.95)", "[0.9, 0.95]"),
+    ("ifdef: required", "required in this section"),
+)  # fmt: skip
+
+
+def _in_words(key: str, kinds: str) -> str:
+    """The values that a key takes; `kinds` are pydantic's words for it."""
+    example = example_of(key)
+    kinds = re.sub(r"\bint\b", example if example.endswith("iB") else "N", kinds)
+    for python, words in _TYPE_WORDS:
+        kinds = re.sub(python, words, kinds)
+    return kinds
 
 
 class RunFlags(NamedTuple):
@@ -66,7 +95,11 @@ def read_flags(parser: RunParser, arguments: Sequence[str]) -> RunFlags:
     own = parser.parse_args([])
 
     def add_argument(group: Any, *names: str, **kinds: Any) -> None:
-        if names[0].removeprefix("--") not in own:
+        if (key := names[0].removeprefix("--")) not in own:
+            if "metavar" in kinds:
+                kinds["metavar"] = _in_words(key, kinds["metavar"])
+                for python, word in _HELP_WORDS:
+                    kinds["help"] = kinds["help"].replace(python, word)
             argparse.ArgumentParser.add_argument(group, *names, **kinds)
 
     def parse_args(_: Any, arguments: list[str]) -> argparse.Namespace:
@@ -110,14 +143,17 @@ def parse_run(
     `switches`: flags without a value that the verb reads itself, with their help. Raises
     ConfigError; `--help` prints and raises SystemExit(0).
     """
-    parser = RunParser(prog=prog, allow_abbrev=False, description=description)
+    usage = f"{prog} [RUN.yaml] [--section.key=value ...]" + "".join(
+        f" [{s}]" for s in switches or {}
+    )
+    parser = RunParser(prog=prog, usage=usage, allow_abbrev=False, description=description)
     parser.add_argument("file", nargs="?", help="run file (YAML or JSON)")
     for name, text in (switches or {}).items():
         parser.add_argument(name, action="store_true", help=text)
     flags = read_flags(parser, arguments)
     file = flags.own.file
     values = read_run_file(file) if file is not None else {}
-    return merge(flags, values, file or "no run file")
+    return merge(flags, values, file or NO_FILE)
 
 
 def _with_json(arguments: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ def _read(value: object) -> object:
 
 def _near(name: object, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {close[0]}?" if close else "set chunks.tier to what is required"
+    return f"did you mean {close[0]}?" if close else "set chunks.tier, such as host"
 
 
 def told(**parts: str) -> PydanticCustomError:

@@ -19,7 +19,7 @@ class TrainConfig(BaseModel):
 
     steps: Positive | None = 100
     """Optimizer steps; null leaves it to epochs."""
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3])
     """Passes over the training data, instead of steps."""
     sequences_per_step: Positive = 32
     """Sequences in a global batch; with dpo, pairs of them."""

@@ -78,6 +78,8 @@ def load_tokenizer(name: str, source: str = "model.name") -> Any:
         reason = "there is no vocabulary"
     except Exception as error:  # the tokenizers' Rust code raises plain ones for a broken file
         cause, reason = error, str(error).strip().split("\n")[0]
+        if isinstance(error, UnicodeDecodeError) and folder.is_dir():
+            _refuse_other_encodings(folder, source)
     raise ConfigError(
         given=f"{name} without a tokenizer: {reason}",
         required="tokenizer files beside config.json",
@@ -87,6 +89,22 @@ def load_tokenizer(name: str, source: str = "model.name") -> Any:
         else "check the name, which is a folder or a whole id of the hub (Qwen/Qwen2.5-0.5B), and"
         " the connection to the hub",
     ) from cause
+
+
+def _refuse_other_encodings(folder: Path, source: str) -> None:
+    """Raises ConfigError for the first text of a tokenizer that is no UTF-8."""
+    for file in sorted(
+        file for end in ("json", "jinja", "txt") for file in folder.rglob(f"*.{end}")
+    ):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                given=f"{file}: {error.reason} at byte {error.start}",
+                required="a tokenizer's files in UTF-8",
+                source=source,
+                change="save this file in UTF-8",
+            ) from error
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -143,6 +143,7 @@ def run_steps(
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             used=used,
+            saved_step=saved_step,
             data_s=data_s,
             meter=meter,
         )

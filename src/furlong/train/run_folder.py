@@ -250,11 +250,7 @@ def lock_folder(stack: ExitStack, path: Path) -> None:
 def differing_keys(saved: RunConfig, given: RunConfig) -> dict[str, tuple[Any, Any]]:
     """`{"train.lr": (saved, given)}` for every key in which two configs differ."""
     old, new = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
-    return {
-        key: (old.get(key), new.get(key))
-        for key in old | new
-        if old.get(key) != new.get(key) or (key in old) != (key in new)
-    }
+    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
 
 
 def holds_run(path: Path) -> bool:

@@ -90,13 +90,15 @@ def train_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
     used: UsedMemory,
+    saved_step: int = 0,
     data_s: float = 0.0,
     meter: MfuMeter | None = None,
 ) -> tuple[TrainedStep, StepResult]:
     """Gradients of the mean loss of the global batch, clipping, one update.
 
     Where memory does not suffice, `fitting` takes smaller chunks and the gradients are computed
-    anew. Raises DivergenceError, with the weights as they were, when loss or gradient are not
+    anew. `saved_step`: that of the newest checkpoint, for the error; 0: there is none. Raises
+    DivergenceError, with the weights as they were, when loss or gradient are not
     finite, and ConfigError when the smallest chunks do not fit.
     """
     started_s = time.perf_counter()
@@ -104,7 +106,7 @@ def train_step(
     before_bytes = memory_bytes(used.device)
     result = _gradients(engines, batch, fitting, step, optimizer, used)
     norm = engines.engine.clip_gradients(max_grad_norm)
-    loss = _finite_loss(step, batch, result, norm, optimizer, engines)
+    loss = _finite_loss(step, batch, result, norm, optimizer, engines, saved_step)
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
@@ -172,6 +174,7 @@ def _finite_loss(
     norm: float,
     optimizer: torch.optim.Optimizer,
     engines: Engines,
+    saved_step: int,
 ) -> float | None:
     """The loss; None where it is estimated from drawn chunks and none of them has a label.
 
@@ -183,11 +186,13 @@ def _finite_loss(
         return None
     if not (math.isfinite(result.loss) and math.isfinite(norm)):
         optimizer.zero_grad()
-        raise engines.processes.alike(_not_finite(step, batch, result.loss, norm))
+        raise engines.processes.alike(_not_finite(step, batch, result.loss, norm, saved_step))
     return result.loss
 
 
-def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> DivergenceError:
+def _not_finite(
+    step: int, batch: Batch, loss: float, norm: float, saved_step: int
+) -> DivergenceError:
     names = [f"{sequence.seq_id} ({sequence.origin})" for sequence in batch.sequences]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return DivergenceError(
@@ -196,7 +201,12 @@ def _not_finite(step: int, batch: Batch, loss: float, norm: float) -> Divergence
         required="finite figures",
         source=f"the sequences of step {step}: {shown}",
         change="look at these sequences, or start anew with a lower train.lr or a longer"
-        " train.warmup_ratio; the last checkpoint is whole, furlong export makes a model of it",
+        " train.warmup_ratio; "
+        + (
+            f"the checkpoint of step {saved_step} is whole, furlong export makes a model of it"
+            if saved_step
+            else "there is no checkpoint (train.save_every_steps says when one is written)"
+        ),
     )
 
 

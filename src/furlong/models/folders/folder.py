@@ -18,6 +18,7 @@ def check_folder(name: str) -> str:
     folder = Path(name).expanduser()
     if os.path.isdir(folder):
         return str(folder)
+    check_name(name)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(
             given=f"{name}: no such folder",
@@ -26,6 +27,31 @@ def check_folder(name: str) -> str:
             change="check the path; it is relative to the folder you call furlong from",
         )
     return name
+
+
+def check_name(name: str, source: str = "model.name") -> None:
+    """Raises ConfigError for a name that is neither a folder's nor a hub id: a file, an address, an
+    id with a revision."""
+    path = Path(name).expanduser()
+    if "://" in name:
+        given, change = f"{name}, an address", "write the id as the hub shows it: owner/name"
+        parts = name.partition("://")[2].split("/")
+        if parts[0] in ("huggingface.co", "hf.co") and len(parts) >= 3:
+            change = f"write {'/'.join(parts[1:3])}"
+    elif path.is_file():
+        given, change = f"{name}, a file", f"name its folder: {path.parent}"
+    elif "@" in name and not path.exists() and name.count("/") == 1:
+        owned, _, revision = name.partition("@")
+        given = f"{name}, an id with a revision"
+        change = f"hf download {owned} --revision {revision} --local-dir DIR, and name DIR"
+    else:
+        return
+    raise ConfigError(
+        given=given,
+        required="a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B",
+        source=source,
+        change=change,
+    )
 
 
 def check_files(name: str) -> None:

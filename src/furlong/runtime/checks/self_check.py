@@ -261,11 +261,13 @@ def _named(error: Exception) -> str:
 
 
 def _require_finite(model: CausalLM, whole: Run, dtype: torch.dtype) -> None:
+    wider = "float64" if dtype.itemsize >= 4 else "bfloat16 or float32"
     if not all(bool(value.isfinite().all()) for value in whole.values()):
         raise UnsupportedModelError(
             given=f"{model.name} computes values that are not finite, without chunks too, though "
             "its weights are finite",
             required="finite hidden states, logits and gradients",
             source="the start-up self-check",
-            change=f"compute in a wider type than {dtype}, such as bfloat16 or float32",
+            change=f"look at its weights and its config for values that are far too large, or"
+            f" compute in a wider type than {dtype}, such as {wider}",
         )

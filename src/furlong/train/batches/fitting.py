@@ -129,5 +129,5 @@ def _nothing_fits(name: str, tried: list[int], reason: str) -> ConfigError:
         source="memory.device" if "memory.device" in reason else "the memory of the device",
         change="raise memory.device or use a device with more memory, keep less or elsewhere"
         " (chunks.keep, chunks.tier), or use shorter sequences (data.max_seq_len);"
-        " the last checkpoint is whole, --resume goes on from it",
+        " where there is a checkpoint, --resume goes on from it",
     )
