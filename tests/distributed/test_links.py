@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.load import slowed
 from helpers.pipeline_plans import random_1f1b
 from helpers.ranks import run_ranks
 
@@ -109,7 +110,7 @@ def test_a_stage_that_waits_for_nobody_does_not_run_away():
     """Its outputs would all be held: nothing but the receiver's pace keeps it back."""
     (most, clock), _ = run_ranks(slow_receiver, num_ranks=2)
     assert most <= 2
-    assert clock[0] < 0.05 and clock[-1] > 0.15
+    assert clock[-1] - clock[0] > 0.15
 
 
 class Nowhere:
@@ -162,7 +163,7 @@ def test_a_neighbour_that_is_gone_is_named_with_the_action(how):
     (said, took_s), _ = run_ranks(gone, how, num_ranks=2)
     assert re.match(r"the link from process \d to \d \(stages \d, \d\) broke at '", said), said
     assert "gradient" in said or "activation" in said
-    assert took_s < 10
+    assert took_s < slowed(10)
     assert ("Timed out" in said) == (how == "silent")
 
 

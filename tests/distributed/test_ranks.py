@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.load import slowed
 from helpers.ranks import RankError, run_ranks
 
 
@@ -46,9 +47,9 @@ def test_a_rank_that_is_killed_is_named():
     started_s = time.monotonic()
     with pytest.raises(RankError, match="rank 1 died, exit code -9"):
         run_ranks(one_is_killed, num_ranks=2)
-    assert time.monotonic() - started_s < 25
+    assert time.monotonic() - started_s < slowed(25)
 
 
 def test_a_rank_that_hangs_is_named():
-    with pytest.raises(RankError, match=r"ranks \[1\] gave no answer within 5 s"):
+    with pytest.raises(RankError, match=r"ranks \[1\] gave no answer within \d+ s"):
         run_ranks(one_hangs, num_ranks=2, limit_s=5)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.load import slowed
 from helpers.tiny_runs import TinyRun, build_tiny_run
 
 from furlong.train.processes.flight import read_flights
@@ -66,7 +67,7 @@ class Torchrun:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(LIMIT_S)
+            return self.process.wait(slowed(LIMIT_S))
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -149,7 +150,7 @@ def survive(
                 f"{kill.number:>14}  {kill.after_step:>10}  {kill.others_s:>18.2f} s"
                 f"  {kill.back_s:>16.1f} s"
             )
-            assert kill.others_s < 60
+            assert kill.others_s < slowed(60)
         run = folder / str(index) / "run"
         assert (weights_of(run), losses_of(run)) == truth
         assert not (run / "flight").exists()
@@ -176,7 +177,7 @@ def test_a_kill_ends_all_and_leaves_the_last_actions(
     worker.kill()
     killed_s = time.monotonic()
     assert started.wait() == 1, started.said
-    assert time.monotonic() - killed_s < 60
+    assert time.monotonic() - killed_s < slowed(60)
     last = read_flights(run)
     assert last.keys() == {0, 1}
     assert re.match(r"step \d+ |a checkpoint|evaluation", last[1]), last
@@ -202,7 +203,7 @@ def test_a_signal_to_torchrun_leaves_a_checkpoint(
     os.kill(started.process.pid, number)
     asked_s = time.monotonic()
     started.wait()
-    assert time.monotonic() - asked_s < 60
+    assert time.monotonic() - asked_s < slowed(60)
     assert f"stopped by {number.name} after step" in started.said
     steps = len(steps_of(run))
     assert (run / "checkpoints" / f"step-{steps:08d}").is_dir() or steps == NUM_STEPS

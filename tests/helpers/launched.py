@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from helpers.load import slowed
 from helpers.ranks import server
 
 
@@ -25,8 +26,6 @@ class Ended:
     """None: it did not within the limit."""
     said: str
     """All that it wrote, to both streams."""
-    after_s: float
-    """Seconds from the start of all processes."""
 
 
 class Launched:
@@ -41,7 +40,6 @@ class Launched:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.started_s = time.monotonic()
         self.processes: list[BaseProcess] = []
         for number, output in enumerate(self._outputs):
             variables = {
@@ -61,25 +59,17 @@ class Launched:
         return output.read_text() if output.exists() else ""
 
     def ended(self, limit_s: float = 60) -> list[Ended]:
-        """Waits for all; those that take longer are killed."""
-        deadline = time.monotonic() + limit_s
-        after_s: dict[int, float] = {}
-        while len(after_s) < len(self.processes) and time.monotonic() < deadline:
-            for number, process in enumerate(self.processes):
-                if number not in after_s and not process.is_alive():
-                    after_s[number] = time.monotonic() - self.started_s
+        """Waits for all; those that take longer, see `slowed`, are killed."""
+        started_s = time.monotonic()
+        while any(process.is_alive() for process in self.processes):
+            if time.monotonic() - started_s > slowed(limit_s):
+                break
             time.sleep(0.01)
-        codes = [
-            process.exitcode if number in after_s else None
-            for number, process in enumerate(self.processes)
-        ]
+        codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()
             process.join()
-        return [
-            Ended(code, self.said(number), after_s.get(number, limit_s))
-            for number, code in enumerate(codes)
-        ]
+        return [Ended(code, self.said(number)) for number, code in enumerate(codes)]
 
 
 def _begin(variables: dict[str, str], output: str, call: bytes) -> None:

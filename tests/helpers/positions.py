@@ -11,6 +11,7 @@ from typing import Any
 
 from furlong.plan.text import format_action
 from furlong.plan.values import ChunkPlan
+from helpers.load import slowed
 from helpers.ranks import RankError, run_ranks
 
 STANDS_STILL = 70
@@ -50,7 +51,7 @@ class Position:
         over = Event()
 
         def look() -> None:
-            while self._moved.wait(self._limit_s):
+            while self._moved.wait(slowed(self._limit_s)):
                 self._moved.clear()
                 if over.is_set():
                     return

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.gradients import batch, num_labels, take_grads, total_relative_error
+from helpers.nightly import seeds
 from helpers.tiny_families import build
 from torch import Tensor
 
@@ -117,8 +118,7 @@ def test_late_copies_change_no_bit(mixture, tmp_path, monkeypatch):
     check("height 1, attention", mixture, 0, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 1))
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("walk", WALKS)
 def test_late_copies_change_no_bit_in_any_walk(walk, mixture, seed, tmp_path, monkeypatch):

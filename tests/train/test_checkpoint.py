@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.data.loader import LoaderState
 from furlong.errors import CheckpointError
+from furlong.planners.auto.decide import Decision
+from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoints import checkpoint as module
 from furlong.train.checkpoints import folder as checkpoint_folder
 from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
@@ -27,6 +30,9 @@ from furlong.train.checkpoints.folder import (
     read_state,
     set_aside,
 )
+from furlong.train.checkpoints.state import RunState
+from furlong.train.loop import Progress
+from furlong.train.setup.optimizer import build_optimizer, build_schedule
 
 STATE = {"step": 3, "lr": 0.1 + 0.2, "names": ["a", "b"], "nothing": None}
 
@@ -62,6 +68,48 @@ def test_tensors_and_values_come_back_to_the_bit(
     load_tensors(checkpoint, loaded)
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def run_state(seed: int) -> RunState:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    optimizer = build_optimizer(
+        model.parameters(), lr=0.1 + seed, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1
+    )
+    return RunState(
+        config={}, decision=Decision(ChunkOptions(size=8), ""), model=model, optimizer=optimizer,
+        scheduler=build_schedule(optimizer, "linear", num_steps=9, warmup_ratio=0.0),
+        data_fingerprint={}, base_fingerprint=None, architecture={},
+    )  # fmt: skip
+
+
+def trained_further(run: RunState, num_steps: int) -> dict[str, torch.Tensor]:
+    """Weights, and the optimizer's state of each, after random updates."""
+    for _ in range(num_steps):
+        for parameter in run.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        run.optimizer.step()
+        run.scheduler.step()
+    found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    for name, parameter in run.model.named_parameters():
+        own = run.optimizer.state[parameter].items()
+        found |= {f"{key} of {name}": value.clone() for key, value in own}
+    return found
+
+
+def test_a_run_goes_on_with_its_moments_schedule_and_generator(tmp_path: Path) -> None:
+    first, other = run_state(0), run_state(1)
+    taken = trained_further(first, 3)
+    progress = Progress(step=3, data=LoaderState(2, 5), num_tokens=70, last_loss=0.1 + 0.2)
+    checkpoint = first.save(tmp_path, progress, metrics_bytes=0)
+    gone_on = trained_further(first, 2)
+    trained_further(other, 1)
+    assert other.restore(checkpoint, read_state(checkpoint)) == progress
+    for wanted, num_steps in ((taken, 0), (gone_on, 2)):
+        given = trained_further(other, num_steps)
+        assert given.keys() == wanted.keys() and len(wanted) == 4 * 4
+        assert all(torch.equal(given[name], wanted[name]) for name in wanted)
+    assert other.scheduler.get_last_lr() == first.scheduler.get_last_lr()
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,17 @@ def test_loss_by_position_is_that_of_the_whole_model(size: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_dropout_is_off() -> None:
+    model, batches = make_model(), make_batches()
+    layer = model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.5))
+    engine = Engine(model)
+    _, losses = true_losses(model.eval(), batches)
+    model.train()
+    given = evaluate(Engines(engine), model, batches, Fitting(ChunkOptions(size=32)))
+    assert given is not None and given.loss == pytest.approx(np.mean(losses), rel=1e-12)
+
+
 def test_a_loss_that_is_not_finite_is_not_hidden() -> None:
     model, batches = make_model(), make_batches()
     engine = Engine(model.eval())  # the start-up check would refuse what comes next

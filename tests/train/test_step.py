@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.figures.mfu import MfuMeter
+from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.loop import Cadence, Progress, run_steps
 from furlong.train.setup.optimizer import build_optimizer, build_schedule
+from furlong.train.step import train_step
 
 OPTIONS = ChunkOptions(size=8)
 
@@ -186,6 +189,26 @@ def test_a_batch_without_labels_is_skipped_and_counted(
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
     assert printed[0].startswith("step 1/2  loss 3.0000  grad 2  lr 1.00e-01")
+
+
+def test_progress_goes_on_behind_the_batch_that_was_taken(tmp_path: Path) -> None:
+    engine = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0, 2.0], [1.0, 1.0])
+    batches = [replace(make_batch(3), next_state=LoaderState(1, n)) for n in (4, 5, 6)]
+    assert run(tmp_path, engine, batches, 2).progress.data == LoaderState(1, 5)
+
+
+@pytest.mark.parametrize(("max_grad_norm", "moved_by"), [(0.5, 0.5), (8.0, 2.0), (None, 2.0)])
+def test_the_update_is_of_clipped_gradients(max_grad_norm: float | None, moved_by: float) -> None:
+    engine: Any = FixedEngine(torch.nn.Linear(2, 2, bias=False), [3.0], [1.0])
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
+    figures, _ = train_step(
+        Engines(engine), make_batch(3), Fitting(OPTIONS), step=1, optimizer=optimizer,
+        scheduler=build_schedule(optimizer, "constant", num_steps=1, warmup_ratio=0.0),
+        max_grad_norm=max_grad_norm, used=UsedMemory(engine.model.parameters(), optimizer),
+    )  # fmt: skip
+    moved = engine.model.weight.detach() - engine.weights[0]
+    assert float(moved.norm()) == pytest.approx(moved_by)
+    assert figures.grad_norm == pytest.approx(2.0)
 
 
 def test_the_memory_of_a_step_is_its_own(tmp_path: Path) -> None:
