@@ -378,3 +378,10 @@ def test_what_a_conversation_loses_is_told_from_the_cache_as_well(tmp_path: Path
         line = load(tmp_path, chats, tokenizer=byte_tokenizer()).describe()[0]
         assert "1 conversations with name in a message that the template does not write" in line
         assert "1 empty answers learnt as they are" in line
+
+
+def test_a_json_file_is_to_be_converted_whatever_the_loss(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(DataError, match=r"a \.json file, which may hold records") as caught:
+        load(tmp_path, tmp_path / "a.json", format="preference")
+    assert caught.value.change == "convert it"
