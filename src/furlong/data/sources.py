@@ -213,7 +213,7 @@ def _is_card(file: Path) -> bool:
 
 
 def _refuse_missing_shards(files: Iterable[Path], key: str) -> None:
-    """Of `train-00000-of-00002` and its like all must be there."""
+    """Raise DataError where `train-00000-of-00002` is there and not all of its like are."""
     shards: dict[tuple[Path, str, int], set[int]] = {}
     for file in files:
         if match := _SPLIT_FILE.fullmatch(file.stem):
