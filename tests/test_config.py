@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from furlong.cli.main import main
@@ -677,3 +678,23 @@ def test_options_of_a_loss_that_is_not_asked_for(flags: list[str], said: str) ->
         parse_run(given)
     pairs = parse_run([*given[:2], "--train.loss=dpo", "--train.beta=0.2"])
     assert (pairs.train.loss_type, pairs.train.beta) == ("sigmoid", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("out: ${OUT}", "out"),
+        ("memory: {disk_dir: $TMPDIR/x}", "memory.disk_dir"),
+        ("data: {train: x, cache_dir: $(pwd)/x}", "data.cache_dir"),
+        ("data: {train: [a, $HOME/x]}", "data.train"),
+        ("data: {train: {path: a/$X}}", "data.train"),
+        ("model: {name: $HOME/model}", "model.name"),
+    ],
+)
+def test_a_variable_in_a_path_is_refused(tmp_path: Path, text: str, key: str) -> None:
+    values = {"model": {"name": "x"}, "data": {"train": "x"}} | yaml.safe_load(text)
+    with pytest.raises(ConfigError, match=r"variables such as \$.* are not expanded") as caught:
+        build_run(values, "run.yaml")
+    assert caught.value.given.startswith(f"{key} = ")
+    assert "the shell expands it" in caught.value.change
+    build_run({"model": {"name": "~/x"}, "data": {"train": "a$"}, "out": "5$ a"}, "run.yaml")

@@ -173,3 +173,11 @@ def test_help_of_train_is_quick_and_light() -> None:
     assert not any(word in finished.stdout for word in ("tuple[", "dict[", "None)", "int}"))
     assert "Peak learning rate of AdamW" in finished.stdout
     assert min(seconds) < 0.5
+
+
+def test_memory_that_loses_its_file_ends_with_a_place() -> None:
+    program = CALL + "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
+    call = [sys.executable, "-c", program, "--version"]
+    finished = subprocess.run(call, capture_output=True, text=True)
+    assert finished.returncode < 0
+    assert "Fatal Python error: Bus error" in finished.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from furlong.data import cache
 from furlong.data.cache import content_key, read_entry, status_key, write_entry
 from furlong.data.sources import SourceFile
 from furlong.data.tokenize import Encoded
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 
 KEY = "a" * 32
 LENS = (3, 1, 5)
@@ -80,13 +81,19 @@ def test_notes_are_saved_as_they_are_in_the_end(tmp_path: Path) -> None:
     assert write_entry(tmp_path, KEY, counting(), notes).notes == {"n": 3}
 
 
-@pytest.mark.parametrize("damage", ["manifest.json", "input_ids.bin", "index.npy", "version"])
+@pytest.mark.parametrize(
+    "damage", ["manifest.json", "input_ids.bin", "index.npy", "version", "a bit of input_ids.bin"]
+)
 def test_a_damaged_entry_is_written_anew(tmp_path: Path, damage: str) -> None:
     write_entry(tmp_path, KEY, sequences(), {})
     folder = tmp_path / "tokens" / KEY
     if damage == "version":
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
+    elif damage.startswith("a bit"):
+        ids = np.memmap(folder / "input_ids.bin", np.int32, mode="r+")
+        ids[3] ^= 1
+        ids.flush()
     else:
         content = (folder / damage).read_bytes()
         (folder / damage).write_bytes(content[: len(content) // 2])
@@ -104,8 +111,22 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     manifest = index.with_name("manifest.json")
     values = json.loads(manifest.read_text())
     values["sizes"]["index.npy"] = index.stat().st_size
+    values["checksums"]["index.npy"] = cache._content(index)
     manifest.write_text(json.dumps(values))
     assert read_entry(tmp_path, KEY) is None
+
+
+def test_a_file_that_is_cut_while_it_is_in_use_is_told(tmp_path: Path) -> None:
+    entry = write_entry(tmp_path, KEY, sequences(), {})
+    for name in ("index.npy", "input_ids.bin"):
+        file = tmp_path / "tokens" / KEY / name
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        with pytest.raises(DataError, match=rf"{name}: cut to 0 of {len(content):,} bytes"):
+            entry.tokens(1)
+        file.write_bytes(content)
+    shutil.rmtree(tmp_path / "tokens")  # what is mapped stays
+    assert entry.tokens(1)[0].tolist() == [10]
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_a_second_start_neither_reads_nor_tokenizes(
 
     idle = Idle()
     monkeypatch.setattr("furlong.data.load.fingerprint", lambda _: _fingerprint_of(idle._real))
-    monkeypatch.setattr(cache, "_content", lambda path: 1 / 0)
+    checksum = cache._content
+    monkeypatch.setattr(cache, "_content", lambda f: 1 / 0 if f == texts else checksum(f))
     monkeypatch.setattr("furlong.data.load.read_records", lambda *_: 1 / 0)
     again = load(tmp_path, texts, tokenizer=idle)
     assert [s.input_ids.tolist() for s in again] == before
@@ -378,3 +379,19 @@ def test_what_a_conversation_loses_is_told_from_the_cache_as_well(tmp_path: Path
         line = load(tmp_path, chats, tokenizer=byte_tokenizer()).describe()[0]
         assert "1 conversations with name in a message that the template does not write" in line
         assert "1 empty answers learnt as they are" in line
+
+
+def test_a_json_file_is_to_be_converted_whatever_the_loss(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(DataError, match=r"a \.json file, which may hold records") as caught:
+        load(tmp_path, tmp_path / "a.json", format="preference")
+    assert caught.value.change == "convert it"
+
+
+def test_ids_of_the_cache_that_are_no_words_are_tokenized_anew(tmp_path: Path, texts: Path) -> None:
+    before = [s.input_ids.tolist() for s in load(tmp_path, texts)]
+    (ids,) = (tmp_path / "cache" / "tokens").glob("*/input_ids.bin")
+    np.full(ids.stat().st_size // 4, 10**6, np.int32).tofile(ids)
+    again = load(tmp_path, texts)
+    assert [s.input_ids.tolist() for s in again] == before
+    assert not again.describe()[0].endswith("cached")

@@ -193,3 +193,28 @@ def test_no_code_of_the_data_runs(tmp_path: Path) -> None:
     (script / "set.py").rename(script / "README.md")
     assert [fields for fields, _ in found(script)] == [{"text": "x"}]
     assert not trap.exists()
+
+
+def test_records_in_another_encoding_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    line = '{"text": "战争与和平是一部小说"}\n'
+    file.write_bytes((line * 5).encode("gb18030"))
+    for path in (file, tmp_path):
+        with pytest.raises(DataError, match=r"a\.jsonl: a binary file, or text in another encod"):
+            read(path)
+    file.write_bytes((line * 5).encode() + '{"text": "café"}'.encode("latin-1"))
+    assert len(read(file)) == 6
+
+
+def test_a_text_of_records_is_noted(tmp_path: Path) -> None:
+    for text, noted in (('\n{"text": "x"}\n{"text"', 1), ('{"a": 1}', 0), ("[" * 9999, 0)):
+        (tmp_path / "a.txt").write_text(text)
+        left_out: Counter[str] = Counter()
+        read(tmp_path / "a.txt", left_out)
+        assert left_out[records.RAW] == noted
+
+
+def test_columns_that_are_not_needed_may_be_of_any_type(tmp_path: Path) -> None:
+    table = pa.table({"meta": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
+    pq.write_table(table.append_column("text", pa.array(["x"])), tmp_path / "a.parquet")
+    assert found(tmp_path / "a.parquet") == [({"text": "x", "meta": None}, "a.parquet, row 1")]

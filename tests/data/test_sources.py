@@ -212,3 +212,61 @@ def test_an_odd_path_is_told(path: str, told: str) -> None:
         list_files(Source(path))
     assert caught.value.source == "data.train"
     assert "\0" not in str(caught.value)
+
+
+def test_a_part_of_a_split_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, "train-00000-of-00002.parquet", "test-00000-of-00001.parquet")
+    with pytest.raises(DataError, match="1 of the 2 files of train, without train-00001-of-00002"):
+        names(tmp_path, "train")
+    assert len(names(tmp_path, "test")) == 1
+    assert len(list_files(Source(str(tmp_path / "train-00000-of-00002.parquet"))).files) == 1
+    write(tmp_path / "from-one", "train-00001-of-00002.jsonl", "train-00002-of-00002.jsonl")
+    assert len(names(tmp_path / "from-one")) == 2
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("train_sft.jsonl", "test_sft.jsonl"),
+        ("my_train.jsonl", "my_test.jsonl"),
+        ("train.jsonl", "test_gen.jsonl"),
+        ("my-train/a.jsonl", "Test2/a.jsonl"),
+    ],
+)
+def test_words_of_splits_in_names_are_asked_about(tmp_path: Path, files: tuple[str, ...]) -> None:
+    write(tmp_path, *files)
+    with pytest.raises(DataError, match=r"which holds test, train[\s\S]*split: train}"):
+        names(tmp_path)
+    assert [name for name, _ in names(tmp_path, "train")] == [files[0]]
+
+
+def test_words_alone_make_no_splits(tmp_path: Path) -> None:
+    write(tmp_path, "train_a.jsonl", "train_b.jsonl", "contest.jsonl")
+    assert len(names(tmp_path)) == 3
+
+
+def test_folders_of_records_that_are_read_as_one_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "en/a.jsonl", "de/a.jsonl")
+    assert left_out(tmp_path) == ["records of 2 folders as one source (de, en)"]
+
+
+def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", "test.jsonl")
+    with pytest.raises(DataError) as caught:
+        list_files(Source(str(tmp_path)), "data")
+    assert caught.value.change == "add --split train"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "change"),
+    [
+        ("https://example.com/a.jsonl", "https://example.com/a.jsonl: an address", "hf download"),
+        ("hf://datasets/a/b", "hf://datasets/a/b: an address", "--repo-type dataset ID"),
+        ("data/*.jsonl", "data/*.jsonl: no such file", "name the folder that holds the files"),
+        ("Org/set-1.5", "Org/set-1.5: no such file", "--repo-type dataset Org/set-1.5 --local-dir"),
+    ],
+)
+def test_what_people_take_for_a_path(path: str, given: str, change: str) -> None:
+    with pytest.raises(DataError) as caught:
+        list_files(Source(path))
+    assert caught.value.given.startswith(given) and change in caught.value.change

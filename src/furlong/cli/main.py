@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def _leave(ended: list[int]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a place, where mapped memory loses its file
     with lasting_output() as out, QuietEnd() as end:
         try:
             code = _dispatch(given)

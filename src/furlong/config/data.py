@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from furlong.config.numbers import Number, Positive
+from furlong.config.paths import require_plain
 from furlong.config.words import words_of
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -41,6 +42,9 @@ def _listed(value: object) -> object:
 
 def _read_source(value: object) -> object:
     """One message about a source, where pydantic would have one per kind that it could be."""
+    path = value.get("path") if isinstance(value, Mapping) else value
+    if isinstance(path, str):
+        require_plain(path)
     try:
         if isinstance(value, str) and value:
             return value
@@ -103,5 +107,7 @@ class DataConfig(BaseModel):
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """Treatment of a sequence above max_seq_len."""
-    cache_dir: str | None = Field(default=None, examples=["/scratch/furlong"])
+    cache_dir: Annotated[str | None, AfterValidator(require_plain)] = Field(
+        default=None, examples=["/scratch/furlong"]
+    )
     """Folder of tokenized data; null = furlong in the user's cache directory."""

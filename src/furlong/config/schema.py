@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,6 +23,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 from furlong.config.data import DataConfig
 from furlong.config.numbers import AmountBytes, Natural, Number, Positive
 from furlong.config.parallel import ParallelConfig
+from furlong.config.paths import PlainPath, require_plain
 from furlong.config.rope import RopeConfig
 from furlong.config.tiers import TierDial, names_tier, told
 from furlong.config.train import TrainConfig
@@ -63,7 +65,7 @@ class ModelConfig(BaseModel):
 
     model_config = _SECTION
 
-    name: str = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
+    name: PlainPath = Field(min_length=1, examples=["Qwen/Qwen2.5-0.5B"])
     """Hub id or local folder of a Hugging Face model with its tokenizer."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random needs config.json and the tokenizer only."""
@@ -166,7 +168,7 @@ class MemoryConfig(BaseModel):
     = most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
     disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
-    disk_dir: Annotated[str | None, Field(min_length=1)] = Field(
+    disk_dir: Annotated[str | None, Field(min_length=1), AfterValidator(require_plain)] = Field(
         default=None, examples=["/scratch"]
     )
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
@@ -195,7 +197,7 @@ class RunConfig(BaseSettings):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
-    out: str = Field(default="runs/first", min_length=1)
+    out: PlainPath = Field(default="runs/first", min_length=1)
     """Folder of the run: must not exist or be empty, unless --resume continues it."""
 
     @classmethod

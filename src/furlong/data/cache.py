@@ -4,12 +4,13 @@
       input_ids.bin, labels.bin  int32, sequence after sequence; no labels.bin if labels are ids;
                                  of a record of two answers chosen, then rejected
       index.npy                  (N, 4) int64: stop, file, line, labelled tokens of each sequence
-      manifest.json              counts and sizes, written last
+      manifest.json              notes and the files' checksums, written last
     <folder>/seen/<key>          checksum of files whose names, sizes and times have this key
 
 An entry is written under another name, synchronised with the disk and renamed, so that it is there
 whole or not at all; of several writers of one entry the first one wins and the others take what it
-wrote. What does not fit its manifest is written anew. Nothing is ever unpickled.
+wrote. What does not fit its manifest is written anew: every byte is compared at a start. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import xxhash
 
 from furlong.data.sources import SourceFile
 from furlong.data.tokenize import Encoded
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 
 # 2: the manifest has a checksum of the tokens. 3: notes have the rows of a record. 4: texts of a
 # pair that repeat their prompt are whole texts, and learnt from the first token that differs. 5:
@@ -54,6 +55,7 @@ _KEY_CHARS = 32
 class Entry:
     """A tokenized source, memory-mapped."""
 
+    folder: Path
     key: str
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
@@ -62,9 +64,25 @@ class Entry:
     """Plain values that the writer wanted to be remembered."""
     tokens_key: str
     """A checksum of all tokens and labels, as they were written."""
+    sizes: dict[str, int]
+    """Bytes of each file."""
 
     def tokens(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used."""
+        """`input_ids` and `labels` of a sequence, (T,) both: views, read when they are used.
+
+        Raises DataError where files were cut short meanwhile: reading such memory would end the
+        process.
+        """
+        for name, num_bytes in self.sizes.items():
+            with suppress(FileNotFoundError):  # what is mapped stays there
+                if (found := os.stat(self.folder / name).st_size) < num_bytes:
+                    raise DataError(
+                        given=f"{self.folder / name}: cut to {found:,} of {num_bytes:,} bytes while"
+                        " it is in use",
+                        required="a cache whose files stay as they are",
+                        source="data.cache_dir",
+                        change="start again (--resume goes on): the data are tokenized anew",
+                    )
         start, stop = int(self.index[row - 1, 0]) if row else 0, int(self.index[row, 0])
         return self.input_ids[start:stop], self.labels[start:stop]
 
@@ -94,12 +112,16 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     entry = folder / "tokens" / key
     try:
         manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION or manifest["sizes"] != _sizes(entry):
+        sizes = _sizes(entry)
+        if manifest["version"] != VERSION or manifest["sizes"] != sizes:
+            return None
+        if manifest["checksums"] != _checksums(entry, sizes):
             return None
         index = np.load(entry / "index.npy", mmap_mode="r", allow_pickle=False)
         ids = _map(entry / "input_ids.bin")
         labels = _map(entry / "labels.bin") if (entry / "labels.bin").exists() else ids
-        return Entry(key, ids, labels, index, manifest["notes"], manifest["tokens_key"])
+        notes, tokens_key = manifest["notes"], manifest["tokens_key"]
+        return Entry(entry, key, ids, labels, index, notes, tokens_key, sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -185,7 +207,8 @@ def _write(aside: Path, folder: Path, encoded: Iterable[Encoded], notes: dict[st
         tokens.update(rows.tobytes())
         manifest = {
             "version": VERSION,
-            "sizes": _sizes(aside),
+            "sizes": (sizes := _sizes(aside)),
+            "checksums": _checksums(aside, sizes),
             "notes": notes,
             "tokens_key": tokens.hexdigest(),
         }
@@ -265,6 +288,10 @@ def _sizes(entry: Path) -> dict[str, int]:
         for file in sorted(entry.iterdir())
         if file.name != "manifest.json"
     }
+
+
+def _checksums(entry: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: _content(entry / name) for name in names}
 
 
 def _status(file: Path) -> list[Any]:

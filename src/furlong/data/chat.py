@@ -133,7 +133,7 @@ class Conversation:
         return replace(self, turns=turns)
 
     def _told(self, written: Conversation, text: str) -> Iterator[str]:
-        """What has no part in the text of the conversation, and its empty answers."""
+        """Name what has no part in the text of the conversation, and its empty answers."""
         keys = {key for turn in self.turns for key, value in turn.items() if value} - _READ
         unread = keys
         if keys and not written._without(keys)._writes(text):

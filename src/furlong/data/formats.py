@@ -59,8 +59,9 @@ _LOST: dict[Format, dict[str, str]] = {
 _TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
-def check_endings(files: Items[SourceFile]) -> None:
+def check_endings(files: Items[SourceFile], format: Format | Literal["auto"] = "auto") -> None:
     """Raises DataError for a source of files that may be texts or hold records."""
+    or_text = ", or set data.format: text to read every such file as one text"
     ending = files[0].path.suffix.lower()
     if {file.path.suffix.lower() for file in files} <= _MAYBE_RECORDS:
         raise DataError(
@@ -68,7 +69,7 @@ def check_endings(files: Items[SourceFile]) -> None:
             " itself",
             required="records as .jsonl (one JSON object in a line) or .parquet",
             source=files[0].origin(0),
-            change="convert it, or set data.format: text to read every such file as one text",
+            change="convert it" + or_text * (format != "preference"),
         )
 
 

@@ -86,8 +86,8 @@ def _tokenized(
     key: str,
 ) -> TokenizedSource:
     files = listing.files
-    if format == "auto":
-        check_endings(files)
+    if format != "text":
+        check_endings(files, format)
     try:
         before = cache.status_key(files)
         content = cache.content_key(files, folder)

@@ -33,7 +33,7 @@ from furlong.data.chat import (
     tools_of,
 )
 from furlong.data.formats import IGNORE_INDEX, check_fields, messages_of, text_of
-from furlong.data.records import SourceRecord
+from furlong.data.records import RAW, SourceRecord
 from furlong.data.rendering import rendering
 from furlong.data.tokenize import Encoded, encode_rendered
 from furlong.errors import DataError
@@ -144,6 +144,8 @@ def handled(what: str) -> str:
         return "read as whole texts"
     if what == EMPTY_ANSWERS:
         return "learnt as they are"
+    if what == RAW:
+        return "read as they stand (records are .jsonl)"
     if what == TOOLS_OF_TEXTS:
         return "that are not used"
     if what.startswith(UNWRITTEN.format("")):

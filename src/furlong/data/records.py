@@ -34,6 +34,8 @@ FIELDS = (
 """The fields that are read; of a table, no other column is decoded."""
 
 BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-8"
+RAW = "texts that begin with a JSON record"
+"""Counted with what is left out, though they are read, as they stand."""
 
 _READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
 _COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
@@ -112,6 +114,8 @@ def _read_text(
         left_out[BINARY] += 1
     elif text.strip():
         left_out[REPLACED] += num_replaced
+        if _begins_with_record(text):
+            left_out[RAW] += 1
         yield 0, {"text": text}
     else:
         left_out[BLANK] += 1
@@ -123,9 +127,12 @@ def _read_json_lines(
     with file.path.open("rb") as opened:
         if b"\0" in opened.peek(_BYTES_LOOKED_AT)[:_BYTES_LOOKED_AT]:
             raise _binary(file, key)
+        all_replaced = num_chars = 0
         for number in count(1):
             line = opened.readline(MAX_LINE_BYTES + 1)
             if not line:
+                if all_replaced > _MAX_REPLACED_SHARE * num_chars:
+                    raise _binary(file, key)
                 return
             if len(line) > MAX_LINE_BYTES:
                 more = f"a line of more than {format_bytes(MAX_LINE_BYTES)}"
@@ -135,7 +142,16 @@ def _read_json_lines(
             if line.strip():
                 text, num_replaced = _decode(line)
                 left_out[REPLACED] += num_replaced
+                all_replaced, num_chars = all_replaced + num_replaced, num_chars + len(text)
                 yield number, _parse(text, file.origin(number))
+
+
+def _begins_with_record(text: str) -> bool:
+    try:
+        record = json.loads(text.lstrip().partition("\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and not record.keys().isdisjoint(FIELDS)
 
 
 def _parse(line: str, origin: str) -> Mapping[str, Any]:
@@ -222,15 +238,17 @@ def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path)
-    for name, times in Counter(table.schema_arrow.names).items():
+    schema = table.schema_arrow
+    for name, times in Counter(schema.names).items():
         if times > 1:
             raise ValueError(f"the column {name} is there twice")
-    features = datasets.Features.from_arrow_schema(table.schema_arrow)
-    wanted = [column for column in features if column in FIELDS]
-    used = datasets.Features({column: features[column] for column in wanted})
+    wanted = [column for column in schema.names if column in FIELDS]
+    fields = [schema.field(column) for column in wanted]
+    # of other columns `datasets` may not know the type
+    used = datasets.Features.from_arrow_schema(pyarrow.schema(fields, metadata=schema.metadata))
     batches = table.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
     rows = (used.decode_example(row) for batch in batches for row in batch.to_pylist())
-    return list(features), rows
+    return schema.names, rows
 
 
 def _dataset_rows(dataset: Any) -> tuple[list[str], Iterator[dict[str, Any]]]:

@@ -22,7 +22,9 @@ Kind = Literal["text", "json lines", "parquet", "arrow", "dataset"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "json lines", ".ndjson": "json lines", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-_SPLIT_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
+_SPLIT_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
+_TRAIN_NAMES = frozenset(("train", "training"))
 _SPLIT_NAMES = frozenset(
     ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 )
@@ -73,7 +75,8 @@ class Listing:
 
     files: tuple[SourceFile, ...]
     left_out: list[str]
-    """Lines that count and name what is in the folder and is no file."""
+    """Lines that count and name what is in the folder and is no file, and its folders of records if
+    there are several."""
 
 
 def list_files(source: Source, key: str = "data.train") -> Listing:
@@ -92,13 +95,7 @@ def list_files(source: Source, key: str = "data.train") -> Listing:
     except (OSError, RuntimeError) as error:  # without a home `~` is a RuntimeError
         raise unreadable(source.path, key, error) from error
     if not is_file:
-        raise DataError(
-            given=f"{printable(path)}: "
-            + ("neither a file nor a folder" if exists else "no such file or folder"),
-            required="text, .jsonl or .parquet files, or folders of them",
-            source=key,
-            change="check the path; it is relative to the folder you call furlong from",
-        )
+        raise _no_file(source.path, exists, key)
     if source.split is not None:
         raise DataError(
             given=f"split {source.split} of the file {source.path}",
@@ -144,14 +141,35 @@ def _files_of(folder: Path, source: Source, key: str) -> Listing:
         return Listing(files, left_out)
     _refuse_missing(found.left_out.get(DANGLING, []), key)
     _refuse_mixture(folder, records, found.files, key)
-    by_split = {file: _split_of(file.relative_to(folder)) for file in records}
-    split = _choose_split(sorted({name or "" for name in by_split.values()}), source, key)
-    files = tuple(
-        SourceFile(file, _kind_of(file), named=False)
-        for file in records
-        if (by_split[file] or "") == split
-    )
+    by_split = _splits_of(folder, records)
+    split = _choose_split(sorted(set(by_split.values())), source, key)
+    chosen = [file for file in records if by_split[file] == split]
+    _refuse_missing_shards(chosen, key)
+    if len(parents := sorted({file.parent for file in chosen})) > 1:
+        names = [printable(parent.relative_to(folder)) for parent in parents[:_MAX_NAMED]]
+        listed = ", ".join(names) + ", ..." * (len(parents) > _MAX_NAMED)
+        left_out.append(f"records of {len(parents):,} folders as one source ({listed})")
+    files = tuple(SourceFile(file, _kind_of(file), named=False) for file in chosen)
     return Listing(files, left_out)
+
+
+def _no_file(given: str, exists: bool, key: str) -> DataError:
+    """The message about a path without a file or folder, and about what people take for one."""
+    what = "neither a file nor a folder" if exists else "no such file or folder"
+    change = "check the path; it is relative to the folder you call furlong from"
+    hub = "nothing is downloaded: hf download --repo-type dataset {} --local-dir D, and name D"
+    if "://" in given:
+        what, change = "an address", hub.format("ID") + " (or fetch the file by other means)"
+    elif any(char in given for char in "*?["):
+        change = "patterns are not expanded: name the folder that holds the files, or each file"
+    elif _HUB_ID.fullmatch(given) and _kind_of(Path(given)) == "text":
+        change += f"; if it is a data set of the hub, {hub.format(given)}"
+    return DataError(
+        given=f"{printable(given if '://' in given else Path(given).expanduser())}: {what}",
+        required="text, .jsonl or .parquet files, or folders of them",
+        source=key,
+        change=change,
+    )
 
 
 def _count(what: str, paths: Items[Path], folder: Path) -> str:
@@ -194,11 +212,48 @@ def _is_card(file: Path) -> bool:
     return file.suffix.lower() in _CARD_ENDINGS or file.stem.lower() in _CARD_NAMES
 
 
+def _refuse_missing_shards(files: Iterable[Path], key: str) -> None:
+    """Raise DataError where `train-00000-of-00002` is there and not all of its like are."""
+    shards: dict[tuple[Path, str, int], set[int]] = {}
+    for file in files:
+        if match := _SPLIT_FILE.fullmatch(file.stem):
+            shards.setdefault((file.parent, match[1], int(match[3])), set()).add(int(match[2]))
+    for (folder, name, total), found in shards.items():
+        if missing := set(range(total)) - found - ({0} if total in found else set()):
+            raise DataError(
+                given=f"{printable(folder)}: {len(found):,} of the {total:,} files of {name},"
+                f" without {name}-{min(missing):05}-of-{total:05}",
+                required="records that are complete",
+                source=key,
+                change="fetch the files that are missing, or name those that are meant one by one",
+            )
+
+
+def _splits_of(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """The split of each file, "" where its name says none.
+
+    A name that only holds a word such as test says it where another one holds train.
+    """
+    by_split = {file: _split_of(file.relative_to(folder)) for file in files}
+    words = {file: split or _word_of_split(file.relative_to(folder))
+             for file, split in by_split.items()}  # fmt: skip
+    found = set(words.values()) & _SPLIT_NAMES
+    if found & _TRAIN_NAMES and found - _TRAIN_NAMES:
+        by_split = words
+    return {file: split or "" for file, split in by_split.items()}
+
+
 def _split_of(file: Path) -> str | None:
     """The split that a file's name or folder says: `test-00000-of-00003`, `train.jsonl`, `dev/`."""
     if match := _SPLIT_FILE.fullmatch(file.stem):
         return match[1]
     return next((name for name in (file.stem, file.parent.name) if name in _SPLIT_NAMES), None)
+
+
+def _word_of_split(file: Path) -> str | None:
+    """The first word of a file's name or folder that is one of a split: `my_train`, `test-sft`."""
+    words = re.split("[^a-z]+", f"{file.stem} {file.parent.name}".lower())
+    return next((word for word in words if word in _SPLIT_NAMES), None)
 
 
 def _splits_on_disk(folder: Path) -> list[str]:
@@ -226,13 +281,16 @@ def _choose_split(splits: Items[str], source: Source, key: str) -> str:
     listed = ", ".join(split or "files without a split" for split in splits) or "no splits"
     wanted = "" if source.split is None else f"split {source.split} of "
     # What is trained on is called train, what is held out is called something else.
-    likely = sorted(filter(None, splits), key=lambda split: (split != "train") == ("train" in key))
+    likely = sorted(filter(None, splits), key=lambda split: (split == "train") == ("eval" in key))
     first = next(iter(likely), "train")
+    # the verb that is handed data has a flag for all of them
+    change = f"write {{path: {source.path}, split: {first}}}"
+    change = f"add --split {first}" if key == "data" else change
     raise DataError(
         given=f"{wanted}{source.path}, which holds {listed}",
         required="one split of a folder that holds several",
         source=key,
-        change=f"write {{path: {source.path}, split: {first}}}" if splits else "remove split",
+        change=change if splits else "remove split",
     )
 
 
