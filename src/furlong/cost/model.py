@@ -10,7 +10,7 @@ Each action computes what `plan.passes` says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -92,7 +92,7 @@ class PlanCosts:
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
-        self._model = model
+        self._model = model = replace(model, training=model.training.under(plan.regathers))
         self._plan = plan
         self._free = free
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}

@@ -103,7 +103,7 @@ class _Walk:
 
     def start(self, overhead_bytes: float) -> None:
         """Bytes that are there before the first action, and stay."""
-        plan, training = self._plan, self._rules.training
+        plan, training = self._plan, self._rules.training.under(self._plan.regathers)
         # ranks that share one stage share all of theirs, so the first one tells
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
         alike = sum(first is not None and first.stage in self._held for first in firsts)
