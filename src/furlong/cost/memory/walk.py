@@ -146,7 +146,7 @@ class _Walk:
                 arrives = payload == "activation"
                 part: Part = "activations" if arrives else "buffers"
                 self.levels.hold("inputs", chunk, stage + arrives, part, message)
-            case Unshard(stage):
+            case Unshard(stage) if self._rules.training.regathers:
                 training, shape = self._rules.training, self._rules.shape
                 own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
                 whole = own * training.compute_bytes / training.tp_size
