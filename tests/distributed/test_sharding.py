@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from distributed.sharded_cases import (
     NUM_LAYERS,
+    Counted,
     Found,
     Step,
     adapted_llama,
@@ -15,10 +16,17 @@ from distributed.sharded_cases import (
     llama_with_a_trained_head,
     run_steps,
     tied_llama,
+    whole_grads,
 )
+from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
 from helpers.ranks import run_ranks
 from helpers.tiny_families import bound, build
 from torch.distributed.fsdp import FSDPModule
+
+import furlong
+from furlong.plan.values import Backward, Chunk, Place, Slice
+from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.runtime.parallel.ranks import make_ranks
 
 BOUND = 1e-10
 UNEQUAL = ((21, 4, 40, 7), (5, 9))
@@ -70,9 +78,40 @@ def test_kept_weights_are_gathered_and_their_gradients_added_up_once():
 def test_weights_gathered_with_each_pass():
     found = tried(REGATHERED)
     assert_exact(found)
-    assert all(of.num_sums == NUM_LAYERS + 1 for of in found.values())
-    assert found["kept again"].num_gathers == NUM_LAYERS + 1
-    assert min(found[name].num_gathers for name in REGATHERED if name != "kept again") > 20
+    kept = found.pop("kept again")
+    assert kept.num_gathers == kept.num_sums == NUM_LAYERS + 1
+    for name, of in found.items():
+        own = REGATHERED[name].plan(llama()).actions[0]
+        num_backwards = sum(isinstance(action, Backward) for action in own)
+        assert of.num_sums == num_backwards * NUM_LAYERS + 1, name
+    assert min(of.num_gathers for of in found.values()) > 20
+
+
+def in_a_pool(rank: int) -> tuple[float, int, int]:
+    """A pool with sequences of one process and of both: the worst error, and the collectives."""
+    model, both = llama(), Place(0, 2)
+    sequences = batch([21, 13, 9])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    chunks = [
+        Chunk((Slice(0, 0, 21, both), Slice(2, 0, 9, Place(1, 1)))),
+        Chunk((Slice(1, 0, 13, Place(0, 1)),)),
+    ]
+    plan = chunk_by_chunk(
+        (21, 13, 9), [chunks], num_layers=NUM_LAYERS, sp_size=2, regathers=True,
+    )  # fmt: skip
+    engine = furlong.Engine(model, ranks=make_ranks(1, 2, 1, "cpu"))
+    with Counted() as counted:
+        engine.run(plan, sequences)
+    error = worst_relative_error(whole_grads(model), truth)
+    return error, counted.num_gathers, counted.num_sums
+
+
+def test_weights_gathered_with_each_pass_of_a_pool():
+    for error, num_gathers, num_sums in run_ranks(in_a_pool, num_ranks=2, limit_s=180):
+        assert 0 < error <= BOUND
+        # forward and backward of two chunks, and once what is beside the layers
+        assert (num_gathers, num_sums) == (4 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 1)
 
 
 def test_a_tied_head():

@@ -85,7 +85,7 @@ class GlooComms:
 
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+    def backward(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     @property

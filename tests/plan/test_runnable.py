@@ -1,9 +1,12 @@
 """What a plan lacks to be run by this release."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from furlong.errors import PlanError
 from furlong.plan.runnable import missing_to_run
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
@@ -11,6 +14,7 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.planners.orders.replicas import join_replicas
+from furlong.runtime.parallel.comms import require_layout
 
 LENS = (40, 9)
 OPTIONS = ChunkOptions(size=16)
@@ -44,9 +48,22 @@ def replicas(**sizes):
 )
 def test_a_plan_runs_on_its_own_number_of_processes(plan, num_processes):
     assert missing_to_run(plan, sum(LENS), num_processes=num_processes) == ""
-    words = f"{num_processes} processes: start it with torchrun --nproc-per-node {num_processes}"
+    words = f"{num_processes} processes that run it by furlong.Engine.run"
     assert missing_to_run(plan) == ("" if num_processes == 1 else words)
     assert missing_to_run(plan, num_processes=16) == words
+
+
+@pytest.mark.parametrize(
+    ("plan", "pp"),
+    [(pipeline(sp=2), 1), (replicas(), 1), (pipeline(pp=2, sp=2), 2), (replicas(pp=2), 2)],
+)
+def test_no_pipeline_gathers_weights_with_every_pass(plan, pp):
+    plan = replace(plan, regathers=True)
+    missing = missing_to_run(plan, num_processes=len(plan.actions) * plan.sp_size)
+    assert missing == ("a pipeline that gathers its weights with every pass (ZeRO-3)"
+                       if pp > 1 else "")  # fmt: skip
+    with pytest.raises(PlanError, match="keeps its weights") if pp > 1 else nullcontext():
+        require_layout(plan, SimpleNamespace(dp=len(plan.actions) // pp, sp=plan.sp_size, pp=pp))
 
 
 def test_a_plan_of_padded_sequences_is_not_the_batchs():

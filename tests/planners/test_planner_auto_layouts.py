@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from furlong.cost.devices.hardware import THIS_CPU, hardware, one_of, this_cpu
+from furlong.cost.lengths import sample_lengths
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.layout import Layout
 from furlong.plan.lengths import Lengths, count_lengths
+from furlong.plan.values import Unshard
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide, sample_steps
 from furlong.planners.auto.estimate import TimeEstimate
@@ -27,10 +29,13 @@ from furlong.planners.auto.steps import (
     mean_step_s,
     one_list,
     plan_of,
+    whole_model,
 )
+from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import predict
+from furlong.planners.predict import predict, step_s
+from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -161,6 +166,29 @@ GRID = [
     ChunkOptions(size=size, num_retained=number, keep=keep)
     for size, number, keep in product((256, 1024, 4096, 16_384), (0, 1, 4), ("all", "attention"))
 ]
+
+
+@pytest.mark.parametrize("layout", [Layout(4), Layout(2, 2), Layout(2, 1, 2), Layout(8)], ids=str)
+def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layout) -> None:
+    """Replicas meet in the last Backward of each stage, and some have no sequence."""
+    lens = sample_lengths("chatqa2", 6, 0, max_seq_len=32768, too_long="truncate")
+    order = {} if layout.pp > 1 else {"order": "layer-first", "stage_layers": 1}
+    options = ChunkOptions(size=4096, keep="kv", **order)
+    space = space_of(Space(H100, lens, len(lens), max(lens)), layout)
+    told_s = mean_step_s(space, deal_steps(space), options)
+    run = plan_batch(
+        Wanted(tuple(lens), options), layout=layout, stages=space.stages,
+        work=lambda some: sequence_work(some, SHAPE), num_layers=SHAPE.num_layers,
+    ).plan  # fmt: skip
+    model = whole_model(space.model)
+    assert told_s == pytest.approx(step_s(model, run)) == predict(model, run).step_s
+    dealt = deal_steps(space)[0]
+    alone = (step_s(space.model, plan_of(space, options, [lens[i] for i in own])) for own in dealt)
+    assert told_s >= max(alone)
+    # whole weights are there once, whether an Unshard gathers them or not
+    lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
+    bare = predict(model, replace(run, actions=tuple(lists)))
+    assert bare.device_bytes == predict(model, run).device_bytes
 
 
 @pytest.mark.parametrize("budget_bytes", [8 * GIB, pytest.param(70 * GIB, marks=pytest.mark.slow)])

@@ -1,9 +1,12 @@
 """What a device can hold at a time, and the number of recomputed layers."""
 
+from dataclasses import replace
+
 import pytest
 from papers.whole_sequences import fastest_plan, packed_chunks
 
 from furlong.cost.devices.hardware import hardware
+from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
@@ -115,3 +118,13 @@ def test_takes_the_fastest_number_of_layers():
     budget = 100 * GIB
     with pytest.raises(ConfigError, match="sequence 0 of 2,048 tokens on one device"):
         plan(None)
+
+
+def test_what_fits_is_counted_once_for_all_batches(monkeypatch):
+    walks, walk = [], PlanMemory.walk
+    monkeypatch.setattr(PlanMemory, "walk", lambda *args: walks.append(args) or walk(*args))
+    sizes = {"dp_size": 1, "sp_size": 8, "recompute_layers": 5}
+    first = fitting_tokens(MODEL, 66 * 10**9, **sizes)
+    count = len(walks)
+    assert fitting_tokens(replace(MODEL, shape=replace(MODEL.shape)), 66 * 10**9, **sizes) == first
+    assert len(walks) == count > 0

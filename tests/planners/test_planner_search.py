@@ -17,6 +17,7 @@ from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.layout import Layout
+from furlong.plan.saved import load_plan, save_plan
 from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.chunks.balance import deal_sequences
 from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
@@ -56,6 +57,28 @@ def test_the_plan_is_valid_and_its_figures_are_its_own():
         max(MODEL.memory().peak_bytes_of_actions(best.plan, r)) for r in ranks
     )
     assert all(other.step_s >= best.step_s for other in found.others)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1, "sp": 4}, {"dp": 2, "sp": 2}])
+def test_a_plan_says_itself_that_its_weights_come_with_every_pass(sizes):
+    ours = replace(MODEL, training=Training(zero_stage=1, gathers=True))
+    best = search(problem(model=ours, zeros=(3,), **sizes), {"furlong": combined}).best
+    saved = load_plan(save_plan(best.plan))
+    assert saved.regathers
+    # the training of a run, which plans do not choose
+    memory = ours.memory()
+    assert best.peak_bytes == max(
+        max(memory.peak_bytes_of_actions(saved, rank)) for rank in range(len(saved.actions))
+    )
+    kept = replace(saved, regathers=False)
+    assert max(memory.peak_bytes_of_actions(kept, 0)) > best.peak_bytes
+
+
+def test_no_pipeline_of_ours_gathers_with_every_pass():
+    ours = replace(MODEL, training=Training(zero_stage=1, gathers=True))
+    asked = problem(model=ours, zeros=(1, 3))
+    assert [asked.zeros_of(Layout(1, 2, pp)) for pp in (1, 2)] == [(1, 3), (1,)]
+    assert problem(zeros=(1, 3)).zeros_of(Layout(1, 2, 2)) == (1, 3)
 
 
 def test_on_one_device_a_step_is_the_sum_of_its_actions():

@@ -189,10 +189,10 @@ def test_processes_without_a_token_are_named(chunks, without, words):
 def test_a_pool_that_shards_no_sequence_is_no_sequence_parallelism():
     local = report_plan(pool_of(["0:0-90@0 1:0-90@1"], 2), model())
     assert "dp 2 x sp 1 x pp 1 = 2 devices, in pools of 2 that shard" in format_report(local)
-    assert local.missing.startswith("2 processes: start it with torchrun --nproc-per-node 2")
+    assert local.missing.startswith("2 processes that run it by furlong.Engine.run")
     mixed = report_plan(pool_of(["0:0-90@0-1 1:0-90@2"], 4), model())
     assert "sp 4 x pp 1 = 4 devices, sequences on 1 or 2 of a pool's 4" in format_report(mixed)
-    assert mixed.missing.startswith("4 processes: ")
+    assert mixed.missing.startswith("4 processes that run it")
 
 
 def test_the_first_computation_of_a_cell_is_no_second_one():

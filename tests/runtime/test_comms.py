@@ -34,5 +34,5 @@ def test_alone_has_nobody_to_talk_to():
 def test_alone_holds_everything_whole():
     for told in (Alone().unshard, Alone().reshard, Alone().reduce):
         assert told(0) is None
-    with Alone().last_backward(0):
+    with Alone().backward(0, is_last=True):
         assert Alone().add_up(torch.ones(2)).tolist() == [1, 1]

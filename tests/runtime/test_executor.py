@@ -366,8 +366,9 @@ class Mailbox:
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
     @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        self.told.append(("last", stage))
+    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        if is_last:
+            self.told.append(("last", stage))
         yield
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:

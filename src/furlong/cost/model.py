@@ -10,7 +10,7 @@ Each action computes what `plan.passes` says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -92,7 +92,7 @@ class PlanCosts:
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
-        self._model = model
+        self._model = model = replace(model, training=model.training.under(plan.regathers))
         self._plan = plan
         self._free = free
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
@@ -182,12 +182,13 @@ class PlanCosts:
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
     def _reduce_at_end_s(self, stage: int) -> float:
-        """Seconds of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights;
-        where ZeRO-3 gathers with every pass the backwards have reduced already."""
+        """Seconds of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights,
+        unless an Unshard does that in front of the next step; where ZeRO-3 gathers with every pass
+        the backwards have reduced already."""
         training, gathered_s = self._model.training, 0.0
         if self._passes_gather(stage):
             return 0.0
-        if training.zero_stage in (1, 2):
+        if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = self._collective_s(
                 "all_gather", stage, training.compute_bytes, trained_only=True
             )

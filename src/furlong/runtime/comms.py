@@ -46,8 +46,9 @@ class Comms(Protocol):
         """Let go of what `unshard` gathered."""
         ...
 
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Within it runs the rank's last Backward of a stage, without the loss in front of it."""
+    def backward(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
+        """Within it runs a Backward of a stage, its rank's last one or not, without the loss in
+        front of it."""
         ...
 
     def reduce(self, stage: int) -> None:
@@ -92,7 +93,7 @@ class Alone:
     def reshard(self, stage: int) -> None:
         """Nothing is sharded."""
 
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+    def backward(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()  # nobody waits for it
 
     def reduce(self, stage: int) -> None:

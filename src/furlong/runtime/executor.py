@@ -266,7 +266,7 @@ class Executor:
 
     def _pull(self, action: Backward, output: Tensor, gradient: Tensor) -> None:
         is_last = self._last_backward[action.stage] is action
-        with self._comms.last_backward(action.stage) if is_last else nullcontext():
+        with self._comms.backward(action.stage, is_last=is_last):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
             elif is_last:  # nothing is trained below the head, whose own backwards are over

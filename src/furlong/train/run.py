@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
+from furlong.planners.predict import predict
 from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
 from furlong.train.checkpoints.fingerprints import base_fingerprint
@@ -20,7 +21,7 @@ from furlong.train.processes.alike import check_alike
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.resumable import run_resumable
 from furlong.train.run_folder import RunFolder, create_run_folder
-from furlong.train.setup.decide import cost_model, predict_step, rivals_of
+from furlong.train.setup.decide import cost_model, rivals_of
 from furlong.train.setup.prepare import (
     build_run_model,
     check_batches,
@@ -108,7 +109,7 @@ def _train(
         figures = run_resumable(
             config, run, engines, model, decision, run_data(config, data), stop,
             num_steps=num_steps, architecture=architecture, base=base, reference=reference,
-            predict=None if model_cost is None else partial(predict_step, model_cost),
+            predict=None if model_cost is None else partial(predict, model_cost),
         )  # fmt: skip
         report = None
         if not figures.stopped:

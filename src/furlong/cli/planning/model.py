@@ -86,7 +86,7 @@ def figures_of(
 ) -> Calibrated:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
     stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
-    training = replace(training_of(config.model), zero_stage=stage)
+    training = replace(training_of(config.model), zero_stage=stage, gathers=num_devices > 1)
     model = CostModel(_model_shape_of(config.model.name), spec, training)
     return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
 

@@ -91,6 +91,15 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
         spec = replace(spec, host_bytes=config.memory.host)
     num_devices = len(plan.actions) * plan.sp_size
     check_zero(chosen.zero, num_devices)
+    if chosen.zero is not None and (chosen.zero == 3) != plan.regathers:
+        comes = "with every pass" if plan.regathers else "once in a step"
+        required = "3" if plan.regathers else "0, 1 or 2"
+        raise refusal(
+            f"--zero {chosen.zero} for a plan that gathers weights {comes}", required,
+            "leave --zero out, or make the plan again", f"--zero, and regathers in {file}",
+        )  # fmt: skip
+    if zero == 3 and not plan.regathers:
+        zero = 1  # the plan says what it gathers, whatever it was made for
     figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:

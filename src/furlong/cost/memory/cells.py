@@ -7,6 +7,7 @@ H, hidden D, MLP width F, element size e.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from furlong.cost.memory.activations import Activations, eager
 from furlong.cost.memory.training import Training
@@ -66,6 +67,7 @@ class StageBytes:
         return kept + recompute_layers * self.checkpointed + self.ends
 
 
+@lru_cache(maxsize=4096)
 def stage_bytes(
     shape: ModelShape,
     stages: tuple[int, ...],

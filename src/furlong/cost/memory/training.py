@@ -9,12 +9,13 @@ Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state an
 
 A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
 ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need not go in step (DeepSpeed's reduces with
-every micro-batch); under ZeRO-3 every Backward reduces.
+every micro-batch); under ZeRO-3 every Backward reduces. This runtime (`Training.gathers`) reduces
+those of its layers so; what is beside the layers is gathered and summed whole all through a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from furlong.cost.shapes.shape import ModelShape
@@ -77,8 +78,9 @@ class Training:
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
     gathers: bool = False
-    """Whether every step gathers whole weights from the shards of a group and adds gradients up
-    into shards (FSDP2, weights kept for the step): shards of weights lie beside whole ones."""
+    """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
+    the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
+    ones. The plan says whether they are kept for the step or come with every pass."""
     kv_gradient_bytes: int = 4
     """Bytes of a number in dK,dV while they wait for their own chunk."""
 
@@ -95,6 +97,10 @@ class Training:
         """Whether each pass gathers weights, unless they are unsharded for longer; a plan that is
         made for it says so too."""
         return self.zero_stage == 3
+
+    def under(self, regathers: bool) -> Training:
+        """The training under a plan that says so much of its weights (`ChunkPlan.regathers`)."""
+        return replace(self, zero_stage=3) if self.gathers and regathers else self
 
     def trained_parameters(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
@@ -122,7 +128,7 @@ class Training:
         in_use = base + (trained if self.lora is not None else 0)
         shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
         weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
-        if self.gathers and group_size > 1:
+        if self.gathers and group_size > 1 and self.zero_stage < 3:
             frozen = in_use - trained
             weights += (frozen + (0 if self.master_bytes else trained)) * (
                 self.compute_bytes / group_size
@@ -137,43 +143,57 @@ class Training:
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> int:
         """Bytes beside whole gradients where they are added up by a group: the largest layer passes
-        through a buffer; so does what is beside the layers, which by then are shards."""
+        through a buffer; so does what is beside the layers, which by then are shards. Under ZeRO-3
+        that layer's gradient is whole in compute dtype, too."""
         if not self.gathers or group_size <= 1:
             return 0
         layers = list(map(shape.layer_parameters, _layers(stages, held)))
-        ends = len({0, len(stages) - 1} & held)
-        beside = shape.embedding_parameters * (1 if shape.tied_head else ends)
-        freed = sum(layers) * (1 - 1 / group_size)
+        freed = sum(layers) * (1 - 1 / group_size) if self.zero_stage < 3 else 0.0
         added = self.gradient_bytes if self.lora is None else 0
         element_bytes = max(self.compute_bytes, added)
-        return round(max(*layers, beside - freed) * element_bytes / self.tp_size)
+        widest = max(*layers, _beside(shape, stages, held) - freed) * element_bytes
+        if self.zero_stage == 3 and self.lora is None:
+            widest = max(widest, max(layers) * (element_bytes + self.compute_bytes))
+        return round(widest / self.tp_size)
 
     def unreduced_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> int:
-        """Bytes of gradients beyond their shard that wait under ZeRO-2 for a Reduce."""
-        if self.zero_stage != 2:
+        """Bytes of gradients beyond their shard that wait for a Reduce: all under ZeRO-2; under
+        this runtime's ZeRO-3 those beside the layers."""
+        if self.zero_stage == 2:
+            trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        elif self.zero_stage == 3 and self.gathers and self.lora is None:
+            trained = _beside(shape, stages, held) / self.tp_size
+        else:
             return 0
-        trained = self.trained_parameters(shape, stages, held) / self.tp_size
         return round(trained * self.gradient_bytes * (1 - 1 / group_size))
 
     def gathered_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> int:
         """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
-        largest layers, or the head."""
+        largest layers, or the head; in this runtime both, and the embedding."""
         if self.zero_stage < 3 or group_size <= 1:
             return 0
         layers = sorted(map(shape.layer_parameters, _layers(stages, held)), reverse=True)
         largest = sum(layers[:_GATHERED_LAYERS])
         ends = {0, len(stages) - 1} & held
         widest = max(largest, shape.embedding_parameters if ends else 0)
+        if self.gathers:
+            widest = largest + _beside(shape, stages, held)
         return round(widest * self.compute_bytes / self.tp_size)
 
 
 def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:
     """The layers of the stages `held`."""
     return [sum(stages[:stage]) + i for stage in held for i in range(stages[stage])]
+
+
+def _beside(shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]) -> int:
+    """Parameters beside the layers: of the embedding and the head, on a rank with those stages."""
+    ends = (0 in held) + (len(stages) - 1 in held)
+    return shape.embedding_parameters * (min(1, ends) if shape.tied_head else ends)
 
 
 def not_in_step() -> ConfigError:

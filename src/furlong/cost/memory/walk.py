@@ -103,7 +103,7 @@ class _Walk:
 
     def start(self, overhead_bytes: float) -> None:
         """Bytes that are there before the first action, and stay."""
-        plan, training = self._plan, self._rules.training
+        plan, training = self._plan, self._rules.training.under(self._plan.regathers)
         # ranks that share one stage share all of theirs, so the first one tells
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
         alike = sum(first is not None and first.stage in self._held for first in firsts)
@@ -146,7 +146,7 @@ class _Walk:
                 arrives = payload == "activation"
                 part: Part = "activations" if arrives else "buffers"
                 self.levels.hold("inputs", chunk, stage + arrives, part, message)
-            case Unshard(stage):
+            case Unshard(stage) if self._rules.training.regathers:
                 training, shape = self._rules.training, self._rules.shape
                 own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
                 whole = own * training.compute_bytes / training.tp_size

@@ -55,6 +55,10 @@ class ModelShape:
     original_positions: int | None = None
     """Positions before its RoPE was scaled; None where the config names no number."""
 
+    def __hash__(self) -> int:
+        """Quick, for a shape is part of many keys: of few sizes, and none of the layers' values."""
+        return hash((self.num_layers, self.hidden_size, self.num_kv_heads, self.vocab_size))
+
     @property
     def num_layers(self) -> int:
         return len(self.windows)
@@ -100,8 +104,14 @@ class ModelShape:
 
     def layer_parameters(self, layer: int) -> int:
         """All parameters of a layer."""
-        own = self.mixers[layer].parameters + self.mlps[layer].parameters(self.hidden_size)
-        return own + self.norm_parameters
+        return self._parameters[layer]
+
+    @cached_property
+    def _parameters(self) -> tuple[int, ...]:
+        return tuple(
+            mixer.parameters + mlp.parameters(self.hidden_size) + self.norm_parameters
+            for mixer, mlp in zip(self.mixers, self.mlps, strict=True)
+        )
 
     def layer_active_parameters(self, layer: int) -> int:
         """Parameters of a layer's matrices that one token is multiplied with."""

@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from furlong.cost.memory.training import ZeroStage
-from furlong.cost.model import CostModel
 from furlong.plan.layout import Layout
+from furlong.plan.values import Order
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.search import SLACK, Budgets, Searched, Tried, search_device
 from furlong.planners.auto.steps import Dealt, deal_steps, mean_step_s
 from furlong.planners.layout import cut_layers
 from furlong.planners.options import ChunkOptions
 from furlong.planners.search.bounds import least_s
+
+_MOST_WALKS = 4
+"""Orders and heights of stages of which the replicas of a layout are joined and timed."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,24 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
         else:
             searched = search_device(own, budgets)
             if searched.tried:
-                step_s = mean_step_s(own, dealt, searched.best.options)
-                fitting.append(FittingLayout(own, searched, step_s))
+                fitting.append(_joined(own, dealt, searched))
             else:
                 too_large.append(TooLarge(own, state_bytes, searched))
     return SearchedLayouts(_ranked(fitting), tuple(too_large), tuple(slower), budgets)
+
+
+def _joined(space: Space, dealt: Dealt, searched: Searched) -> FittingLayout:
+    """The layout with the plan first whose replicas together are fastest, of the best one and the
+    fastest of each other walk: the more stages a walk has, the more often replicas meet."""
+    walks: dict[tuple[Order, int], Tried] = {}
+    for tried in searched.tried if space.layout.dp > 1 else searched.tried[:1]:
+        walks.setdefault((tried.options.order, tried.options.stage_layers), tried)
+    some = list(walks.values())[:_MOST_WALKS]
+    seconds = [mean_step_s(space, dealt, tried.options) for tried in some]
+    step_s = min(seconds)
+    best = some[seconds.index(step_s)]
+    others = tuple(tried for tried in searched.tried if tried is not best)
+    return FittingLayout(space, replace(searched, tried=(best, *others)), step_s)
 
 
 def space_of(space: Space, layout: Layout) -> Space:
@@ -145,11 +161,6 @@ def state_of(space: Space) -> int:
         state(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).total
         for stage in range(len(stages))
     )
-
-
-def whole_model(model: CostModel) -> CostModel:
-    """The model of plans that list all replicas."""
-    return replace(model, training=replace(model.training, replicas=1))
 
 
 def _ranked(fitting: Sequence[FittingLayout]) -> tuple[FittingLayout, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from furlong.cost.model import CostModel
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.planners.auto.candidates import Space
 from furlong.planners.chunks.balance import by_cost, sequence_work
@@ -13,6 +14,7 @@ from furlong.planners.chunks.placement import shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import number_chunks, state_aware_lists
 from furlong.planners.orders.replica import plan_replica
+from furlong.planners.orders.replicas import join_kept
 from furlong.planners.predict import one_draw, simulated_s, step_s
 
 Dealt = list[list[list[int]]]
@@ -101,16 +103,23 @@ def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
 
 
 def mean_step_s(space: Space, dealt: Dealt, options: ChunkOptions) -> float:
-    """Seconds of a step on average, each as long as its slowest replica takes, with the gradients
-    reduced. Where only a part of a step's sequences is there the time is that part's share."""
-    seconds = [
-        max(
-            step_s(space.model, plan_of(space, options, [space.seq_lens[i] for i in own]))
-            for own in step
-        )
-        for step in dealt
-    ]
-    return sum(seconds) * space.sequences_per_step / len(space.seq_lens)
+    """Seconds of a step on average, of the plans of all replicas as a run joins them: they meet in
+    the last Backward of each stage. Where only a part of a step's sequences is there the time is
+    that part's share."""
+    model, num_replicas, total_s, first = whole_model(space.model), space.layout.dp, 0.0, 0
+    for step in dealt:
+        seq_lens = space.seq_lens[first : first + sum(map(len, step))]
+        own_ids = [[i - first for i in own] for own in step]
+        plans = [plan_of(space, options, [seq_lens[i] for i in own]) for own in own_ids]
+        plan = join_kept(plans, own_ids, seq_lens, num_replicas)
+        total_s += step_s(model, plan)
+        first += len(seq_lens)
+    return total_s * space.sequences_per_step / len(space.seq_lens)
+
+
+def whole_model(model: CostModel) -> CostModel:
+    """The model of plans that list all replicas."""
+    return replace(model, training=replace(model.training, replicas=1))
 
 
 def one_list(steps: Sequence[Groups]) -> list[Sequence[Chunk]]:

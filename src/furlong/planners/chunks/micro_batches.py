@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
+from furlong.cost.memory.plan_memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.values import (
@@ -61,17 +63,30 @@ def peak_bytes(
 ) -> int:
     """Bytes that a device needs with `device_tokens` tokens at a time, of slices that are sharded
     over all of the pool, or (`place_size`) over so many processes each."""
+    return _peak_bytes(
+        model.memory(), device_tokens, dp_size, sp_size, recompute_layers, place_size
+    )
+
+
+def _peak_bytes(
+    memory: PlanMemory,
+    device_tokens: int,
+    dp_size: int,
+    sp_size: int,
+    recompute_layers: int,
+    place_size: int | None,
+) -> int:
     size = sp_size if place_size is None else place_size
     firsts, num_tokens = range(0, sp_size, size), device_tokens * size
     chunk = Chunk(tuple(Slice(i, 0, num_tokens, Place(at, size)) for i, at in enumerate(firsts)))
-    num_layers = model.shape.num_layers
+    num_layers = memory.shape.num_layers
     plan = chunk_by_chunk(
         (num_tokens,) * len(firsts), [[chunk]], num_layers=num_layers, sp_size=sp_size,
         recompute_layers=recompute_layers,
     )  # fmt: skip
     # the other replicas share the state; one that runs is enough
     plan = replace(plan, actions=plan.actions * dp_size)
-    return max(model.memory().peak_bytes_of_actions(plan, 0))
+    return max(memory.peak_bytes_of_actions(plan, 0))
 
 
 def fitting_tokens(
@@ -85,15 +100,19 @@ def fitting_tokens(
 ) -> int:
     """Most tokens that a device can hold at a time (Skrull's Eq. 12); 0 where none fits. The sizes
     are those of `peak_bytes`."""
+    memory = model.memory(budget_bytes)
+    return _fitting_tokens(memory, dp_size, sp_size, recompute_layers, place_size)
+
+
+@lru_cache(maxsize=4096)
+def _fitting_tokens(
+    memory: PlanMemory, dp_size: int, sp_size: int, recompute_layers: int, place_size: int | None
+) -> int:
+    """Kept from batch to batch, which do not change it."""
 
     def left(num_tokens: int) -> int:
-        return budget_bytes - peak_bytes(
-            model,
-            num_tokens,
-            dp_size=dp_size,
-            sp_size=sp_size,
-            recompute_layers=recompute_layers,
-            place_size=place_size,
+        return memory.device_budget_bytes - _peak_bytes(
+            memory, num_tokens, dp_size, sp_size, recompute_layers, place_size
         )
 
     low, left_low = 1, left(1)

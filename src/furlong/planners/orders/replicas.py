@@ -22,6 +22,7 @@ from furlong.plan.values import (
     Reduce,
     Send,
     Slice,
+    Unshard,
 )
 from furlong.planners.chunks.balance import refuse_idle
 from furlong.planners.orders.in_step import fill_up
@@ -69,6 +70,30 @@ def join_replicas(
     )  # fmt: skip
     check(joined)
     return joined
+
+
+def join_kept(
+    plans: Sequence[ChunkPlan],
+    seq_ids: Sequence[Sequence[int]],
+    seq_lens: Sequence[int],
+    num_replicas: int,
+) -> ChunkPlan:
+    """The checked plan of a run's batch, in which weights are kept for the step: `join_replicas`,
+    with dummies for replicas without a plan.
+
+    Weights are gathered before the first chunk: a replica meets the others then only where
+    gradients are added up, and one that fails in between can tell them.
+    """
+    num_idle = num_replicas - len(plans)
+    some = [*plans, *[idle_plan(plans[0])] * num_idle]
+    some = [replace(plan, actions=tuple(map(_gathering, plan.actions))) for plan in some]
+    return join_replicas(some, [*seq_ids, *[[]] * num_idle], seq_lens)
+
+
+def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The list of a rank, which first gathers the weights of its stages."""
+    stages = {action.stage for action in actions if isinstance(action, Forward)}
+    return (*map(Unshard, sorted(stages)), *actions)
 
 
 def idle_plan(like: ChunkPlan) -> ChunkPlan:

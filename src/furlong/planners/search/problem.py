@@ -43,6 +43,8 @@ class Problem:
     def zeros_of(self, layout: Layout) -> tuple[ZeroStage, ...]:
         """Stages of ZeRO that are tried in a layout."""
         zeros = self.zeros or (self.model.training.zero_stage,)
+        if layout.pp > 1 and len(zeros) > 1 and self.model.training.gathers:
+            zeros = tuple(zero for zero in zeros if zero < 3)  # such a pipeline does not run
         return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
     def gathers(self, layout: Layout) -> bool:

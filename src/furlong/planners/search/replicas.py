@@ -168,6 +168,8 @@ class ReplicaPlans:
                 for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
             }
             plan = join_replicas(plans, dealt, [planned[i] for i in range(len(planned))], model)
+        elif training.regathers and plan.sp_size > 1:
+            plan = replace(plan, regathers=True)
         peak_bytes = fit(plan, model, self._limit_bytes)
         step_s = time_actions(plan, model.costs(plan)).duration_s
         return Outcome(dials, plan, model, step_s, peak_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from furlong.runtime.parallel.empty_passes import EmptyPasses
 from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks
 from furlong.runtime.parallel.recovery import Failures, cannot_go_on, let_go
-from furlong.runtime.parallel.sharding import adding_up
+from furlong.runtime.parallel.sharding import adding_up, adds_unused
 
 
 class ShardedRanks:
@@ -93,20 +93,25 @@ class ShardedRanks:
             module.reshard()
 
     @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        """Within it the stage's gradients are added up, and in the last one of all those beside the
-        layers; before it all that add them up agree that none of them has failed.
+    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        """Within it the stage's gradients are added up, in its last Backward or, where weights come
+        with every pass, in each; in the last of all also those beside the layers. Before a last one
+        all that add them up agree that none of them has failed.
 
         All ranks come to it in the same order: the last Backward of a stage comes after that of the
         stage behind it.
         """
         modules = [*self._stages[stage]]
-        is_last = stage == self._last_stage
-        if is_last and isinstance(self._base, FSDPModule):
+        if not is_last:
+            with adding_up(modules) if self._regathers and adds_unused() else nullcontext():
+                yield
+            return
+        is_last_of_all = stage == self._last_stage
+        if is_last_of_all and isinstance(self._base, FSDPModule):
             modules.append(self._base)
         self._agree_on(stage)
         self._is_adding_up = self._ranks.shard_mesh.size() > 1
-        with adding_up(modules, is_last=is_last):
+        with adding_up(modules, is_last=is_last_of_all):
             yield
         self._is_adding_up = False
 

@@ -3,7 +3,9 @@
 The root is the model itself, each layer a group of its own, and every pass enters through the
 model's entrance. A step keeps what it has gathered, so that no collective depends on the number of
 its chunks; or each pass gathers its layers anew, and then all ranks go in step. Gradients are added
-up on each process over all chunks, and over the processes once: in the last backward of each.
+up on each process over all chunks, and over the processes once: in the last backward of each. Where
+passes gather, each backward adds those of its layers up over the processes, so that they are shards
+between the passes; what is beside the layers is whole all through the step.
 
 Weights are gathered in the compute dtype. The gradients of a chunk arrive in that dtype and are
 added to float32 sums at once, as `runtime.precision` does it for weights that are whole.
@@ -27,8 +29,6 @@ from torch.distributed.fsdp import (
 
 from furlong.errors import UnsupportedModelError
 from furlong.models.entrance import add_entrance, mark_sharded
-
-_ADDS_UNUSED = "set_reduce_scatter_unused_params"
 
 
 def shard(
@@ -57,9 +57,15 @@ def shard(
     for part in sharded_modules(base):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        if hasattr(part, _ADDS_UNUSED):
+        if adds_unused():
             # what is unused on one process must not be missing in a sum with others
             part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def adds_unused() -> bool:
+    """Whether FSDP2 adds up what a backward has not reached (from torch 2.13 on). Else it is given
+    zeros, which are whole gradients, and so in the last backward alone."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def sharded_modules(base: nn.Module) -> list[FSDPModule]:
@@ -97,12 +103,12 @@ def one_step(base: nn.Module, *, regathers: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def adding_up(modules: Sequence[FSDPModule], *, is_last: bool) -> Iterator[None]:
+def adding_up(modules: Sequence[FSDPModule], *, is_last: bool = False) -> Iterator[None]:
     """Within it a backward adds the gradients of these modules up over the processes. `is_last`:
     the root is among them, and no backward follows."""
     for module in modules:
         _make_alike(module)
-        if not hasattr(module, _ADDS_UNUSED):  # before torch 2.13
+        if not adds_unused():
             _give_zeros(module)
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_is_last_backward(is_last)

@@ -12,18 +12,17 @@ import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 
-from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import Action, ChunkPlan, Forward, Unshard
+from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.rivals import CHUNKS, Rivals
 from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replica import plan_replica
-from furlong.planners.orders.replicas import idle_plan, join_replicas
+from furlong.planners.orders.replicas import join_kept
 from furlong.train.processes.together import Processes
 
 _NUM_KEPT = 4
@@ -71,8 +70,6 @@ def plan_batch(
 
     `stages`: layers of each stage of a pipeline. `work`: the FLOPs of each sequence, or whatever
     else is to be dealt out evenly. Where there are fewer sequences than replicas some have a dummy.
-    Weights are gathered before the first chunk: a replica meets the others then only where
-    gradients are added up, and one that fails in between can tell them.
     """
     num_busy = min(layout.dp, len(wanted.seq_lens))
     dealt = by_cost(work(wanted.seq_lens), num_busy)
@@ -90,18 +87,8 @@ def plan_batch(
             method, plan = rivals.fastest(seq_lens, plan, wanted.options, frozen_layers=frozen)
         methods.append(method)
         plans.append(plan)
-    num_idle = layout.dp - num_busy
-    plans += [idle_plan(plans[0])] * num_idle
-    joined = join_replicas(plans, [*dealt, *([[]] * num_idle)], wanted.seq_lens)
-    plan = replace(joined, actions=tuple(map(_gathering, joined.actions)))
-    check(plan)
+    plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)
     return BatchPlan(plan, ", ".join(dict.fromkeys(methods)))
-
-
-def _gathering(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The list of a rank, which first gathers the weights of its stages."""
-    stages = {action.stage for action in actions if isinstance(action, Forward)}
-    return (*map(Unshard, sorted(stages)), *actions)
 
 
 class SharedPlans:

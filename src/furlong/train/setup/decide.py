@@ -26,7 +26,6 @@ from furlong.errors import ConfigError
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
-from furlong.plan.values import ChunkPlan, Unshard
 from furlong.planners.auto.decide import (
     FREE_RAM,
     SEARCHED_DIALS,
@@ -40,7 +39,6 @@ from furlong.planners.auto.rivals import Rivals
 from furlong.planners.auto.search import MARGIN, Budgets
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.predict import Prediction, predict
 from furlong.planners.sampling.use import check_sampling
 from furlong.runtime.memory.pools import Storage
 from furlong.train.processes.launch import layout_of, sizes_of
@@ -249,13 +247,6 @@ def rivals_of(
         options=decision.options,
         is_free=not given_dials(config.chunks) and not decision.has_shrunk,
     )
-
-
-def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
-    """Seconds and bytes of a step of a run: its processes gather whole weights once and sum whole
-    gradients once, as under ZeRO-1, where a Reduce counts both."""
-    lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in plan.actions)
-    return predict(model, replace(plan, actions=tuple(lists)))
 
 
 def _model(
