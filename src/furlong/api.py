@@ -30,6 +30,7 @@ from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.parallel.planning import Planned, planned, planned_together
 from furlong.runtime.parallel.ranks import Ranks, not_copied
+from furlong.runtime.parallel.recovery import made_together
 from furlong.runtime.plans import planner_of, with_draw
 from furlong.runtime.recorder import Measuring
 from furlong.runtime.result import StepResult
@@ -180,7 +181,8 @@ class Engine:
         outcome is that of all, numbered replica by replica.
         """
         shifted: list[ShiftedSequence] = []
-        loss = own_loss(self._followed, sequences, token_loss, share_prompts=share_prompts)
+        find = partial(own_loss, self._followed, sequences, token_loss, share_prompts=share_prompts)
+        loss = made_together(self._followed.ranks, find)
         with self._followed.alone():
             self._followed.follow()
             loss = loss and loss.joined(self._followed, options)

@@ -21,7 +21,7 @@ from furlong.train.processes.launch import read_launch
 from furlong.train.processes.together import Processes
 from furlong.train.processes.watch import Limits
 
-QUICK = Limits(round_s=slowed(0.1), silent_rounds=15, stuck_rounds=15)
+QUICK = Limits(round_s=slowed(0.1), silent_rounds=15, stuck_rounds=15, idle_rounds=30)
 
 
 def work(what: str, folder: Path) -> None:
@@ -100,23 +100,49 @@ def stops(processes: Processes) -> None:
 
 
 def sticks(processes: Processes) -> None:
-    """Each waits for something else."""
-    processes.flight.at(f"step 3 B{processes.launch.number}.0")
+    """Each waits for something else, in the second step."""
+    for step in (3, 4):
+        processes.flight.at(f"step {step} B{processes.launch.number}.0")
+        time.sleep(3 * QUICK.round_s)
     if processes.is_first:
         dist.all_reduce(torch.ones(1))
     time.sleep(60)
 
 
-def waits_long_between_steps(processes: Processes) -> None:
+def stands_still_in_a_checkpoint(processes: Processes) -> None:
+    """The disk of one machine does not answer; the others wait for their verdict."""
     processes.flight.at("a checkpoint")
-    time.sleep(4 * QUICK.stuck_rounds * QUICK.round_s / 2)
+    processes.together(lambda: None if processes.is_first else time.sleep(60))
+
+
+def cannot_write_before_a_collective(processes: Processes) -> None:
+    def write() -> None:
+        if not processes.is_first:
+            raise DataError(given="no room", required="room", source="here", change="make room")
+        dist.barrier()
+
+    processes.flight.at("a checkpoint")
+    processes.together(write)
+
+
+def works_long_between_steps(processes: Processes) -> None:
+    """One process tokenizes, plans or hashes, the other waits."""
+
+    def work() -> None:
+        until_s = time.monotonic() + 2 * QUICK.idle_rounds * QUICK.round_s
+        while time.monotonic() < until_s:
+            sum(range(1000))
+
+    processes.flight.at("step 3 plan")
+    processes.together(work if processes.is_first else lambda: None)
 
 
 CASES = {
     function.__name__: function
     for function in (
         is_done, raises_of_one, fails_on_one, fails_as_a_user_may_mend, fails_outside,
-        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks, waits_long_between_steps,
+        dies_at_a_collective, dies_outside, the_first_dies, stops, sticks,
+        stands_still_in_a_checkpoint, cannot_write_before_a_collective, works_long_between_steps,
     )
 }  # fmt: skip
 
@@ -190,12 +216,28 @@ def test_a_dead_end(tmp_path: Path) -> None:
     ended = run(tmp_path, "sticks").ended(20)
     assert [process.code for process in ended] == [1, 1], ended
     for process in ended:
-        told = r"no process has gone on for \d+ s: process 0 at step 3 B0.0"
+        assert re.search(
+            r"no process has gone on for \d+ s: process 0 at step 4 B0.0, in all_reduce \(distrib.*"
+            r"process 1 at step 4 B1.0, in sticks \(test_failures.py:\d+\)", process.said
+        )  # fmt: skip
+
+
+def test_a_dead_end_outside_of_a_step(tmp_path: Path) -> None:
+    ended = run(tmp_path, "stands_still_in_a_checkpoint").ended(20)
+    assert [process.code for process in ended] == [1, 1], ended
+    for process in ended:
+        told = r"no process has gone on for \d+ s: process 0 at a checkpoint, in "
         assert re.search(told, process.said)
-        assert "process 1 at step 3 B1.0" in process.said
+        assert "process 1 at a checkpoint, in <lambda> (test_failures.py" in process.said
 
 
-@pytest.mark.slow
-def test_a_long_wait_between_steps_is_no_dead_end(tmp_path: Path) -> None:
-    ended = run(tmp_path, "waits_long_between_steps").ended(20)
+def test_an_error_before_the_collectives_of_work_of_all(tmp_path: Path) -> None:
+    ended = run(tmp_path, "cannot_write_before_a_collective").ended(20)
+    assert [process.code for process in ended] == [1, 2], ended
+    assert "process 1 ended by DataError: no room; it was at a checkpoint" in ended[0].said
+    assert ended[1].said.startswith("given:    no room\nrequired: room")
+
+
+def test_long_work_is_no_dead_end(tmp_path: Path) -> None:
+    ended = run(tmp_path, "works_long_between_steps").ended(30)
     assert [process.code for process in ended] == [0, 0], ended

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from furlong.api import Engine
 from furlong.cli.main import main
+from furlong.data.loader import Batch
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.step import TrainedStep
 
@@ -134,6 +135,8 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
     ended = started.ended(120)
     assert [process.code for process in ended] == [0, 0], ended
     assert "stopped by a signal to another process after step 3 of 9" in ended[0].said
+    again = f"torchrun --nproc-per-node 2 -m furlong train {run / 'config.json'} --resume"
+    assert f"go on with: {again}" in ended[0].said
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-00000002", "step-00000003",
     ]  # fmt: skip
@@ -151,8 +154,14 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(
 
 
 def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1) -> None:
-    """A process lacks memory in its first tries of a step, after so many actions."""
-    run, tries = Engine.run, count()
+    """A process lacks memory in its first tries of a step, after so many actions; after none it has
+    not even its tokens."""
+    run, part, tries = Engine.run, Batch.part, count()
+
+    def no_part(self: Any, *args: Any) -> Any:
+        if next(tries) < num_times:
+            raise MemoryError("no room")
+        return part(self, *args)
 
     def short(self: Any, *args: Any, watch: Callable[[], None], **kwargs: Any) -> Any:
         actions, is_short = count(1), next(tries) < num_times
@@ -165,7 +174,10 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
         return run(self, *args, watch=watch_and_fail, **kwargs)
 
     if os.environ["RANK"] == str(number):
-        Engine.run = short  # type: ignore[method-assign]
+        if at:
+            Engine.run = short  # type: ignore[method-assign]
+        else:
+            Batch.part = no_part  # type: ignore[method-assign]
     command(arguments)
 
 
@@ -174,6 +186,7 @@ def has_no_memory(arguments: list[str], at: int, num_times: int, number: int = 1
     [
         pytest.param(1, (256, 128, 64), "--parallel.dp=2", marks=pytest.mark.slow),
         (3, (128, 64), "--parallel.dp=2"),
+        (0, (128, 64), "--parallel.dp=2"),
         pytest.param(3, (128, 64), "--parallel.sp=2", marks=pytest.mark.slow),
     ],
 )
@@ -195,6 +208,29 @@ def test_lack_of_memory_on_one_is_answered_by_all(
     assert read_json(run / "options.json")["size"] == sizes[-1]
     assert records(run, "loss") == pytest.approx(records(whole, "loss"), rel=1e-5)
     assert worst(weights(run), weights(whole)) < 1e-3
+
+
+def cannot_plan(arguments: list[str], made: type[Exception]) -> None:
+    """The planner of the first process fails at its third plan."""
+    from furlong.train.batches import engines
+
+    make, calls = engines.plan_batch, count()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise made("no such plan")
+        return make(*args, **kwargs)
+
+    engines.plan_batch = fail  # type: ignore[assignment]
+    command(arguments)
+
+
+def test_an_error_of_the_planner_ends_all(tiny_run: TinyRun, tmp_path: Path) -> None:
+    arguments = tiny_run.arguments(tmp_path / "run")
+    ended = Launched(tmp_path / "out", cannot_plan, arguments, ValueError).ended(60)
+    assert [process.code for process in ended] == [1, 1], ended
+    assert "ValueError: no such plan\nprocess 0 ends; it was at step 3 plan" in ended[0].said
+    assert "ValueError: no such plan" in ended[1].said
 
 
 def diverges(arguments: list[str]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -160,9 +161,22 @@ def test_a_step_after_one_that_failed():
 def message(call: Callable[[], object]) -> str:
     try:
         call()
-    except FurlongError as error:
+    except (FurlongError, OSError) as error:
         return str(error)
     return "accepted"
+
+
+class Unread(list[dict[str, Tensor]]):
+    """A lazy data set whose disk is gone after it was read so often."""
+
+    def __init__(self, sequences: Batch, num_reads: int) -> None:
+        super().__init__(sequences)
+        self._reads = iter(range(num_reads))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if next(self._reads, None) is None:
+            raise OSError("the disk is gone")
+        return super().__iter__()
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -200,6 +214,16 @@ def refusals(rank: int) -> dict[str, str]:
         "no divisor": message(lambda: engine.run(plan, own)),
         "missing": message(lambda: engine.run(plan, {9: sequences[0]}, 40)),
         "short": message(lambda: engine.run(plan, own | {min(own): sequences[4]}, 40)),
+        **{
+            f"not read {num_reads}": message(
+                partial(
+                    engine.forward_backward,
+                    Unread(sequences, num_reads) if rank else sequences,
+                    OPTIONS,
+                )
+            )
+            for num_reads in range(2)
+        },
         "bad on one": message(lambda: engine.forward_backward(sequences if rank else [], OPTIONS)),
         "alone": message(lambda: furlong.Engine(model)),
         "compute dtype": message(
@@ -227,6 +251,8 @@ SAID = {
     "no divisor": "a part of the batch's sequences, without num_valid_tokens",
     "missing": r"no sequence (0|2)\n.*at least those of list [01] of .* reads: (0, 1|2, 3, 4)",
     "short": "sequences of (5, 4|5, 9, 5) tokens",
+    "not read 0": r"(^the disk is gone|on process 1, .*\(OSError: the disk is gone\))",
+    "not read 1": r"(^the disk is gone|process 1: OSError: the disk is gone)",
     "bad on one": "(no sequences|an error on replica 0)",
     "alone": "weights divided among 2 processes for a compute_dtype of None",
     "compute dtype": "weights divided among 2 processes for a compute_dtype of None",

@@ -180,7 +180,7 @@ def test_a_kill_ends_all_and_leaves_the_last_actions(
     assert time.monotonic() - killed_s < slowed(60)
     last = read_flights(run)
     assert last.keys() == {0, 1}
-    assert re.match(r"step \d+ |a checkpoint|evaluation", last[1]), last
+    assert re.match(r"(after )?step \d+|a checkpoint|evaluation", last[1]), last
     assert "exitcode  : -9" in started.said and "rank      : 1" in started.said
 
 

@@ -13,7 +13,7 @@ from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.text import format_action, format_chunk, parse_chunk
-from furlong.plan.values import Backward, Forward, Recompute, Recv, Reduce, Send
+from furlong.plan.values import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
 from furlong.planners.chunks.groups import longest_first, packed_groups, padded_groups, whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.pipeline import plan_1f1b
@@ -325,3 +325,11 @@ def test_nothing_to_train_on_is_refused(seq_lens):
         plan_chunkflow(seq_lens, ChunkOptions(size=4), stages=(1, 1))
     with pytest.raises(DataError):
         whole_groups(seq_lens)
+
+
+def test_keys_that_nobody_reads_are_not_built_again():
+    """A group of chunks of whole sequences, and of pieces: chunk 1 alone is read by a later one."""
+    groups = groups_of(("0:0-3", "1:0-4", "1:4-8"))
+    plan = plan_1f1b((3, 8), groups, stages=(1, 1), keep="input", num_retained=0)
+    rebuilt = [[a.chunk for a in own if isinstance(a, RebuildKV)] for own in plan.actions]
+    assert rebuilt == [[1], [1]]

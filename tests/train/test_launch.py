@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import pytest
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
 from furlong.plan.layout import Layout
-from furlong.train.processes.launch import Launch, layout_of, read_launch
+from furlong.train.processes.launch import Launch, command_like, layout_of, read_launch
+from furlong.train.processes.together import Processes
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -21,12 +25,19 @@ def test_the_variables_of_torchrun():
     assert not launch.is_first
     assert read_launch({}) == Launch() and Launch().is_first
     assert read_launch({"WORLD_SIZE": "1"}) == Launch()
+    assert read_launch({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Launch()  # a job's script
+    assert read_launch({"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1"}) == Launch()
 
 
 @pytest.mark.parametrize(
     ("environment", "parts"),
     [
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ("2 processes of mpirun", "--nproc-per-node 2 -m furlong")),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ("8 processes of srun", "--nproc-per-node 8 -m furlong")),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ("2 processes of mpiexec (MPICH, Intel MPI)",)),
+        ({"PALS_SIZE": "2"}, ("2 processes of mpiexec (Cray)", "WORLD_SIZE=1")),
+        ({"WORLD_SIZE": "abc"}, ("WORLD_SIZE = abc", "torchrun --nproc-per-node 2")),
+        ({"WORLD_SIZE": "0"}, ("WORLD_SIZE = 0",)),
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE = 2", "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR")),
         (TORCHRUN | {"RANK": "x"}, ("without a number in RANK",)),
         (TORCHRUN | {"MASTER_PORT": "0"}, ("MASTER_PORT = 0", "--standalone")),
@@ -70,3 +81,27 @@ def test_sizes_that_do_not_multiply_to_the_processes(sizes, num_processes, given
     assert given in str(raised.value)
     assert change in raised.value.change
     assert "torchrun --nproc-per-node" in raised.value.change
+
+
+def test_the_command_for_as_many_processes():
+    command = partial(command_like, arguments="train a.json --resume")
+    several = "torchrun --nproc-per-node 2 -m furlong train a.json --resume"
+    assert command(Launch()) == "furlong train a.json --resume"
+    assert command(Launch(num_processes=2, num_local=2)) == several
+    assert "torchrun --nnodes 2 --rdzv" in command(Launch(num_processes=16, num_local=8))
+
+
+def test_a_long_wait_asks_the_store_seldom():
+    class Store:
+        num_asked, started_s = 0, time.monotonic()
+
+        def check(self, keys):
+            self.num_asked += 1
+            return time.monotonic() - self.started_s > 1
+
+        def get(self, key):
+            return b"found"
+
+    store = Store()
+    assert Processes(Launch(num_processes=2, num_local=2), store).fetch("plan") == "found"
+    assert store.num_asked < 40

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event, Timer
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,3 +126,22 @@ def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for():
     with pytest.raises(ValueError, match="no such plan"):
         plans.get(wanted)
     plans.close()
+
+
+def test_what_was_expected_before_chunks_shrank_is_planned_anew():
+    asked, go_on = [], Event()
+
+    def make(wanted):
+        asked.append((wanted.seq_lens, wanted.options.size))
+        assert go_on.wait(10)
+        return BatchPlan(made(wanted, 1))
+
+    plans = SharedPlans(ALONE, make)
+    for seq_lens in ((9,), (5, 7), (3,)):
+        plans.expect(Wanted(seq_lens, ChunkOptions(size=8)))
+    Timer(0.2, go_on.set).start()  # the first plan is under way until then
+    for seq_lens in ((5, 7), (3,)):
+        plans.get(Wanted(seq_lens, ChunkOptions(size=4)))
+    plans.close()
+    assert asked[:2] == [((9,), 8), ((5, 7), 4)]
+    assert {size for _, size in asked[1:]} == {4}

@@ -34,6 +34,7 @@ from furlong.train.figures.mfu import MfuMeter, build_meter
 from furlong.train.figures.trackers import open_trackers
 from furlong.train.figures.used_memory import UsedMemory
 from furlong.train.loop import Cadence, LoopFigures, Progress, run_steps
+from furlong.train.processes.launch import command_like
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, CONFIG, METRICS, OPTIONS, RunFolder
 from furlong.train.sample_check import check_sample
@@ -105,7 +106,8 @@ def run_resumable(
             budget_bytes=None if config.memory.device == "auto" else config.memory.device,
         )
     if figures.stopped:
-        _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps)
+        command = command_like(processes.launch, f"train {run.path / CONFIG} --resume")
+        _tell_how_to_go_on(run.path, stop.signal_name, figures.progress.step, num_steps, command)
     return figures
 
 
@@ -272,10 +274,11 @@ def _build_meter(
     )
 
 
-def _tell_how_to_go_on(folder: Path, signal_name: str | None, step: int, num_steps: int) -> None:
+def _tell_how_to_go_on(
+    folder: Path, signal_name: str | None, step: int, num_steps: int, command: str
+) -> None:
     cause = signal_name or "a signal to another process"
     where = f"stopped by {cause} after step {step} of {num_steps}"
-    command = f"furlong train {folder / CONFIG} --resume"
     if list_checkpoints(folder / CHECKPOINTS):
         print(f"{where}; go on with: {command}")
     else:

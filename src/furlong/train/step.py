@@ -110,6 +110,7 @@ def train_step(
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
+    engines.processes.at(f"after {STEP} {step}")
     seconds, share = result.timeline.seconds_by_kind(), drawn_share(result.plan)
     step_s = time.perf_counter() - started_s + data_s
     peak_bytes = peak_memory_bytes(used.device)

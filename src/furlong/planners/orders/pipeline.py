@@ -14,6 +14,7 @@ P - 1 - s + num_retained graphs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from furlong.plan.values import (
     ChunkPlan,
     Forward,
     Keep,
+    RebuildKV,
     Recompute,
     Recv,
     Reduce,
@@ -166,7 +168,8 @@ def assemble(
     sp_size: int = 1,
     frozen_stages: int = 0,
 ) -> ChunkPlan:
-    """The checked plan of every rank's list; a Reduce ends each that has a Backward."""
+    """The checked plan of every rank's list; a Reduce ends each that has a Backward. K,V that no
+    later chunk reads are not built again: a group's chunks need not be pieces of one sequence."""
     chunks: list[Chunk] = [chunk for group in groups for chunk in group]
     plan = ChunkPlan(
         seq_lens=tuple(seq_lens),
@@ -180,8 +183,18 @@ def assemble(
         sp_size=sp_size,
         frozen_stages=frozen_stages,
     )
+    if any(_is_for_nobody(action, plan) for own in plan.actions for action in own):
+        needed = (
+            tuple(action for action in own if not _is_for_nobody(action, plan))
+            for own in plan.actions
+        )
+        plan = replace(plan, actions=tuple(needed))
     check(plan)
     return plan
+
+
+def _is_for_nobody(action: Action, plan: ChunkPlan) -> bool:
+    return isinstance(action, RebuildKV) and not plan.continues[action.chunk]
 
 
 def _trains(actions: Iterable[Action]) -> bool:

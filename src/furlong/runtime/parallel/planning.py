@@ -15,6 +15,7 @@ from furlong.planners.orders.replicas import join_replicas
 from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.parallel.ranks import Ranks
+from furlong.runtime.parallel.recovery import reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,17 @@ def planned_together(ranks: Ranks, make: Callable[[], Planned]) -> tuple[Planned
     `make`: the plan of this replica's own sequences, which all its processes have. Raises
     ConfigError where they have others, and on all processes where `make` raises on one.
     """
-    own: Planned | UserError
+    found: list[Planned | str | None] = [None] * ranks.num_processes
     try:
         own = make()
-    except UserError as error:
-        own = error
-    found: list[Planned | UserError | None] = [None] * ranks.num_processes
+    except Exception as error:
+        dist.all_gather_object(found, _text_of(error), group=ranks.group)
+        raise
     dist.all_gather_object(found, own, group=ranks.group)
-    if isinstance(own, UserError):
-        raise own
     each = []
     for process, answer in enumerate(found):
         if not isinstance(answer, Planned):
+            assert answer is not None
             raise _refused(ranks, process, answer)
         each.append(answer)
     plans = [each[replica * ranks.sp] for replica in range(ranks.dp)]
@@ -77,12 +77,17 @@ def _replica(ranks: Ranks, process: int) -> int:
     return process // ranks.sp % ranks.dp
 
 
-def _refused(ranks: Ranks, process: int, error: object) -> ConfigError:
+def _text_of(error: Exception) -> str:
+    """One line: not every error can be sent itself."""
+    return str(error).splitlines()[0] if isinstance(error, UserError) else reason_of(error)
+
+
+def _refused(ranks: Ranks, process: int, reason: str) -> ConfigError:
     replica = _replica(ranks, process)
     return ConfigError(
         given=f"an error on replica {replica}, while this process waits for its plan",
         required="sequences and options that every replica can plan",
-        source=f"process {process}: {str(error).splitlines()[0]}",
+        source=f"process {process}: {reason}",
         change="see the message of that process",
     )
 

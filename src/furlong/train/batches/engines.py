@@ -5,21 +5,24 @@ Each process runs out of memory on its own, and the engine tells all: they take 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from furlong.data.loader import Batch
 from furlong.plan.layout import Layout
 from furlong.plan.text import format_action
 from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
+from furlong.runtime.parallel.recovery import made_together
 from furlong.train.batches.draws import with_draw
-from furlong.train.batches.plans import SharedPlans, Wanted, plan_batch
+from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch
 from furlong.train.processes.together import ALONE, Processes
+from furlong.train.processes.watch import PLAN
 
 if TYPE_CHECKING:
     from furlong.api import Engine
@@ -95,13 +98,18 @@ class Engines:
             divisor = batch.num_valid_tokens if backward else None
             sequences = batch.tensors(device)
             return self.engine.forward_backward(sequences, options, divisor, backward, watch=watch)
-        processes = self.processes
-        processes.at(f"{name} plan")
-        planned = self._plans.get(_wanted(batch, options, backward=backward))
+        processes, plans = self.processes, self._plans
+        processes.at(name + PLAN)
+
+        def prepare() -> tuple[BatchPlan, Mapping[int, Mapping[str, Tensor]]]:
+            planned = plans.get(_wanted(batch, options, backward=backward))
+            if backward:
+                planned = replace(planned, plan=with_draw(planned.plan, batch, options))
+            return planned, batch.part(self.engine.reads(planned.plan), device)
+
+        # ids come onto the device: a process that lacks memory for them tells the others
+        planned, own = made_together(self.engine.ranks, prepare)
         plan, self.method = planned.plan, planned.method or None
-        if backward:
-            plan = with_draw(plan, batch, options)
-        own = batch.part(self.engine.reads(plan), device)
         return self.engine.run(
             plan, own, batch.num_valid_tokens, weights=weights, watch=watch,
             begun=lambda action: processes.at(f"{name} {format_action(action)}"),

@@ -12,9 +12,11 @@ import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 
+from furlong.errors import ElsewhereError
 from furlong.plan.layout import Layout
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import ChunkPlan
@@ -23,8 +25,11 @@ from furlong.planners.chunks.balance import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.replica import plan_replica
 from furlong.planners.orders.replicas import join_kept
+from furlong.runtime.parallel.recovery import reason_of
 from furlong.train.processes.together import Processes
 
+_FAILURE = "failed: "
+"""Before the reason in the place of a plan that could not be made; no plan's text has a space."""
 _NUM_KEPT = 4
 """Plans that stay in the store: whoever takes the last one has the one before."""
 
@@ -98,8 +103,10 @@ class SharedPlans:
         """`make` runs in a thread of the first process."""
         self._processes, self._make = processes, make
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
-        self._coming: dict[str, Future[BatchPlan]] = {}
+        self._coming: dict[str, tuple[Wanted, Future[BatchPlan]]] = {}
         self._given: list[str] = []
+        self._outdated: set[str] = set()
+        """Plans that nobody will ask for."""
         self._is_closed = False
         self.waited_s = 0.0
         """Seconds that the last `get` has waited."""
@@ -107,14 +114,31 @@ class SharedPlans:
     def expect(self, wanted: Wanted) -> None:
         """Begin to make, or to fetch, a plan that will be asked for."""
         if wanted.name not in self._coming:
-            self._coming[wanted.name] = self._thread.submit(self._find, wanted)
+            self._outdated.discard(wanted.name)
+            future = self._thread.submit(self._find, wanted)
+            self._coming[wanted.name] = wanted, future
 
     def get(self, wanted: Wanted) -> BatchPlan:
-        """The plan, the same on all processes, which all ask for it."""
+        """The plan, the same on all processes, which all ask for it.
+
+        What was expected with other options, before chunks were made smaller, is expected with
+        those of now. Raises ElsewhereError where the first process could not make the plan.
+        """
         started_s = time.perf_counter()
+        outdated = [own for own, _ in self._coming.values() if own.options != wanted.options]
+        for own in outdated:
+            self._coming.pop(own.name)[1].cancel()
+            self._outdated.add(own.name)
+            self._given.append(own.name)
         self.expect(wanted)
-        planned = self._coming.pop(wanted.name).result()
-        self._given.append(wanted.name)
+        for own in outdated:
+            if own.seq_lens != wanted.seq_lens:
+                self.expect(replace(own, options=wanted.options))
+        try:
+            planned = self._coming[wanted.name][1].result()
+        finally:
+            del self._coming[wanted.name]
+            self._given.append(wanted.name)
         if self._processes.is_first:
             self._forget()
         self.waited_s = time.perf_counter() - started_s
@@ -127,11 +151,18 @@ class SharedPlans:
 
     def _find(self, wanted: Wanted) -> BatchPlan:
         if not self._processes.is_first:
-            text = self._processes.fetch(wanted.name, lambda: self._is_closed)
+            text = self._processes.fetch(wanted.name, partial(self._is_over, wanted.name))
             return BatchPlan(unpacked(text))
-        planned = self._make(wanted)
+        try:
+            planned = self._make(wanted)
+        except Exception as error:
+            self._processes.publish(wanted.name, _FAILURE + reason_of(error))
+            raise
         self._processes.publish(wanted.name, packed(planned.plan))
         return planned
+
+    def _is_over(self, name: str) -> bool:
+        return self._is_closed or name in self._outdated
 
     def _forget(self) -> None:
         """Let go of texts that all have fetched by now."""
@@ -146,5 +177,7 @@ def packed(plan: ChunkPlan) -> str:
 
 
 def unpacked(text: str) -> ChunkPlan:
-    """The inverse of `packed`."""
+    """The inverse of `packed`. Raises ElsewhereError where there is no plan."""
+    if text.startswith(_FAILURE):
+        raise ElsewhereError(f"no plan of process 0 ({text.removeprefix(_FAILURE)})")
     return load_plan(zlib.decompress(b85decode(text)).decode())

@@ -32,8 +32,7 @@ from furlong.train.batches.engines import Engines
 from furlong.train.preference.losses import Answer, PairLoss, figures_of, means
 from furlong.train.preference.refusals import draws_twice
 from furlong.train.processes.together import ALONE, Processes
-
-REFERENCE = "the reference"
+from furlong.train.processes.watch import REFERENCE
 
 
 class PairEngines(Engines):

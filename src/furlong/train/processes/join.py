@@ -50,10 +50,12 @@ def joined(launch: Launch, *, limits: Limits = LIMITS) -> Iterator[Processes]:
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo", store=PrefixStore("group", store),
         rank=launch.number, world_size=launch.num_processes, timeout=_COLLECTIVE_LIMIT,
     )  # fmt: skip
-    processes = Processes(launch, PrefixStore("run", store))
+    patience_s = limits.silent_rounds * limits.round_s
+    processes = Processes(launch, PrefixStore("run", store), patience_s=patience_s)
     board = PrefixStore(f"{name}/watch", _connect())
     heartbeat = Heartbeat(
-        board, launch.number, launch.num_processes, processes.flight, limits  # type: ignore[arg-type]
+        board, launch.number, launch.num_processes, processes.flight, limits,  # type: ignore[arg-type]
+        spins=has_gpus,
     )  # fmt: skip
     dist.barrier()
     heartbeat.start()
@@ -93,10 +95,10 @@ def _leave_by(error: BaseException, processes: Processes, heartbeat: Heartbeat) 
     said = str(error) if is_of_user else "".join(traceback.format_exception(error)).strip()
     cause = error.given if isinstance(error, UserError) else error  # this process says the rest
     where = f"it was at {processes.flight.text}"
+    heartbeat.stop()  # or it would find the verdict before this process has told its own error
     with suppress(RuntimeError):
         heartbeat.accuse(f"{here} ended by {type(error).__name__}: {cause}; {where}")
         heartbeat.linger()
-    heartbeat.stop()
     _end(f"{said}\n{here} ends; {where}", 2 if is_of_user else 1)
 
 

@@ -13,6 +13,15 @@ from furlong.plan.layout import Layout
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "MASTER_PORT")
 _COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"
+_MACHINES = "--nnodes {} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+
+_OTHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",  # the script of a job has SLURM_NTASKS too, and is one process
+    "PMI_SIZE": "mpiexec (MPICH, Intel MPI)",
+    "PALS_SIZE": "mpiexec (Cray)",
+}
+"""Launchers by the variable in which they tell the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +44,32 @@ class Launch:
         return self.number == 0
 
 
+def command_like(launch: Launch, arguments: str) -> str:
+    """The command line that starts `furlong` with these arguments on as many processes, on each
+    machine."""
+    if launch.num_processes == 1:
+        return f"furlong {arguments}"
+    num_machines = -(-launch.num_processes // launch.num_local)
+    machines = _MACHINES.format(num_machines) if num_machines > 1 else ""
+    return f"torchrun {machines}--nproc-per-node {launch.num_local} -m furlong {arguments}"
+
+
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that torchrun, or a launcher with its variables, describes; else one process.
 
     Raises ConfigError for launchers with other variables and for variables that are missing.
     """
-    others = environment.get("OMPI_COMM_WORLD_SIZE", "")
     count = environment.get("WORLD_SIZE", "")
-    if not (count.isdecimal() and int(count) > 1):
-        if others.isdecimal() and int(others) > 1:
-            raise ConfigError(
-                given=f"{others} processes of mpirun",
-                required="processes that torchrun has started, or that have its variables",
-                source="the environment variable OMPI_COMM_WORLD_SIZE",
-                change=f"start them by {_COMMAND.format(others)}",
-            )
+    if count and not (count.isdecimal() and int(count)):
+        raise ConfigError(
+            given=f"WORLD_SIZE = {count}",
+            required="a number of processes, as torchrun sets it",
+            source="the environment",
+            change=f"unset WORLD_SIZE, or start the processes by {_COMMAND.format(2)}",
+        )
+    if not count:
+        _refuse_others(environment)
+    if count in ("", "1"):
         return Launch()
     missing = [name for name in _NUMBERS if not environment.get(name, "").isdecimal()]
     missing += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
@@ -76,6 +96,21 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         num_local=int(num_local) if num_local.isdecimal() else int(count),
         attempt=int(attempt) if attempt.isdecimal() else 0,
     )
+
+
+def _refuse_others(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where a launcher without torchrun's variables has started several processes
+    as one: each would train by itself."""
+    for name, launcher in _OTHERS.items():
+        size = environment.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigError(
+                given=f"{size} processes of {launcher}",
+                required="processes that torchrun has started, or that have its variables",
+                source=f"the environment variable {name}",
+                change=f"start them by {_COMMAND.format(size)}, on several machines by one torchrun"
+                " on each (docs/many-devices.md); where each is a run of its own set WORLD_SIZE=1",
+            )
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int | None]:

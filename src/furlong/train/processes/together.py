@@ -1,7 +1,8 @@
 """Agreement among the processes of a run: sums, flags, values of the first one, and errors.
 
 Waiting happens in the store and not in collectives, for as long as anybody takes: who has died
-meanwhile is found by the heartbeats. Alone nothing here needs torch.
+meanwhile is found by the heartbeats. A process that has failed waits for the others a while only:
+they may be in a collective in which it is missing. Alone nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,15 +25,20 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _T = TypeVar("_T")
-_POLL_S = 0.01
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.5
+"""Seconds between two looks into the store: a tenth of the wait so far. The store is one for all,
+and blocking in it would neither heed signals nor let another thread use the connection."""
 
 
 class Processes:
     """This process among all of a run; alone it agrees with itself."""
 
-    def __init__(self, launch: Launch, store: Store | None = None) -> None:
-        """`store`: shared by all; None where there is one process."""
-        self.launch = launch
+    def __init__(
+        self, launch: Launch, store: Store | None = None, *, patience_s: float = 20.0
+    ) -> None:
+        """`store`: shared by all; None where there is one process. `patience_s`: how long a process
+        that has failed waits for the others."""
+        self.launch, self._patience_s = launch, patience_s
         self.flight = Flight()
         self.common: UserError | None = None
         """The error that every process is raising."""
@@ -159,10 +166,12 @@ class Processes:
         """The text of a key, as soon as it is there. Raises TimeoutError when nobody waits for it
         any more."""
         assert self._store is not None
+        started_s = time.monotonic()
         while not self._store.check([key]):
             if is_over():
                 raise TimeoutError(key)
-            time.sleep(_POLL_S)
+            pause_s = (time.monotonic() - started_s) / 10
+            time.sleep(min(max(pause_s, _LEAST_PAUSE_S), _MOST_PAUSE_S))
         return self._store.get(key).decode()
 
     def forget(self, *keys: str) -> None:
@@ -180,20 +189,29 @@ class Processes:
             return
         own = {"failure": None if failure is None else _written(failure)}
         self.publish(f"done/{number}/{self.launch.number}", json.dumps(own))
-        if self.is_first:
-            self._sum_up(number)
-        found = json.loads(self.fetch(f"done/{number}"))
+        until_s = inf if failure is None else time.monotonic() + self._patience_s
+
+        def is_over() -> bool:
+            return time.monotonic() > until_s
+
+        try:
+            if self.is_first:
+                self._sum_up(number, is_over)
+            found = json.loads(self.fetch(f"done/{number}", is_over))
+        except TimeoutError:
+            assert failure is not None
+            raise failure from None  # of this process alone: the heartbeats tell the others
         if found["failure"] is None:
             return
         is_own = failure is not None and found["process"] == self.launch.number
         raise self.alike(failure if is_own and failure else _read(found))
 
-    def _sum_up(self, number: int) -> None:
+    def _sum_up(self, number: int, is_over: Callable[[], bool]) -> None:
         """Publish the first error of all processes, or that there is none."""
         keys = [f"done/{number}/{process}" for process in range(self.num_processes)]
         found: dict[str, Any] = {"failure": None}
         for process, key in enumerate(keys):
-            said = json.loads(self.fetch(key))
+            said = json.loads(self.fetch(key, is_over))
             if found["failure"] is None and said["failure"] is not None:
                 found = said | {"process": process}
         self.publish(f"done/{number}", json.dumps(found))

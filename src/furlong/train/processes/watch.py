@@ -7,6 +7,10 @@ cable is cut the first one waits in the network, and never finds out.
 
 Time is counted in rounds of the threads: a machine that was asleep, or a process that was stopped
 and goes on, does not take its own pause for the silence of others.
+
+Processes that beat may wait for each other for ever. All are ended when none has gone on for long:
+a new position is progress, and so is work, of the processor or on files, but not where a process
+that waits for another one spins on its processor, as it does for a GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +20,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
 from typing import Protocol
 
 from furlong.train.processes.flight import Flight
 
-STEP, EVALUATION = "step", "evaluation"
-"""How a position within a plan begins: where all processes are, they can be stuck."""
+STEP, EVALUATION, REFERENCE = "step", "evaluation", "the reference"
+"""How a position within a plan begins."""
+PLAN = " plan"
+"""How a position ends in which a plan is made, or waited for."""
 _SEPARATOR = "\n"
+_LEAST_WORK = 0.02
+"""Share of a processor that counts as work: threads that only look use less."""
+_BYTES_PER_S = 2**20
+"""Bytes of files that count as one second of work."""
 
 
 class Board(Protocol):
@@ -43,35 +56,72 @@ class Limits:
     """Seconds between two beats of a process."""
     silent_rounds: int = 20
     """Rounds without a beat after which a process counts as stopped."""
-    stuck_rounds: int = 600
-    """Rounds without progress of any process within a step after which all count as stuck; ten
-    times the longest action so far if that is more."""
+    stuck_rounds: int = 60
+    """Rounds without progress of any process within a step after which all count as stuck, beside
+    ten times the longest action so far."""
+    idle_rounds: int = 300
+    """The same outside of steps, and until the first one is over: a disk may take its time to write
+    what it was given, a first action to load and compile its kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """What a process tells of itself."""
+
+    number: int
+    """Its beats so far."""
+    count: int
+    """Its positions so far."""
+    text: str
+    """The last one."""
+    work_s: float
+    """See `_work_s`."""
+    place: str
+    """Where its main thread is in the code."""
+
+    @classmethod
+    def of(cls, line: bytes) -> _Beat:
+        number, count, text, work_s, place = line.decode().split(_SEPARATOR)
+        return cls(int(number), int(count), text, float(work_s), place)
+
+    def line(self) -> str:
+        return _SEPARATOR.join(str(getattr(self, name)) for name in self.__slots__)
+
+    @property
+    def is_action(self) -> bool:
+        """Whether it is within a plan, where waiting for others may look like work."""
+        of_plan = self.text.startswith((STEP, EVALUATION, REFERENCE))
+        return of_plan and not self.text.endswith(PLAN)
 
 
 @dataclass(slots=True)
 class _Seen:
     """The last beats of another process."""
 
-    beat: bytes = b""
+    last: _Beat
+    before: _Beat
+    """That of its last progress."""
+    first_step: str = ""
     silent_rounds: int = 0
-    position: str = ""
     still_rounds: int = 0
     longest_rounds: int = 0
+    """Those of its longest action."""
+    has_stepped: bool = False
 
-    def look(self, beat: bytes) -> None:
-        """Take note of the beat of a round."""
-        self.silent_rounds = 0 if beat != self.beat else self.silent_rounds + 1
-        self.beat = beat
-        position = _position_of(beat)
-        if position == self.position:
+    def look(self, beat: _Beat, work_s: float) -> None:
+        """Take note of the beat of a round; so much work since the last progress is progress."""
+        self.silent_rounds = 0 if beat.number != self.last.number else self.silent_rounds + 1
+        self.last = beat
+        if beat.count == self.before.count and beat.work_s - self.before.work_s < work_s:
             self.still_rounds += 1
-        else:
+            return
+        if self.before.is_action:
             self.longest_rounds = max(self.longest_rounds, self.still_rounds)
-            self.position, self.still_rounds = position, 0
-
-    @property
-    def text(self) -> str:
-        return _text_of(self.position)
+        if beat.text.startswith(STEP):
+            step = " ".join(beat.text.split()[:2])
+            self.first_step = self.first_step or step
+            self.has_stepped |= step != self.first_step
+        self.before, self.still_rounds = beat, 0
 
 
 LIMITS = Limits()
@@ -94,6 +144,8 @@ class Heartbeat:
     num_processes: int
     flight: Flight
     limits: Limits = LIMITS
+    spins: bool = False
+    """Whether a process that waits for another one within a plan keeps its processor busy."""
     end: Callable[[str], None] = end_process
     """Told why this process has to leave."""
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -144,13 +196,15 @@ class Heartbeat:
         ]
 
     def _where(self, number: int) -> str:
-        beat = self.board.get(f"beat/{number}")
-        return self.flight.of(number) or _text_of(_position_of(beat))
+        return self.flight.of(number) or self._told(number).text
+
+    def _told(self, number: int) -> _Beat:
+        return _Beat.of(self.board.get(f"beat/{number}"))
 
     def _beat(self) -> None:
         self._rounds += 1
-        line = _SEPARATOR.join((str(self._rounds), str(self.flight.count), self.flight.text))
-        self.board.set(f"beat/{self.number}", line)
+        own = _Beat(self._rounds, self.flight.count, self.flight.text, _work_s(), _place())
+        self.board.set(f"beat/{self.number}", own.line())
 
     def _keep_beating(self) -> None:
         looked_at = range(self.num_processes) if self.number == 0 else (0,)
@@ -169,10 +223,19 @@ class Heartbeat:
                 self.end(f"{found}\n{self._here()}")
                 return
 
-    def _read(self, number: int) -> _Seen:
-        seen = self._seen.setdefault(number, _Seen())
-        seen.look(self.board.get(f"beat/{number}"))
-        return seen
+    def _read(self, number: int) -> None:
+        beat = self._told(number)
+        seen = self._seen.setdefault(number, _Seen(beat, beat))
+        does_tell = not (self.spins and seen.before.is_action)
+        limit_s = self._limit_of(seen) * self.limits.round_s
+        seen.look(beat, _LEAST_WORK * limit_s if does_tell else inf)
+
+    def _limit_of(self, seen: _Seen) -> int:
+        """The rounds after which a process counts as stuck."""
+        if not (seen.before.is_action and seen.has_stepped):
+            return self.limits.idle_rounds
+        longest = max(other.longest_rounds for other in self._seen.values())
+        return self.limits.stuck_rounds + 10 * longest
 
     def _judge(self) -> str | None:
         """The verdict that this round leads to."""
@@ -182,15 +245,13 @@ class Heartbeat:
             said = "; ".join(f"its last action was {self._where(n)}" for n in silent)
             names = ", ".join(f"process {number}" for number in silent)
             return self.accuse(f"{names}: silent for {seconds:.0f} s; {said}")
-        texts = [seen.text for seen in self._seen.values()]
-        if self.number or not all(text.startswith((STEP, EVALUATION)) for text in texts):
+        if self.number or any(s.still_rounds < self._limit_of(s) for s in self._seen.values()):
             return None
-        still = min(seen.still_rounds for seen in self._seen.values())
-        longest = max(seen.longest_rounds for seen in self._seen.values())
-        if still < max(self.limits.stuck_rounds, 10 * longest):
-            return None
-        where = "; ".join(f"process {n} at {seen.text}" for n, seen in self._seen.items())
-        seconds = still * self.limits.round_s
+        where = "; ".join(
+            f"process {n} at {self._where(n)}, in {seen.last.place}"
+            for n, seen in self._seen.items()
+        )
+        seconds = min(s.still_rounds for s in self._seen.values()) * self.limits.round_s
         return self.accuse(f"no process has gone on for {seconds:.0f} s: {where}")
 
     def _watch_the_other_thread(self) -> None:
@@ -207,13 +268,25 @@ class Heartbeat:
         return f"process {self.number} ends; it was at {self.flight.text}"
 
 
-def _position_of(beat: bytes) -> str:
-    """A beat without its own number: the count of positions, and the text of the last one."""
-    return beat.decode().partition(_SEPARATOR)[2]
+def _work_s() -> float:
+    """Seconds of the processor that this process has used, but for the calling thread, and one for
+    every `_BYTES_PER_S` that it has read from disks or written to them."""
+    used_s = time.process_time() - time.thread_time()
+    with suppress(OSError, ValueError):  # Linux alone tells the bytes
+        for line in Path("/proc/self/io").read_text().splitlines():
+            name, _, value = line.partition(": ")
+            if name in ("read_bytes", "write_bytes"):
+                used_s += int(value) / _BYTES_PER_S
+    return used_s
 
 
-def _text_of(position: str) -> str:
-    return position.partition(_SEPARATOR)[2]
+def _place() -> str:
+    """The innermost function of the main thread, with its file and line."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "no code"
+    code = frame.f_code
+    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
 def _first_line(error: Exception) -> str:
