@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -17,7 +18,9 @@ from helpers.tiny_families import VOCAB_SIZE, build
 
 import furlong
 from furlong.errors import DataError, UnsupportedModelError
+from furlong.models.causal_lm import CausalLM
 from furlong.runtime import followed_model
+from furlong.runtime.memory.pools import Storage
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -229,3 +232,53 @@ def test_a_sampled_step_draws_the_chunks_that_have_labels(seed: int) -> None:
     (chunk,) = result.plan.trained
     assert result.plan.chunks[chunk].slices[0].stop == 61
     assert result.loss > 0
+
+
+def test_freed_memory_is_given_back_and_taken_anew(tmp_path: Path) -> None:
+    model, sequences = build("llama"), batch([29, 4])
+    engine = furlong.Engine(model, storage=Storage(disk_dir=tmp_path))
+    options = furlong.ChunkOptions(size=8, keep="attention", tier="disk")
+    values = engine.token_values(sequences, options)
+    expected = engine.forward_backward(sequences, options).loss
+    truth = take_grads(model)
+    kept = engine._followed.kept
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    engine.free()
+    assert not kept.opened.arena.pooled_bytes
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1  # the file; values have another
+    sum(own.sum() for own in values).backward()
+    take_grads(model)
+    assert engine.forward_backward(sequences, options).loss == expected
+    assert worst_relative_error(take_grads(model), truth) == 0
+
+
+def test_an_adapter_outlives_a_change_of_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make one is to search the model for recurrent layers, by a forward through all of it."""
+    made: list[object] = []
+
+    class Counted(CausalLM):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(None)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(followed_model, "CausalLM", Counted)
+    model = build("llama", attention_dropout=0.1).eval()
+    engine, options = furlong.Engine(model), furlong.ChunkOptions(size=8)
+    with pytest.raises(UnsupportedModelError, match="attention dropout"):
+        model.train()
+        engine.forward_backward(batch([9]), options)
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    del made[:]
+    for training in (True, False, True, False):
+        model.train(training)
+        engine.forward_backward(batch([9]), options)
+    assert len(made) == 1
+
+
+def test_a_kernel_that_is_not_installed_is_named_with_what_to_do() -> None:
+    model = build("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match=r'set_attn_implementation\("sdpa"\)'):
+        furlong.forward_backward(model, batch([9]), furlong.ChunkOptions(size=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize
 
 import furlong
 from furlong.errors import ConfigError, DataError, UnsupportedModelError, UserError
+from furlong.runtime import followed_model
 
 OPTIONS = furlong.ChunkOptions(size=8)
 
@@ -286,3 +288,17 @@ def test_every_refusal_has_four_parts() -> None:
         furlong.forward_backward(build("llama"), [IDS], OPTIONS)  # type: ignore[list-item]
     parts = [line.split(":")[0] for line in str(error.value).splitlines()]
     assert parts == ["given", "required", "from", "change"]
+
+
+def test_a_decoder_without_a_list_of_layers_is_refused_under_python_o() -> None:
+    """`python -O` leaves assertions out, with all that they compute."""
+    names: dict[str, Any] = {"__name__": "optimized"}
+    exec(compile(inspect.getsource(followed_model), "optimized", "exec", optimize=1), names)
+
+    class Listless:
+        @property
+        def layers(self) -> None:
+            raise UnsupportedModelError(given="no list", required="", source="", change="")
+
+    with pytest.raises(UnsupportedModelError, match="train it in one process"):
+        names["_require_layers"](Listless())

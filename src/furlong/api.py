@@ -112,6 +112,15 @@ class Engine:
             counted_elsewhere=self.counted_elsewhere,
         )  # fmt: skip
 
+    def free(self) -> None:
+        """Give back the memory, the threads and the file that calls on this model, also those of a
+        `furlong.chunked` one, keep for the next call; that takes its own. What lives between a
+        forward and its backward stays. Pinned host memory stays in torch's cache."""
+        with self._followed.alone():
+            self._followed.kept.free()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def plan(
         self, seq_lens: Sequence[int], options: ChunkOptions, *, backward: bool = True
     ) -> ChunkPlan:

@@ -168,7 +168,7 @@ class _Door:
 
     def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         given = _named(decoder, args, kwargs)
-        if self.followed.kept.busy.locked() or self._is_plain(decoder, given):
+        if self.followed.kept.is_inside or self._is_plain(decoder, given):
             return type(decoder).forward(decoder, *args, **kwargs)
         _refuse_unknown(decoder, given)
         rows = rows_of_batch(

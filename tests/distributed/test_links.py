@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,7 @@ from furlong.plan.messages import messages
 from furlong.plan.values import Chunk, ChunkPlan, Forward, Recv, Send, Slice
 from furlong.planners.orders.pipeline import plan_1f1b
 from furlong.runtime.parallel.links import Incoming, Links, Outgoing, Parcel, open_links
+from furlong.runtime.parallel.waiter import Waiter
 
 CPU = torch.device("cpu")
 PARCEL = Parcel(3, torch.float64, CPU)
@@ -71,13 +73,22 @@ def test_both_ends_expect_the_same_messages():
                     assert all(m.num_rows == plan.chunks[m.chunk].num_tokens for m in sent)
 
 
+def test_the_thread_of_a_forgotten_waiter_ends() -> None:
+    """That of a model with a pipeline, which nobody closes."""
+    waiter = Waiter("furlong-link-test")
+    [thread] = [t for t in threading.enumerate() if t.name == "furlong-link-test"]
+    waiter.hold(SimpleNamespace(wait=lambda: None), torch.ones(1)).result(10)
+    del waiter
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def many_steps(rank: int, num_ranks: int) -> tuple[int, int]:
     links = opened(num_ranks)
     for num_chunks in (1, 12, 5):
         obey(links, plan_of(num_chunks, num_ranks), rank)
     most = links.most_held
     held = sum(out.num_held for out, _ in links._ways.values())
-    links.close()
     return most, held
 
 
@@ -102,7 +113,6 @@ def slow_receiver(rank: int) -> tuple[int, list[float]]:
             links.send(action, value(action, plan))
             clock.append(time.monotonic() - started_s)
     links.finish()
-    links.close()
     return links.most_held, clock
 
 

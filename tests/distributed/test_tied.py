@@ -59,7 +59,6 @@ def train(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
         clip(model, norms[-1])
         optimizer.step()
         optimizer.zero_grad()
-    links.close()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 

@@ -159,7 +159,6 @@ def run_cases(process: int, cases: Sequence[Case]) -> list[Outcome]:
         loss = run_step(case, model, comms)
         tied.add_up(CausalLM(model))
         outcomes.append(Outcome(loss, take_grads(model), links.most_held))
-    links.close()
     return outcomes
 
 

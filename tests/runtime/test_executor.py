@@ -300,8 +300,8 @@ def test_nothing_runs_backward_below_the_lowest_trained_layer(
     truth = take_grads(model)
     plain, wants_gradient = Executor._leaf, {}
 
-    def leaf(self, live, at, what, stack):
-        x = plain(self, live, at, what, stack)
+    def leaf(self, live, at, what):
+        x = plain(self, live, at, what)
         if what.computes == "graph":
             wants_gradient[at[1]] = x.requires_grad
         return x
@@ -314,6 +314,29 @@ def test_nothing_runs_backward_below_the_lowest_trained_layer(
     again = {a.stage for a in ran if isinstance(a, (Recompute, RebuildKV, Backward))}
     assert again == set(range(frozen, len(result.plan.stages)))
     assert wants_gradient == {stage: stage > frozen for stage in again if stage > 0}
+
+
+@pytest.mark.parametrize("order", ["chunk-first", "layer-first"])
+@pytest.mark.parametrize("keep", ["kv", "attention", "input"])
+def test_what_a_hook_changes_in_place_is_changed_once(keep, order) -> None:
+    """Above frozen layers no gradient goes by a stage's input, so autograd watches none of them."""
+    model, sequences = build("qwen2"), batch([24])
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    steering = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def change(module, args, kwargs) -> None:
+        if module is model.model.rotary_emb:
+            (args[1] if len(args) > 1 else kwargs["position_ids"]).mul_(2)
+        else:
+            (args[0] if args else kwargs["hidden_states"]).add_(steering)
+
+    for module in (model.model.layers[1], model.model.rotary_emb):
+        module.register_forward_pre_hook(change, with_kwargs=True)
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    furlong.forward_backward(model, sequences, ChunkOptions(size=8, keep=keep, order=order))
+    assert worst_relative_error(take_grads(model), truth) < 1e-9
 
 
 def test_a_plan_that_leaves_out_what_is_trained_by_now_is_refused() -> None:

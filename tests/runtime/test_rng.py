@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import furlong
 from furlong.errors import UnsupportedModelError
-from furlong.runtime.rng import RNGState, replayed
+from furlong.runtime.rng import RNGState, independent_draws, replayed
 
 CPU = torch.device("cpu")
 
@@ -97,3 +97,15 @@ def test_a_call_draws_nothing_of_its_own() -> None:
     before = torch.get_rng_state()
     furlong.forward_backward(model, batch([24]), furlong.ChunkOptions(size=8))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_independent_draws_seed_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.default_generator.manual_seed(3)
+    draws = []
+    for process in (0, 1, 0):
+        torch.default_generator.manual_seed(3)
+        with independent_draws(process, CPU):
+            draws.append(float(torch.rand(())))
+    assert draws[0] == draws[2] != draws[1] and not seeded

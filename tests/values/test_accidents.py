@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import furlong
 from furlong.errors import ConfigError, UserError
+from furlong.runtime.memory.pools import Storage
 
 OPTIONS = furlong.ChunkOptions(size=8, keep="attention")
 SEQUENCES = batch([29, 4, 13], masked=[range(18)])
@@ -416,3 +417,22 @@ def test_an_adapter_added_in_between_is_refused() -> None:
     with pytest.raises(UserError, match="parameters are others"):
         loss.backward()
     assert subject.taken_bytes == 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_budget_is_that_of_all_calls_that_live(tier: Any) -> None:
+    engine = furlong.Engine(build("llama"))
+    options = furlong.ChunkOptions(size=8, keep="attention", tier=tier, num_retained=0)
+    needed = engine.forward_backward(SEQUENCES, options)
+    budget = int(2.5 * getattr(needed, f"{tier}_bytes"))
+    engine = furlong.Engine(
+        engine.model.model, storage=Storage(host_bytes=budget, disk_bytes=budget)
+    )
+    values = [engine.token_values(SEQUENCES, options)]
+    for call in (engine.token_values, engine.forward_backward):
+        with pytest.raises(ConfigError, match=rf"memory\.{tier}"):
+            call(SEQUENCES, options)
+    loss_of(values.pop()).backward()
+    values.append(engine.token_values(SEQUENCES, options))
+    values.clear()
+    assert engine.forward_backward(SEQUENCES, options).loss > 0

@@ -9,6 +9,7 @@ the way down, none drops its own modules.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from furlong.errors import FurlongError, UnsupportedModelError
+from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import ATTENTION_BLOCK, CHUNKED
 from furlong.ops.latent_kv import Expansion
 from furlong.ops.layer_kv import AttentionRule
@@ -79,11 +80,14 @@ class BoundCell:
     what: Pass
     positions: Tensor
     """Position (T,) of each token in its sequence."""
+    thread: int
+    """The thread of the pass: a call of the model in another one is no part of it."""
 
     @classmethod
     def to(cls, module: nn.Module) -> BoundCell | None:
+        """The cell of a module in a pass of this thread; None outside of one."""
         found: BoundCell | None = module.__dict__.get(CELL)
-        return found
+        return found if found and found.thread == threading.get_ident() else None
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def bound(
     """Within it the attention of `modules` is that of a cell's pass, of tokens at `positions`."""
     before = [module.__dict__.get(CELL) for module in modules]
     for module in modules:
-        module.__dict__[CELL] = BoundCell(cell, what, positions)
+        module.__dict__[CELL] = BoundCell(cell, what, positions, threading.get_ident())
     try:
         yield
     finally:
@@ -125,10 +129,7 @@ def attention(
     """
     pass_of = BoundCell.to(module)
     if pass_of is None:
-        raise FurlongError(
-            f"{type(module).__name__} was called under the attention name {ATTENTION_NAME!r} "
-            "outside of forward_backward; set the model's attention implementation to sdpa"
-        )
+        raise called_within(module)
     if dropout:
         raise _refusal(
             module,
@@ -155,6 +156,19 @@ def attention(
     attended = pass_of.cell.attend(pass_of.what, layer, q, k, v, rule, s_aux, (key, value))
     out = attended[..., :value_width]
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)
+
+
+def called_within(module: nn.Module) -> ConfigError:
+    """The refusal of a caller's own call of a model while chunks of it are computed."""
+    return ConfigError(
+        given=f"{type(module).__name__} called while a step of its model, or of one that shares its"
+        " config, runs",
+        required="no other call before a step is over: within it attention is furlong's and layers "
+        "are those of a stage",
+        source="another thread, or a hook, watch or function of values of the step",
+        change="call the model before or after, or a copy.deepcopy of it; where no step runs, set "
+        "its attention implementation to sdpa",
+    )
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:

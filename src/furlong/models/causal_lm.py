@@ -6,6 +6,7 @@ T tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.families import for_all_layers
+from furlong.models.attention import called_within
 from furlong.models.entrance import enter
 from furlong.models.head_stub import HeadStub
 from furlong.models.held import Skip, decoder_of, held_layers, layer_list
@@ -53,6 +55,7 @@ class CausalLM:
         self.decoder: Any = decoder_of(base)
         self._decoder_name = _child_name(base, self.decoder)
         self._relays = False
+        self._decodes_in: int | None = None  # the thread that is about to call the decoder
         self.attention_modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
 
     @property
@@ -207,10 +210,18 @@ class CausalLM:
         probed = self.probed
         with chunked_attention(self.base, self.max_seq_len), relaying(probed.mixers, probed.shared):
             self._relays = bool(probed.mixers)
+            hook = self.decoder.register_forward_pre_hook(self._refuse_others)
             try:
                 yield
             finally:
+                hook.remove()
                 self._relays = False
+
+    def _refuse_others(self, decoder: nn.Module, _: object) -> None:
+        """Raise ConfigError for a call of the decoder that is not `decode`'s."""
+        if self._decodes_in != threading.get_ident():
+            raise called_within(decoder)
+        self._decodes_in = None
 
     @cached_property
     def probed(self) -> Probed:
@@ -240,6 +251,7 @@ class CausalLM:
         cache = {}
         if self._relays:
             cache = {cache_argument(self.decoder) or "": DoorCache()}
+        self._decodes_in = threading.get_ident()
         output = self.decoder(**inputs, **cache, use_cache=False, return_dict=True)
         return output.last_hidden_state  # type: ignore[no-any-return]
 

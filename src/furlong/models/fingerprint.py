@@ -8,21 +8,23 @@ from typing import Any
 from torch import nn
 
 
-def fingerprint(model: nn.Module) -> int:
-    """Hash of everything but the weights' values on which the adapter and its check depend.
+def fingerprint(model: nn.Module) -> tuple[int, int]:
+    """Hashes of everything but the weights' values on which the adapter depends, and of the modes
+    on which its check depends besides: which modules train.
 
-    That is the config, every module and its type, whether it trains, its active adapters, what was
-    put into it (hooks, a forward of its own), and the shape, dtype and device of every parameter.
-    Comparable within one process.
+    The first is of the config, every module and its type, its active adapters, what was put into it
+    (hooks, a forward of its own), and the shape, dtype and device of every parameter. Comparable
+    within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (id(module), type(module), module.training, _adapters(module), _put_in(module))
-        for module in model.modules()
+        (id(module), type(module), _adapters(module), _put_in(module)) for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
-    return hash((text, getattr(config, "_attn_implementation", None), modules, weights))
+    kernel = getattr(config, "_attn_implementation", None)
+    modes = hash(tuple(module.training for module in model.modules()))
+    return hash((text, kernel, modules, weights)), modes
 
 
 def adapter_states(model: nn.Module) -> tuple[Any, ...]:

@@ -115,7 +115,7 @@ class Stage:
     def _run(self, x: Tensor, position_ids: Tensor, cell: CellAttention, what: Pass) -> Tensor:
         """Hidden states (1, T, D)."""
         decode, modules = self._model.decode, self._model.cell_modules
-        positions = position_ids[None]
+        positions = position_ids[None].clone()  # a hook that changes them must not meet them again
         with ExitStack() as stack:
             stack.enter_context(bound(modules, cell, what, position_ids))
             if what.recompute_layers and what.computes == "graph":

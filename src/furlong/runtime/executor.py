@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import product
 from typing import Unpack
 
@@ -209,8 +209,8 @@ class Executor:
         before = RNGState.read(self._model.device) if self._draws else None
         cell.begin_pass(what)
         try:
-            with ExitStack() as stack, self._modes():
-                x = own.input_ids if stage == 0 else self._leaf(live, at, what, stack)
+            with self._modes():
+                x = own.input_ids if stage == 0 else self._leaf(live, at, what)
                 hidden = self._stages[stage].run(x, own.position_ids, cell, what)
         except KVReady:
             cell.require_met(self._model.name)
@@ -222,15 +222,15 @@ class Executor:
         cell.require_met(self._model.name)
         return hidden
 
-    def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass, stack: ExitStack) -> Tensor:
-        """The stage's input (T, D); of a graph a leaf, whose gradient is that of the input."""
+    def _leaf(self, live: LiveCell, at: tuple[int, int], what: Pass) -> Tensor:
+        """A copy of the stage's input (T, D), which a hook may change in place; of a graph a leaf,
+        whose gradient is the input's."""
         lease = self._hidden.read(at)
-        stack.callback(lease.release)
-        if what.computes != "graph":
-            return lease.tensor
-        # a graph holds its input longer than a lease may last
-        live.x = lease.tensor.clone().requires_grad_(at[1] > self._plan.frozen_stages)
-        return live.x
+        x = lease.tensor.clone()
+        lease.release()
+        if what.computes == "graph":
+            live.x = x.requires_grad_(at[1] > self._plan.frozen_stages)
+        return x
 
     def _deliver(self, action: Action, hidden: Tensor) -> None:
         """Hand a stage's output (T, D) to the next stage."""

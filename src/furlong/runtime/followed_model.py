@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +19,19 @@ from furlong.errors import ConfigError, LinkError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
+from furlong.models.support import other_dropouts, refuse_attention_dropout
 from furlong.models.wrappers import bare_model, refuse_placement
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cells.layout import rows_on
 from furlong.runtime.checks.self_check import self_check
-from furlong.runtime.checks.surroundings import device_type, left_out, refuse_autocast, refuse_mode
+from furlong.runtime.checks.surroundings import (
+    device_type,
+    left_out,
+    refuse_autocast,
+    refuse_call,
+    refuse_mode,
+)
 from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.kept import Kept
 from furlong.runtime.memory.pools import Storage
@@ -69,7 +77,7 @@ class FollowedModel:
         self.max_seq_len, self.compute_dtype = max_seq_len, compute_dtype
         self.kept = _KEPT.setdefault(bare_model(given), Kept())
         self.ranks = ranks_given(ranks, process_group, device_type(given))
-        self._fingerprint: int | None = None
+        self._fingerprint: tuple[int, int] | None = None
         self._notes: set[str] = set()
 
     @contextmanager
@@ -89,19 +97,22 @@ class FollowedModel:
                 source="a process that was forked after furlong.Engine was made",
                 change="call the engine in the process that made it, or fork before",
             )
-        if not self.kept.busy.acquire(blocking=False):
-            raise ConfigError(
-                given="a second forward_backward on a model while the first one runs",
-                required="one call at a time on each model",
-                source="another thread, a hook of the model, or a thread that ran at a fork",
-                change="call them one after the other, or give each thread a model of its own",
-            )
-        try:
-            with torch.autocast(device_type(self.given), enabled=False):
-                yield
-        finally:
-            self.kept.busy.release()
-            self.kept.sweep()
+        with self.kept.running() as is_free:
+            if not is_free:
+                raise ConfigError(
+                    given="a second forward_backward on a model while the first one runs",
+                    required="one call at a time on each model",
+                    source="another thread, a hook of the model, or a thread that ran at a fork",
+                    change="call them one after the other",
+                )
+            base = bare_model(self.given)
+            _refuse_rivals(base)
+            hook = base.register_forward_pre_hook(refuse_call)
+            try:
+                with torch.autocast(device_type(self.given), enabled=False):
+                    yield
+            finally:
+                hook.remove()
 
     def follow(self, *, notes: bool = True) -> None:
         """Adapt to the model as it is now; check it if that is new, and divide it among the ranks
@@ -114,11 +125,17 @@ class FollowedModel:
         if now == self._fingerprint:
             return
         self._require_own_shards(base)
-        refuse_placement(base)
-        self.model = CausalLM(self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head)
-        if self.ranks is not None:
-            require_stages(self.ranks.pp, self.model.num_layers)
-        self.kept.open_pools(self.model.device, self.storage)
+        if self._fingerprint is None or now[0] != self._fingerprint[0]:
+            self._fingerprint = None  # an adapter of something else is not to be met again
+            refuse_placement(base)
+            self.model = CausalLM(
+                self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head
+            )
+            if self.ranks is not None:
+                require_stages(self.ranks.pp, self.model.num_layers)
+            self.kept.open_pools(self.model.device, self.storage)
+        elif base.training:
+            refuse_attention_dropout(base)
         self._check_once(now, (self.model.num_layers,))
         self._fingerprint = now
         if self.ranks is not None and self.kept.ranks is None:
@@ -235,14 +252,14 @@ class FollowedModel:
             lambda chunk: rows_of(chunk).num_rows,
         )  # fmt: skip
 
-    def _check_once(self, now: int | None, heights: tuple[int, ...]) -> None:
+    def _check_once(self, now: object, heights: tuple[int, ...]) -> None:
         key = self._key(now, heights)
         if key not in self.kept.checked:
             with self.computing():
                 self_check(self.model, self.kept.backend, heights)
             self.kept.checked.add(key)
 
-    def _key(self, now: int | None, heights: tuple[int, ...]) -> tuple[object, ...]:
+    def _key(self, now: object, heights: tuple[int, ...]) -> tuple[object, ...]:
         return now, self.compute_dtype, self.max_seq_len, heights
 
     def _shard(self, ranks: Ranks) -> None:
@@ -286,10 +303,37 @@ class FollowedModel:
             )
 
 
+def _refuse_rivals(base: nn.Module) -> None:
+    """Raise ConfigError where another thread runs a call on another model that would meet this
+    one's: by their config, or by the random numbers that both replay."""
+    for reference in _KEPT.keyrefs():
+        other = reference()
+        kept = _KEPT.get(other) if other is not None else None
+        if other is None or kept is None or kept.thread in (None, threading.get_ident()):
+            continue
+        if not _configs(base).isdisjoint(_configs(other)):
+            what, change = "that shares its config", "copy.deepcopy the config for one of them"
+        elif other_dropouts(base) or other_dropouts(other):
+            what, change = "with dropout, of either", "run them one after the other"
+        else:
+            continue
+        raise ConfigError(
+            given=f"a call on a model while another thread runs one on a model {what}",
+            required="calls that share neither a config, in which attention is furlong's for the "
+            "length of one, nor the process's random numbers, which both replay",
+            source="two threads of one process",
+            change=f"{change}, or give each model a process of its own",
+        )
+
+
+def _configs(model: nn.Module) -> set[int]:
+    return {id(module.config) for module in model.modules() if hasattr(module, "config")}
+
+
 def _require_layers(model: CausalLM) -> None:
     """Raise UnsupportedModelError for a decoder whose layers could not be gathered one by one."""
     try:
-        assert model.layers
+        _ = model.layers
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             given=error.given,

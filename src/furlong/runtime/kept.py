@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from furlong.kv.arena import Arena
+from furlong.kv.pools.lanes import is_lane
 from furlong.ops.choose import ProbedBackend
 from furlong.runtime.memory.pools import Pools, Storage
 from furlong.runtime.parallel.exchange import AllToAll
@@ -27,6 +29,11 @@ class Kept:
     backend: ProbedBackend = field(default_factory=ProbedBackend)
     checked: set[tuple[Any, ...]] = field(default_factory=set)
     busy: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the call that runs."""
+    thread: int | None = None
+    """The thread of that call."""
+    pooled: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever takes memory of the pools or gives it back: a call, or a `sweep`."""
     process: int = field(default_factory=os.getpid)
     """The process that has opened the pools."""
     ranks: Ranks | None = None
@@ -63,13 +70,46 @@ class Kept:
         self.sweep()
 
     def sweep(self) -> None:
-        """Give back what was dropped, unless a call runs."""
-        while self.dropped and self.busy.acquire(blocking=False):
+        """Give back what was dropped, unless a call runs. A pool's own thread, in which the garbage
+        collector may drop values, leaves that to others: it would wait for itself."""
+        if is_lane():
+            return
+        while self.dropped and self.pooled.acquire(blocking=False):
             try:
                 while self.dropped:
                     self.dropped.popleft()()
             finally:
-                self.busy.release()
+                self.pooled.release()
+
+    @contextmanager
+    def running(self) -> Iterator[bool]:
+        """Within it a call of this thread runs; False, and nothing, if another one does."""
+        if not self.busy.acquire(blocking=False):
+            yield False
+            return
+        if self.process != os.getpid():
+            self.pooled = threading.Lock()  # a thread of the parent may have held it
+        try:
+            with self.pooled:  # a sweep of another thread is over soon
+                self.thread = threading.get_ident()
+                try:
+                    yield True
+                finally:
+                    self.thread = None
+        finally:
+            self.busy.release()
+            self.sweep()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the call that runs."""
+        return self.thread == threading.get_ident()
+
+    def free(self) -> None:
+        """Give back the memory, threads and files of the pools; the next call opens its own."""
+        if self.pools is not None:
+            self.pools.close()
+            self._renew(self.pools)
 
     @property
     def opened(self) -> Pools:
@@ -95,5 +135,8 @@ class Kept:
         if self.process != os.getpid():
             self.process = os.getpid()
             if self.pools is not None:
-                storage, device = self.pools.storage, self.pools.arena.device
-                self.pools = Pools(Arena(device, poison=storage.poison), storage)
+                self._renew(self.pools)
+
+    def _renew(self, pools: Pools) -> None:
+        storage = pools.storage
+        self.pools = Pools(Arena(pools.arena.device, poison=storage.poison), storage)

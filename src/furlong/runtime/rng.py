@@ -58,7 +58,11 @@ def independent_draws(process: int, device: torch.device) -> Iterator[None]:
     again the same after the same seed. Afterwards they go on where one draw has left them."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     resume = RNGState.read(device)
-    torch.manual_seed(random.Random(f"{seed} {process}").getrandbits(63))
+    own = random.Random(f"{seed} {process}").getrandbits(63)
+    torch.default_generator.manual_seed(own)
+    if device.type == "cuda":  # torch.manual_seed would seed all devices, of which one is put back
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(own)
     try:
         yield
     finally:

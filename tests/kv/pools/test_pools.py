@@ -13,6 +13,7 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
+from furlong.kv.pools.staged import Budget
 
 CPU = torch.device("cpu")
 POOLS = ["device", "host", "disk"]
@@ -271,7 +272,7 @@ def test_a_slow_link_never_piles_up_copies(pool, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "key"), [("host", "memory.host"), ("disk", "memory.disk")])
 def test_a_budget_is_kept(kind, key, tmp_path):
-    pool = make(kind, tmp_path, budget_bytes=10_000)
+    pool = make(kind, tmp_path, budget=Budget(10_000))
     first = pool.put(torch.ones(2000))
     with pytest.raises(ConfigError, match=key) as raised:
         pool.put(torch.ones(2000))

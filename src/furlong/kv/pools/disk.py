@@ -24,7 +24,7 @@ from furlong.errors import ConfigError
 from furlong.kv.extents import Extents
 from furlong.kv.pools.host import pinned_memory
 from furlong.kv.pools.lanes import ThreadLane
-from furlong.kv.pools.staged import STAGING_BYTES, StagedPool
+from furlong.kv.pools.staged import STAGING_BYTES, Budget, StagedPool
 from furlong.kv.pools.staging import PAGE_BYTES, padded
 from furlong.units import format_bytes
 
@@ -45,14 +45,14 @@ class DiskPool(StagedPool):
         folder: Path,
         device: torch.device,
         *,
-        budget_bytes: int | None = None,
+        budget: Budget | None = None,
         staging_bytes: int = STAGING_BYTES,
         poison: bool = False,
     ) -> None:
         self.file = NamelessFile(folder)
         super().__init__(
             _DiskPlaces(self.file, device.type == "cuda"), device, ThreadLane,
-            budget_bytes=budget_bytes, staging_bytes=staging_bytes, poison=poison,
+            budget=budget, staging_bytes=staging_bytes, poison=poison,
         )  # fmt: skip
 
 

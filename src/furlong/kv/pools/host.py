@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.kv.extents import Extents
 from furlong.kv.pools.lanes import Lane, StreamLane, ThreadLane
-from furlong.kv.pools.staged import STAGING_BYTES, StagedPool
+from furlong.kv.pools.staged import STAGING_BYTES, Budget, StagedPool
 from furlong.units import format_bytes
 
 _ALIGNMENT_BYTES = 64
@@ -31,14 +31,14 @@ class HostPool(StagedPool):
         self,
         device: torch.device,
         *,
-        budget_bytes: int | None = None,
+        budget: Budget | None = None,
         staging_bytes: int = STAGING_BYTES,
         poison: bool = False,
     ) -> None:
         cuda = device.type == "cuda"
         super().__init__(
             _HostPlaces(device), device, partial(_stream, device) if cuda else ThreadLane,
-            budget_bytes=budget_bytes, staging_bytes=staging_bytes, poison=poison,
+            budget=budget, staging_bytes=staging_bytes, poison=poison,
         )  # fmt: skip
 
 

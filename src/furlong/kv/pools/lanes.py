@@ -6,12 +6,20 @@ and draw no random numbers: it copies, reads and writes, nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+_PREFIX = "furlong-lane-"
+
+
+def is_lane() -> bool:
+    """Whether the calling thread is that of a lane."""
+    return threading.current_thread().name.startswith(_PREFIX)
 
 
 class Event(Protocol):
@@ -93,7 +101,7 @@ class ThreadLane:
     """One thread. An operation behind one that failed fails with the same error."""
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=_PREFIX + name)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
         return _ThreadEvent(self._executor.submit(_in_turn, work, tuple(after)))

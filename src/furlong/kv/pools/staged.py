@@ -27,6 +27,15 @@ STAGING_BYTES = 2**25
 """In flight and leased, unless told otherwise."""
 
 
+@dataclass(eq=False)
+class Budget:
+    """Bytes that pools hold, and may hold together."""
+
+    limit_bytes: int | None = None
+    """None: no bound."""
+    held_bytes: int = 0
+
+
 class Places(Protocol):
     """Where a pool's bytes lie."""
 
@@ -66,14 +75,14 @@ class StagedPool:
         device: torch.device,
         make_lane: Callable[[str], Lane],
         *,
-        budget_bytes: int | None = None,
+        budget: Budget | None = None,
         staging_bytes: int = STAGING_BYTES,
         poison: bool = False,
     ) -> None:
         self._places = places
         self._device = device
-        self._out, self._back = make_lane("furlong-out"), make_lane("furlong-back")
-        self._budget_bytes = budget_bytes
+        self._out, self._back = make_lane("out"), make_lane("back")
+        self._budget = budget or Budget()
         self._poison = poison
         self._hops = places.stages_on_host and device.type != "cpu"
         self._staging = Staging(
@@ -95,7 +104,7 @@ class StagedPool:
         if handle.num_bytes:
             handle.place = self._places.take(handle.num_bytes)
         self._handles.add(handle)
-        self.held_bytes += handle.num_bytes
+        self._hold(handle.num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._write(handle, x)
         return handle
@@ -138,7 +147,7 @@ class StagedPool:
         self._require_unleased(h)
         self._forget_read(h)
         self._handles.remove(h)
-        self.held_bytes -= h.num_bytes
+        self._hold(-h.num_bytes)
         if h.place is not None:
             self._places.give(h.place)
 
@@ -161,7 +170,11 @@ class StagedPool:
         self._staging.reset()
         self._era += 1
         self._error = None
-        self.held_bytes = 0
+        self._hold(-self.held_bytes)
+
+    def _hold(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+        self._budget.held_bytes += num_bytes
 
     def _write(self, h: Handle, x: Tensor) -> None:
         if not h.num_bytes:
@@ -232,12 +245,12 @@ class StagedPool:
         assert h.num_leases == 0, "a lease of the handle is left"
 
     def _require_room(self, num_bytes: int) -> None:
-        budget_bytes, places = self._budget_bytes, self._places
-        if budget_bytes is not None and self.held_bytes + num_bytes > budget_bytes:
+        budget, places = self._budget, self._places
+        if budget.limit_bytes is not None and budget.held_bytes + num_bytes > budget.limit_bytes:
             raise ConfigError(
                 given=f"{format_bytes(num_bytes)} more for {places.name}, which already holds "
-                f"{format_bytes(self.held_bytes)}",
-                required=f"at most {format_bytes(budget_bytes)} in all",
+                f"{format_bytes(budget.held_bytes)}",
+                required=f"at most {format_bytes(budget.limit_bytes)} in all",
                 source=places.budget_key,
                 change=f"raise {places.budget_key}, or name fewer kinds of memory in chunks.tier",
             )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from furlong.errors import FurlongError
-from furlong.models.attention import DOOR, BoundCell
+from furlong.models.attention import DOOR, BoundCell, called_within
 from furlong.models.mixers.caches import DoorCache, SliceCache
 from furlong.models.mixers.doors import Current, own_forward
 from furlong.ops.state_relay import States
@@ -101,9 +100,7 @@ def _forward(
     """The mixer's output for a chunk: its slices' outputs, joined."""
     pass_of = BoundCell.to(mixer.module)
     if pass_of is None:
-        raise FurlongError(
-            f"{type(mixer.module).__name__} was called outside of a cell while chunks are computed"
-        )
+        raise called_within(mixer.module)
     cell: Any = pass_of.cell
     what = pass_of.what
     given, call = inputs_of(args, kwargs), partial(_call, own, current)

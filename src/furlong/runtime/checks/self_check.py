@@ -240,11 +240,18 @@ def _in_mask_alone(model: CausalLM, window: int) -> UnsupportedModelError:
 
 
 def _fails_whole(model: CausalLM, error: Exception) -> UnsupportedModelError:
+    change = "mend the model or its config: model(input_ids=...) must run by itself"
+    kernel = model.config._attn_implementation
+    if isinstance(error, ImportError) and kernel not in ("sdpa", "eager"):
+        change = (
+            'call model.set_attn_implementation("sdpa"): beside this check, chunks run on '
+            f"furlong's own attention, and {kernel} is not needed"
+        )
     return UnsupportedModelError(
         given=f"{model.name} fails in its own forward, without chunks: {_named(error)}",
         required="a model whose own forward and backward run on token ids alone",
         source="the start-up self-check",
-        change="mend the model or its config: model(input_ids=...) must run by itself",
+        change=change,
     )
 
 

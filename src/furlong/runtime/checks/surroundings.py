@@ -11,6 +11,7 @@ from torch._C._functorch import maybe_current_level
 from torch.nn.utils import parametrize
 
 from furlong.errors import ConfigError
+from furlong.models.attention import called_within
 from furlong.models.causal_lm import CausalLM
 from furlong.models.entrance import is_sharded
 from furlong.models.support import other_dropouts
@@ -45,6 +46,11 @@ def refuse_mode(model: nn.Module) -> None:
             source="the caller's code",
             change="use torch.no_grad, which is all that backward=False needs",
         )
+
+
+def refuse_call(module: nn.Module, _: object) -> None:
+    """A hook of a model during a call of ours, which never calls it whole."""
+    raise called_within(module)
 
 
 def refuse_autocast(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
@@ -99,7 +105,8 @@ def left_out(model: nn.Module, bare: nn.Module, *, is_shared: bool = False) -> l
                 f"{size} processes: gradients are this process's own and nobody adds them up"
             )
     for module in around(model, bare):
-        hooks = () if is_sharded(module) else (module._forward_hooks, module._forward_pre_hooks)
+        before = [hook for hook in module._forward_pre_hooks.values() if hook is not refuse_call]
+        hooks = () if is_sharded(module) else (module._forward_hooks, before)
         if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
             notes.append(_NOT_RUN.format(f"hooks on {type(module).__name__} itself do"))
         if _has_own_forward(module):

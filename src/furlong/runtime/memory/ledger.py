@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Held = Literal["graph", "attention", "kv", "input", "gradient", "output"]
+Held = Literal["graph", "attention", "kv", "input", "gradient"]
 """input: hidden states that enter a cell; gradient: the gradient of that input, for the stage
-before; output: hidden states or a gradient that wait for their Send."""
+before. What waits for its Send lies in the executor's outbox."""
 
 
 class Ledger:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from furlong.kv.pools.contract import Pool
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
+from furlong.kv.pools.staged import Budget
 from furlong.plan.values import Tier
 
 
@@ -21,9 +23,9 @@ class Storage:
     """Bounds of the memory that calls may use beside weights, gradients and optimizer."""
 
     host_bytes: int | None = None
-    """Budget of the host tier; None: no bound."""
+    """Budget of the host tier, for all calls on a model that live; None: no bound."""
     disk_bytes: int | None = None
-    """Budget of the disk tier; None: no bound."""
+    """Budget of the disk tier, as that of the host; None: no bound."""
     disk_dir: str | Path | None = None
     """Folder of the disk tier; None: the system's folder for temporary files."""
     poison: bool = False
@@ -49,10 +51,19 @@ def _refusal(name: str, value: object, required: str) -> ConfigError:
 
 
 class Pools:
-    """The pools of one model, opened when a plan first names their tier."""
+    """The pools of one model, or of one call on it, opened when a plan first names their tier."""
 
-    def __init__(self, arena: Arena, storage: Storage) -> None:
+    def __init__(
+        self, arena: Arena, storage: Storage, budgets: Mapping[Tier, Budget] | None = None
+    ) -> None:
         self.arena, self.storage = arena, storage
+        self._budgets = budgets or {
+            "host": Budget(storage.host_bytes), "disk": Budget(storage.disk_bytes)
+        }  # fmt: skip
+
+    def beside(self) -> Pools:
+        """Others in the same arena, within the same budgets."""
+        return Pools(self.arena, self.storage, self._budgets)
 
     @cached_property
     def device(self) -> Pool:
@@ -60,14 +71,14 @@ class Pools:
 
     @cached_property
     def host(self) -> Pool:
-        own = self.storage
-        return HostPool(self.arena.device, budget_bytes=own.host_bytes, poison=own.poison)
+        poison = self.storage.poison
+        return HostPool(self.arena.device, budget=self._budgets["host"], poison=poison)
 
     @cached_property
     def disk(self) -> Pool:
-        own = self.storage
-        folder = Path(own.disk_dir or tempfile.gettempdir())
-        return DiskPool(folder, self.arena.device, budget_bytes=own.disk_bytes, poison=own.poison)
+        folder, poison = self.storage.disk_dir or tempfile.gettempdir(), self.storage.poison
+        budget = self._budgets["disk"]
+        return DiskPool(Path(folder), self.arena.device, budget=budget, poison=poison)
 
     def of(self, tier: Tier) -> Pool:
         """The pool of a tier."""

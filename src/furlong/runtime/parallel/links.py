@@ -150,14 +150,10 @@ class Incoming:
 class Links:
     """One process's links: by the step from its rank to a neighbour's, both directions."""
 
-    def __init__(
-        self,
-        ways: Mapping[int, tuple[Outgoing, Incoming]],
-        waiters: Sequence[Waiter] = (),
-    ) -> None:
-        """`ways`: of the keys -1 (the stage before) and 1 (the stage behind) those that there are.
-        `waiters`: the threads of the outgoing ends, which `close` ends."""
-        self._ways, self._waiters = ways, waiters
+    def __init__(self, ways: Mapping[int, tuple[Outgoing, Incoming]]) -> None:
+        """`ways`: of the keys -1 (the stage before) and 1 (the stage behind) those that there
+        are."""
+        self._ways = ways
         self._rank = 0
         self.most_held = 0
         """Most send buffers held at a time, since the start or since it was set."""
@@ -199,11 +195,6 @@ class Links:
         for out, _ in self._ways.values():
             out.drain()
 
-    def close(self) -> None:
-        """End the threads, after `finish`; nothing can be sent any more."""
-        for waiter in self._waiters:
-            waiter.close()
-
 
 def open_links(
     pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None = None
@@ -235,7 +226,7 @@ def open_links(
         step: (Outgoing(*ends["out"], waiters[step]), Incoming(*ends["in"]))
         for step, ends in ways.items()
     }
-    return Links(both, [waiter for waiter in waiters.values() if waiter is not None])
+    return Links(both)
 
 
 def directions(num_stages: int) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
@@ -33,8 +32,10 @@ def clip_gradients(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if ranks is not None and ranks.pp > 1:
-        square = norm.double().square()
+        # of no gradients it lies on the CPU, where others of the group do not wait
+        square = norm.to(clipped[0].device).double().square()
         dist.all_reduce(square, group=ranks.mesh["pp"].get_group())
         norm = square.sqrt()
-    clip_grads_with_norm_(clipped, math.inf if max_norm is None else max_norm, norm)
+    if max_norm is not None:
+        clip_grads_with_norm_(clipped, max_norm, norm)
     return float(norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
@@ -14,14 +15,15 @@ from furlong.runtime.parallel.wires import Work
 class Waiter:
     """For backends that only know a send to be over once it was waited for (gloo).
 
-    The thread is a daemon: a process that fails must not stay until its neighbours have taken what
-    it has sent, for they wait for what it will never send.
+    The thread ends when its sends are over and nobody knows the waiter any more. It is a daemon: a
+    process that fails must not stay until its neighbours have taken what it has sent, for they wait
+    for what it will never send.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
 
     def hold(self, work: Work, x: Tensor) -> Future[None]:
         """Hold a send and its buffer until it is over; the future has its error."""
@@ -29,18 +31,14 @@ class Waiter:
         self._queue.put((work, x, future))
         return future
 
-    def close(self) -> None:
-        """End the thread once all sends are over."""
-        self._queue.put(None)
-        self._thread.join()
 
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            work, _, future = entry
-            try:
-                work.wait()
-            except Exception as error:  # it surfaces in the next send
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del entry, work, _
+def _run(queue: SimpleQueue[tuple[Work, Tensor, Future[None]] | None]) -> None:
+    while (entry := queue.get()) is not None:
+        work, _, future = entry
+        try:
+            work.wait()
+        except Exception as error:  # it surfaces in the next send
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del entry, work, _

@@ -157,7 +157,8 @@ class _WeightedHead(LossHead):
     def _pulled(
         self, hidden: Tensor, inputs: ChunkInputs, grad_scale: float
     ) -> tuple[Tensor, Tensor]:
-        scales = [
+        scales = [torch.empty(0, dtype=torch.float64)]  # a process may have no token of a chunk
+        scales += [
             torch.full((len(tokens),), self._weights[seq_id] * grad_scale, dtype=torch.float64)
             for seq_id, tokens in self._batch.labelled(inputs.rows)
         ]

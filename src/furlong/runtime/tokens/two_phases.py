@@ -61,7 +61,7 @@ class TwoPhases:
         self._head = OutputHead(outputs, is_rounded=autocast.enabled)
         kept = followed.kept
         # pools of its own: other calls may come, and fail, between the phases
-        pools = Pools(kept.opened.arena, kept.opened.storage)
+        pools = kept.opened.beside()
         self._executor = _Executor(
             self._model, plan, joined.sequences,
             num_valid_tokens=1, num_labels=1, backend=kept.backend, pools=pools, comms=Alone(),
