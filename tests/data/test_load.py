@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
+from furlong.config.data import DataConfig
 from furlong.data import cache
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data
 from furlong.data.sources import Source
 from furlong.errors import DataError
+from furlong.train.setup.prepare import load_splits
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
@@ -395,3 +397,17 @@ def test_ids_of_the_cache_that_are_no_words_are_tokenized_anew(tmp_path: Path, t
     again = load(tmp_path, texts)
     assert [s.input_ids.tolist() for s in again] == before
     assert not again.describe()[0].endswith("cached")
+
+
+def test_held_out_files_that_are_trained_on_are_told(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_lines(tmp_path / "other.jsonl", {"text": "c"})
+    copied = Path(shutil.copy(texts, tmp_path / "copy.jsonl"))
+    (tmp_path / "link.jsonl").symlink_to(texts)
+    for same in (None, copied, tmp_path / "link.jsonl"):
+        named = (str(other), str(same)) if same else (str(other),)
+        settings = DataConfig(train=(str(texts),), eval=named, cache_dir=str(tmp_path / "cache"))
+        load_splits(settings, word_tokenizer(), "sft")
+        told = f"data.eval: 1 file of data.train ({same}): its loss is of sequences that are learnt"
+        assert (told in capsys.readouterr().out) == (same is not None)

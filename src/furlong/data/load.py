@@ -31,6 +31,7 @@ from furlong.data.sources import (
 )
 from furlong.data.tokenize import Encoded, encode, fingerprint
 from furlong.errors import DataError
+from furlong.units import count_words
 
 
 def load_data(
@@ -57,6 +58,24 @@ def load_data(
     )
     require_pair(((part.entry.index, part.entry.notes["left_out"]) for part in parts), key)
     return DataSet(parts, max_seq_len=max_seq_len, too_long=too_long, key=key)
+
+
+def describe_shared(train: DataSet, held_out: DataSet) -> list[str]:
+    """A line if files of the held-out data, or sources of the same content, are trained on."""
+    files = {file.path.resolve() for part in train.parts for file in part.listing.files}
+    contents = {part.content for part in train.parts}
+    shared = [
+        file.origin(0)
+        for part in held_out.parts
+        for file in part.listing.files
+        if part.content in contents or file.path.resolve() in files
+    ]
+    if not shared:
+        return []
+    return [
+        f"data.eval: {count_words(len(shared), 'file')} of data.train ({shared[0]}"
+        f"{', ...' if len(shared) > 1 else ''}): its loss is of sequences that are learnt"
+    ]
 
 
 def _refuse_repeated(listings: Items[Listing], key: str) -> None:

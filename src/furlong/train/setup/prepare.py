@@ -21,7 +21,7 @@ from furlong.config.schema import RunConfig
 from furlong.config.train import TrainConfig
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
-from furlong.data.load import load_data
+from furlong.data.load import describe_shared, load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
@@ -212,6 +212,9 @@ def load_splits(
                 key=f"data.{split}",
             )
             print(*data[split].describe(), sep="\n")
+    if "eval" in data:
+        for line in describe_shared(data["train"], data["eval"]):
+            print(line)
     return data
 
 
