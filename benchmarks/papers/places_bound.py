@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from furlong.cost.model import CostModel
+from furlong.plan.values import Chunk, Place, Reduce, Slice
+from furlong.planners.chunks.micro_batches import chunk_by_chunk
 from furlong.planners.places.least import Least
 from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import settings
+from furlong.simulate.clock import time_actions
 from papers.places_forced import forced_s
 
 _NARROW = 1e-3
@@ -22,7 +26,8 @@ _NARROW = 1e-3
 def lower_bound_s(
     seq_lens: Sequence[int], model: CostModel, *, pool_size: int, budget_bytes: int | None = None
 ) -> float:
-    """Seconds that no step of whole sequences on the pool undercuts; infinite where none fits."""
+    """Seconds that no step of whole sequences on the pool undercuts: of its passes, and what of the
+    Reduce at their end nothing hides; infinite where none fits."""
     batch = PoolBatch.of(seq_lens, model, pool_size)
     found = settings(batch, budget_bytes, range(model.shape.num_layers + 1))
     queue = [
@@ -37,7 +42,25 @@ def lower_bound_s(
         if count < len(seq_lens):
             more = Least.of(found[number], count + 1)
             heapq.heappush(queue, (more.step_s, number, count + 1))
-    return best_s
+    return best_s + exposed_reduce_s(seq_lens, model, pool_size)
+
+
+def exposed_reduce_s(seq_lens: Sequence[int], model: CostModel, pool_size: int) -> float:
+    """Seconds that a step takes longer for its Reduce, behind a Backward as long as any can be: of
+    all sequences, every layer recomputed. A shorter one hides no more, and a step of unequal
+    processes that hides more has lost as much."""
+    whole = Place(0, pool_size)
+    chunk = Chunk(tuple(Slice(i, 0, n, whole) for i, n in enumerate(seq_lens)))
+    layers = model.shape.num_layers
+    plan = chunk_by_chunk(
+        seq_lens, [[chunk]], num_layers=layers, sp_size=pool_size, recompute_layers=layers
+    )
+    passes = tuple(a for a in plan.actions[0] if not isinstance(a, Reduce))
+    with_s, without_s = (
+        time_actions(one, model.costs(one)).duration_s
+        for one in (plan, replace(plan, actions=(passes,)))
+    )
+    return with_s - without_s
 
 
 def _crossing(least: Least, most_s: float) -> float:

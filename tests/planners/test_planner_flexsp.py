@@ -1,5 +1,8 @@
 """Groups of different sizes, disjoint: whole, within memory, and never worse than equal groups."""
 
+from math import ceil, log2
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,8 @@ from furlong.errors import ConfigError
 from furlong.planners.budget import fit
 from furlong.planners.methods import flexsp
 from furlong.planners.methods.flexsp import plan_flexsp
+from furlong.planners.methods.hybrid_cp import plan_hybrid_cp
+from furlong.planners.places.rates import PoolBatch, Rates
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -79,12 +84,41 @@ def test_every_division_is_tried():
     assert len(flexsp._partitions(256, 256)) == 1828
 
 
-def test_groups_divide_the_heads():
-    """40 heads: no group of more than 8."""
-    assert flexsp._partitions(32, 8).max() == 3
+@pytest.mark.parametrize("planner", [plan_flexsp, plan_hybrid_cp])
+def test_groups_may_be_larger_than_the_heads_allow(planner):
+    """40 heads: InfiniPipe measures Ulysses on groups of 16 and 32 devices of them."""
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
-    plan = plan_flexsp([60 * K, *[2 * K] * 20], model, pool_size=32)
-    assert max(sizes_of(plan).values()) <= 8
+    plan = planner([60 * K, *[2 * K] * 20], model, pool_size=32)
+    assert max(sizes_of(plan).values()) >= 16
+
+
+def test_hybrid_cp_shares_a_sequence_by_its_length():
+    """Among the next power of two of length / N devices, for the N whose step is shortest."""
+    lens = (*sample_lengths("github", 64, 0, max_seq_len=48 * K), 5, 1)
+    plan = plan_hybrid_cp(lens, MODEL, pool_size=32)
+    fit(plan, MODEL)
+    sizes = sizes_of(plan)
+    low = max(n / sizes[i] for i, n in enumerate(lens))
+    high = min((2 * n / sizes[i] for i, n in enumerate(lens) if sizes[i] > 1))
+    assert len(set(sizes.values())) > 2 and low < high
+    steps_s = [hybrid_cp_s(lens, max(lens) / 2 ** (step / 4)) for step in range(21)]
+    assert seconds(plan) == pytest.approx(min(steps_s))
+    assert hybrid_cp_s(lens, max(lens) / 32) > 1.02 * min(steps_s)
+    with pytest.raises(ConfigError, match="on each of 8 devices"):
+        plan_hybrid_cp([8192 * K], MODEL, pool_size=8)
+
+
+def hybrid_cp_s(lens, tokens_per_device):
+    """Seconds in one micro-batch: the largest group first, where all its devices are free first."""
+    batch = PoolBatch.of(lens, MODEL, 32)
+    rates, busy_s, loads = Rates(batch, 0), np.zeros(32), np.zeros((batch.added.shape[2], 32))
+    kinds = [max(0, ceil(log2(n / tokens_per_device))) for n in lens]
+    for i in sorted(range(len(lens)), key=lambda i: (-kinds[i], -rates.alone_s[i, kinds[i]])):
+        size = 2 ** kinds[i]
+        first = size * int(busy_s.reshape(-1, size).max(axis=1).argmin())
+        busy_s[first : first + size] += rates.alone_s[i, kinds[i]]
+        loads[:, first : first + size] += batch.added[i, kinds[i]][:, None]
+    return float(rates.seconds(loads).max(axis=1).sum())
 
 
 def test_refuses_what_no_group_holds():

@@ -26,12 +26,14 @@ def layouts(
     pp: int | None = None,
     tp_size: int = 1,
     idle: bool = False,
+    gathers: bool = False,
 ) -> list[Layout]:
     """All layouts of `num_devices` that the model can take, with the sizes that are given.
 
-    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one: then
-    it may be larger, and gathers K,V; recurrent layers are on one device. A pipeline has no more
-    stages than layers, and one where layers need more than what the one before them gives.
+    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one, or
+    with `gathers`: then it may be larger, and gathers K,V; recurrent layers are on one device. A
+    pipeline has no more stages than layers, and one where layers need more than what the one before
+    them gives.
     `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
     sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
@@ -46,11 +48,11 @@ def layouts(
         odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
         fewer.update(n * times for n in odd for times in round_numbers(groups // n))
         numbers |= fewer | {n // product * product for n in fewer}
-    for gathers in (False, True):
+    for larger in (True,) if gathers else (False, True):
         found = [
             layout
             for n in sorted(numbers, reverse=True)
-            for layout in _layouts(n, shape, dp, sp, pp, gathers=gathers)
+            for layout in _layouts(n, shape, dp, sp, pp, gathers=larger)
         ]
         if found and num_devices % tp_size == 0:
             return found

@@ -4,8 +4,8 @@ FlexSP (Wang et al., ASPLOS 2025, as InfiniPipe describes it) divides the device
 micro-batch: long sequences on large groups, short ones on small groups that stay within a node,
 under ZeRO-3 over all devices. Its groups of one micro-batch are disjoint places of one pool, and
 all wait for the slowest. It solves an integer program per micro-batch; here every way to divide the
-devices into powers of two that divide the heads is tried, and the longest sequence goes first to
-the group that would be done with it earliest.
+devices into powers of two is tried, and the longest sequence goes first to the group that would be
+done with it earliest.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from numpy.typing import NDArray
 from furlong.cost.model import CostModel
 from furlong.cost.seconds.chunks import Array
 from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import refuse_unusable
-from furlong.planners.chunks.micro_batches import recompute_choices
 from furlong.planners.places.division import Division, Spot, Spots
-from furlong.planners.places.emit import nothing_fits, plan_of
-from furlong.planners.places.least import Least
-from furlong.planners.places.rates import PoolBatch, Rates
-from furlong.planners.places.setting import Setting, settings
+from furlong.planners.places.fastest import plan_fastest
+from furlong.planners.places.rates import Rates
+from furlong.planners.places.setting import Setting
 
-_TRIED_COUNTS = 4
-"""Numbers of micro-batches that are tried, from the fewest that fit."""
 _AT_A_TIME = 32
 """Partitions that are filled together."""
 _MOST_PARTITIONS = 256
@@ -53,29 +48,10 @@ def plan_flexsp(
     hardware's. `recompute_layers`: checkpointed layers of every sequence; None tries a few numbers.
     Raises ConfigError where the longest sequence does not fit on the largest group.
     """
-    refuse_unusable(seq_lens)
-    batch = PoolBatch.of(seq_lens, model, pool_size, gathers=False)
-    few = recompute_choices(model.shape.num_layers)
-    tried = few if recompute_layers is None else [recompute_layers]
-    best: tuple[float, int, Spots] | None = None
-    for setting in settings(batch, budget_bytes, tried):
-        found = 0
-        for count in range(setting.fewest, len(seq_lens) + 1):
-            if best is not None and Least.of(setting, count).step_s >= best[0]:
-                break
-            division = Division(setting, count)
-            ways = list(flexsp_divisions(division))
-            for spots in ways:
-                division.reset(spots)
-                step_s = division.step_s()
-                if best is None or step_s < best[0]:
-                    best = step_s, setting.rates.recompute_layers, spots
-            found += bool(ways)
-            if found == _TRIED_COUNTS:
-                break
-    if best is None:
-        raise nothing_fits(batch, tried[-1], budget_bytes)
-    return plan_of(batch, best[2], best[1], budget_bytes)
+    return plan_fastest(
+        seq_lens, model, flexsp_divisions,
+        pool_size=pool_size, budget_bytes=budget_bytes, recompute_layers=recompute_layers,
+    )  # fmt: skip
 
 
 def flexsp_divisions(division: Division) -> Iterator[Spots]:

@@ -105,7 +105,7 @@ def micro_batch_groups(
     ((*batches,),) = schedule_skrull(
         seq_lens, work, dp_size=1, sp_size=sp_size, bucket_tokens=bucket_tokens
     )
-    pool = PoolBatch.of(seq_lens, model, sp_size, gathers=False)
+    pool = PoolBatch.of(seq_lens, model, sp_size)
     if pool.sizes[-1] == sp_size > 1:
         rates = Rates(pool, recompute_layers)
         batches = [faster_places(batch, rates, bucket_tokens) for batch in batches]

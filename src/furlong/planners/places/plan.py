@@ -2,14 +2,14 @@
 
 Every number of checkpointed layers says how many tokens a process holds at a time, and so how many
 micro-batches there must be. These settings are tried by rising lower bound: first their starts,
-then the best of them are improved.
+then the best of them are improved, or all divisions looked at where they are few.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from furlong.cost.model import CostModel
@@ -18,6 +18,7 @@ from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
 from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
+from furlong.planners.places.exact import fastest_spots
 from furlong.planners.places.improve import improve
 from furlong.planners.places.least import Least
 from furlong.planners.places.rates import PoolBatch
@@ -68,9 +69,24 @@ def plan_places(
     starts = _starts(settings(batch, budget_bytes, tried))
     if not starts:
         raise nothing_fits(batch, tried[-1], budget_bytes)
-    few = [_improved(start, min(_FEW_TRIES, num_tries)) for start in starts[:_NUM_IMPROVED]]
-    best = _improved(min(few, key=lambda start: start.step_s), num_tries)
+    best = _optimum(starts[0])
+    if best is None:
+        few = [_improved(start, min(_FEW_TRIES, num_tries)) for start in starts[:_NUM_IMPROVED]]
+        best = _improved(min(few, key=lambda start: start.step_s), num_tries)
     return plan_of(batch, best.spots, best.setting.rates.recompute_layers, budget_bytes)
+
+
+def _optimum(start: _Start) -> _Start | None:
+    """The fastest division in the setting of a start with one micro-batch; None where there are
+    more micro-batches, or too many divisions to know."""
+    if start.num_micro_batches > 1:
+        return None
+    division = Division(start.setting, 1)
+    spots = fastest_spots(division, start.step_s)
+    if spots is None:
+        return None
+    division.reset(spots or start.spots)
+    return replace(start, step_s=division.step_s(), spots=division.spots)
 
 
 def _improved(start: _Start, num_tries: int) -> _Start:

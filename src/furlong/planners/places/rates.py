@@ -41,13 +41,8 @@ class PoolBatch:
     """(K, Z, F) what each sequence adds to every process of a place of each size."""
 
     @classmethod
-    def of(
-        cls, seq_lens: Sequence[int], model: CostModel, pool_size: int, *, gathers: bool = True
-    ) -> PoolBatch:
-        """`gathers`: with places larger than the heads allow, which gather K,V."""
-        heads = model.shape.num_heads
-        powers = (n for n in place_sizes(pool_size) if n & (n - 1) == 0)
-        sizes = tuple(n for n in powers if gathers or heads % n == 0)
+    def of(cls, seq_lens: Sequence[int], model: CostModel, pool_size: int) -> PoolBatch:
+        sizes = tuple(n for n in place_sizes(pool_size) if n & (n - 1) == 0)
         added = np.array([[_added(n, size, sizes, model) for size in sizes] for n in seq_lens])
         return cls(tuple(seq_lens), model, pool_size, sizes, added)
 

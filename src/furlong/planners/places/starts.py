@@ -38,7 +38,7 @@ def by_targets(division: Division) -> Iterator[Spots]:
         if tuple(kinds) in seen:
             continue
         seen.add(tuple(kinds))
-        found = _earliest_first(division, kinds)
+        found = earliest_first(division, kinds)
         if found is not None:
             yield found
 
@@ -54,7 +54,10 @@ def _smallest_kinds(division: Division, target_s: float) -> list[int]:
     return kinds
 
 
-def _earliest_first(division: Division, kinds: Sequence[int]) -> Spots | None:
+def earliest_first(division: Division, kinds: Sequence[int]) -> Spots | None:
+    """Sequences on places of given sizes, or larger ones where those have no room, the largest
+    places first and of those the longest work, each to where it ends earliest; None where one finds
+    no room."""
     rates, setting = division.rates, division.setting
     held = setting.held(rates.batch.added.transpose(2, 0, 1))
     _, num_batches, pool_size = division.loads.shape

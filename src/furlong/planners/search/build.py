@@ -22,6 +22,7 @@ from furlong.planners.infinipipe.mesh import cut_and_pack
 from furlong.planners.infinipipe.mesh_fit import fit_work
 from furlong.planners.infinipipe.plan import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
+from furlong.planners.methods.hybrid_cp import plan_hybrid_cp
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.group_order import choose_order
@@ -35,6 +36,7 @@ from furlong.planners.search.dials import Cut, Dials
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,
     "disjoint places": plan_flexsp,
+    "places by length": plan_hybrid_cp,
 }
 """Planners of whole sequences on places of a pool, by the cut that they make."""
 MAX_NODES = 200

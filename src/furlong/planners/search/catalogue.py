@@ -1,6 +1,8 @@
 """Published methods and baselines, each as the dials that its paper or its public code has.
 
-Every one has every way to deal sequences to replicas and every ZeRO stage: both come with the room.
+Every one has every way to deal sequences to replicas, every ZeRO stage, and groups larger than the
+heads allow, which gather K,V: all three come with the room. InfiniPipe itself runs Ulysses' groups
+of 16 and 32 devices on a model of 40 heads.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ def infinipipe_full_recompute(room: Room) -> Iterator[Ladder]:
 
 def _elastic(room: Room, method: str, **changes: Any) -> Iterator[Ladder]:
     if room.layout.pp > 1:
+        # to deal by the time of plans, each of which is searched, takes too long
+        room = replace(room, balance="flops") if room.balance == "time" else room
         yield (room.dials(method, walk="elastic", **({"cut": "time"} | changes)),)
 
 
@@ -83,6 +87,12 @@ def flexsp(room: Room) -> Iterator[Ladder]:
     """FlexSP: disjoint places of different sizes, anew for every micro-batch; one stage."""
     if room.is_pool:
         yield (room.dials("FlexSP", walk="token-level", cut="disjoint places"),)
+
+
+def hybrid_cp(room: Room) -> Iterator[Ladder]:
+    """Megatron-Core's hybrid context parallelism: places by the length of a sequence; one stage."""
+    if room.is_pool:
+        yield (room.dials("Hybrid CP", walk="token-level", cut="places by length"),)
 
 
 def ulysses(room: Room) -> Iterator[Ladder]:
@@ -134,10 +144,8 @@ def combined(room: Room) -> Iterator[Ladder]:
     if room.is_pool:
         yield (room.dials("furlong", walk="token-level", cut="places"),)
         return
-    if room.layout.dp > 1:
-        if room.balance != "flops":
-            return
-        room = replace(room, balance="time")
+    if room.balance in ("none", "tokens") and room.layout.dp > 1:
+        return
     for tier, size, (local, cut) in product(room.tiers, room.sizes, _CUTS):
         if (local and room.layout.sp == 1) or (cut == "time" and size >= room.longest_tokens):
             continue
@@ -162,6 +170,7 @@ PUBLISHED: dict[str, Method] = {
     "InfiniPipe": infinipipe,
     "Skrull": skrull,
     "FlexSP": flexsp,
+    "Hybrid CP": hybrid_cp,
     "SeCO": seco,
     "FPDT": fpdt,
     "Ulysses": ulysses,

@@ -18,11 +18,14 @@ from furlong.planners.infinipipe.checkpointing import Mode
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 from furlong.planners.orders.group_order import GroupOrder
 
-Cut = Literal["tokens", "time", "slices", "packed", "padded", "placed", "places", "disjoint places"]
+Cut = Literal[
+    "tokens", "time", "slices", "packed", "padded", "placed",
+    "places", "disjoint places", "places by length",
+]  # fmt: skip
 """Which tokens make a chunk: pieces of `size` tokens and packed short sequences; the same of equal
 time; every sequence in `slices` pieces; whole sequences packed up to `size`; each padded to `size`;
 whole sequences in micro-batches as Skrull pairs and places them; on nested places of one pool; on
-disjoint ones, as FlexSP does."""
+disjoint ones, as FlexSP does; on those that their lengths ask for, as Megatron-Core does."""
 
 Walk = Literal["state-aware", "token-level", "layer-first", "elastic"]
 """In which order cells run: ChunkFlow's 1F1B, Seq1F1B's, FPDT's, InfiniPipe's pipelines."""
@@ -75,7 +78,7 @@ class Dials:
     @property
     def is_pool(self) -> bool:
         """Whether dp and sp have no sizes: each sequence has a place of one pool."""
-        return self.cut in ("places", "disjoint places")
+        return self.cut in ("places", "disjoint places", "places by length")
 
     def layout_words(self) -> str:
         """The layout, or the size of the pool."""
@@ -121,7 +124,7 @@ class Dials:
                 found |= {"slices": self.slices, "cut": f"equal {self._balanced}"}
             case "packed" | "placed" if len(self.stages) == 1:
                 found["micro-batch"] = self.size
-            case "places" | "disjoint places":
+            case "places" | "disjoint places" | "places by length":
                 found["whole sequences on"] = self.cut
         if self.cut in ("packed", "padded", "placed"):
             layers = sorted(set(self.recompute_layers)) or [0]

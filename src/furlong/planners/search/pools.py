@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 
 from furlong.plan.layout import Layout
 from furlong.planners.layout import round_numbers
-from furlong.planners.search.catalogue import Method, combined, flexsp
+from furlong.planners.search.catalogue import Method, combined, flexsp, hybrid_cp
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.room import Room
 
-_METHODS = (combined, flexsp)
+_METHODS = (combined, flexsp, hybrid_cp)
 """The methods that know a pool."""
 
 

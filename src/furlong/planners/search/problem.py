@@ -47,10 +47,6 @@ class Problem:
             zeros = tuple(zero for zero in zeros if zero < 3)  # such a pipeline does not run
         return zeros if layout.dp * layout.sp > 1 else zeros[:1]
 
-    def gathers(self, layout: Layout) -> bool:
-        """Whether its sp groups are larger than the heads allow, so that they gather K,V."""
-        return self.model.shape.num_heads % layout.sp > 0
-
     def num_idle(self, layout: Layout) -> int:
         """Devices that a layout leaves out."""
         return self.num_devices - layout.num_devices * self.model.training.tp_size

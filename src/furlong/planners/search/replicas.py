@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
 from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
+from furlong.errors import PlanError, UserError
 from furlong.plan.layout import Layout
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.planners.budget import fit
-from furlong.planners.chunks.balance import Balance, by_speed, deal_sequences, sequence_work
+from furlong.planners.chunks.balance import (
+    Balance,
+    by_cost,
+    by_speed,
+    deal_sequences,
+    sequence_work,
+)
 from furlong.planners.chunks.micro_batches import fitting_tokens
 from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.places.rates import PoolBatch, Rates
 from furlong.planners.search.bounds import least_s
 from furlong.planners.search.build import build, groups_of, replica_model
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.simulate.clock import time_actions
 
-_MOST_PLANS = 48
-"""Plans of replicas that are made while they are dealt by the time of their plans."""
-_MOST_ROUNDS = 12
+_MOST_PLANS = 24
+"""Plans of replicas that are made while they are dealt by the time of their plans, for each measure
+of work."""
+_MOST_ROUNDS = 6
 _MOST_REORDERED = 8
 """Replicas of a plan whose order of groups is searched: the slowest ones."""
 
@@ -127,21 +137,30 @@ class ReplicaPlans:
 
     def _deal_by_time(self, dials: Dials) -> Dealt:
         """Rounds of dealing, each by what a unit of work has taken each replica so far; the longest
-        sequence stays, or replicas would only change their roles."""
+        sequence stays, or replicas would only change their roles. Work is FLOPs, then the seconds
+        that each sequence adds to a group; of each the first round and the best are planned whole,
+        since replicas may have to go in step."""
         dials = replace(dials, group_order="as listed")
         if dials in self._dealt_by_time:
             return self._dealt_by_time[dials]
-        dealt, model = self._deal(dials), replica_model(dials, self._model)
-        best: tuple[float, Dealt] = float("inf"), dealt
-        for _ in range(min(_MOST_ROUNDS, max(1, _MOST_PLANS // dials.layout.dp))):
-            seconds = []
-            for own in dealt:
-                plan = self._build(dials, self._lens(own))
-                seconds.append(time_actions(plan, model.costs(plan)).duration_s)
-            best = min(best, (max(seconds), dealt))
-            dealt = by_speed(self._work, dealt, seconds)
-        self._dealt_by_time[dials] = best[1]
-        return best[1]
+        dp, model = dials.layout.dp, replica_model(dials, self._model)
+        pool = PoolBatch.of(self._seq_lens, model, dials.layout.sp)
+        alone = Rates(pool, sum(dials.recompute_layers))
+        found: list[tuple[float, Dealt]] = []
+        for work in (self._work, alone.alone_s[:, -1].tolist()):
+            dealt, rounds = by_cost(work, dp), list[tuple[float, Dealt]]()
+            for _ in range(min(_MOST_ROUNDS, max(1, _MOST_PLANS // dp))):
+                seconds = []
+                for own in dealt:
+                    plan = self._build(dials, self._lens(own))
+                    seconds.append(time_actions(plan, model.costs(plan)).duration_s)
+                rounds.append((max(seconds), dealt))
+                dealt = by_speed(work, dealt, seconds)
+            for _, dealt in {id(one): one for one in (rounds[0], min(rounds))}.values():
+                with suppress(UserError, PlanError):
+                    found.append((self._joined(dials, dealt).step_s, dealt))
+        self._dealt_by_time[dials] = min(found)[1] if found else self._deal(dials)
+        return self._dealt_by_time[dials]
 
     def _reorder(self, dials: Dials, dealt: Dealt, plans: list[ChunkPlan]) -> None:
         """Searches the order of groups of the slowest replica, then of the next slowest, as long as

@@ -120,7 +120,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
     cuts: dict[int, tuple[int, ...]] = {}
     for layout in layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-        tp_size=model.training.tp_size, idle=True,
+        tp_size=model.training.tp_size, idle=True, gathers=True,
     ):  # fmt: skip
         if layout.dp > len(lens):
             continue
@@ -139,4 +139,4 @@ def ways_to_deal(layout: Layout, num_sequences: int) -> tuple[Balance, ...]:
     """The ways to deal that differ."""
     if layout.dp in (1, num_sequences):
         return ("none",)
-    return ("none", "tokens", "flops")
+    return ("none", "tokens", "time")

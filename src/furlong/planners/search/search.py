@@ -26,7 +26,7 @@ from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe.plan import NotFasterError
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
-from furlong.planners.search.catalogue import Method, combined
+from furlong.planners.search.catalogue import Method
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.late import improve
 from furlong.planners.search.pools import pool_dials
@@ -111,6 +111,9 @@ class _Search:
                 self._num_pruned += sum(len(one) for one in left if not isinstance(one, Room))
                 break
             if not isinstance(item, Room):
+                if (own_s := self._sliced_s(item[0])) > bound_s:
+                    heappush(queue, (own_s, next(numbers), item))
+                    continue
                 self._tell(f"{len(self._trials)} tried, {len(queue)} ways to cut chunks left")
                 self._climb_down(item)
             elif item not in self._rooms_s:
@@ -181,9 +184,8 @@ class _Search:
     def _ladders(self, room: Room) -> Iterator[Ladder]:
         """The ladders that have the given dials and were not there yet."""
         given, strict = self._problem.given, self._problem.strict
-        gathers = self._problem.gathers(room.layout)  # as no published method does
         for method in self._methods.values():
-            for ladder in method(room) if method is combined or not gathers else ():
+            for ladder in method(room):
                 rungs = tuple(d for d in ladder if d.agree(given, strict=strict))
                 if not rungs or rungs[0] in self._seen:
                     continue
@@ -204,10 +206,15 @@ class _Search:
                 self._too_large[key] = error
         return self._too_large[key]
 
-    def _bound_s(self, dials: Dials) -> float:
+    def _sliced_s(self, dials: Dials) -> float:
+        """The bound of slices as they are cut, which takes longer to make than that of whole
+        sequences; 0 of all else."""
+        return self._bound_s(dials, cut=True) if dials.cut == "slices" else 0.0
+
+    def _bound_s(self, dials: Dials, *, cut: bool = False) -> float:
         """A bound of all rungs below: what the busiest replica computes on its slowest stage, with
-        nothing waited for but the pipeline's fill and drain."""
-        key, uncut = dials.chunks_only(), dials.cut == "slices"
+        nothing waited for but the pipeline's fill and drain. `cut`: of slices as they are."""
+        key, uncut = dials.chunks_only(), dials.cut == "slices" and not cut
         if uncut:  # however many slices there are: they take no less than whole sequences
             key = replace(key, slices=1, by_work=False)
         if key not in self._bounds_s:

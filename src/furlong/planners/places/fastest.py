@@ -1,0 +1,58 @@
+"""The fastest of the divisions that a published method's rule makes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from furlong.cost.model import CostModel
+from furlong.plan.values import ChunkPlan
+from furlong.planners.chunks.groups import refuse_unusable
+from furlong.planners.chunks.micro_batches import recompute_choices
+from furlong.planners.places.division import Division, Spots
+from furlong.planners.places.emit import nothing_fits, plan_of
+from furlong.planners.places.least import Least
+from furlong.planners.places.rates import PoolBatch
+from furlong.planners.places.setting import settings
+
+_TRIED_COUNTS = 4
+"""Numbers of micro-batches that are tried, from the fewest that fit."""
+
+
+def plan_fastest(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    divide: Callable[[Division], Iterator[Spots]],
+    *,
+    pool_size: int,
+    budget_bytes: int | None,
+    recompute_layers: int | None,
+) -> ChunkPlan:
+    """The checked plan of the fastest division: one rank, a pool of `pool_size` devices.
+
+    `divide`: the divisions of a number of micro-batches. `budget_bytes` of a device: None takes the
+    hardware's. `recompute_layers`: checkpointed layers of every sequence; None tries a few numbers.
+    Raises ConfigError where the longest sequence fits on no place.
+    """
+    refuse_unusable(seq_lens)
+    batch = PoolBatch.of(seq_lens, model, pool_size)
+    few = recompute_choices(model.shape.num_layers)
+    tried = few if recompute_layers is None else [recompute_layers]
+    best: tuple[float, int, Spots] | None = None
+    for setting in settings(batch, budget_bytes, tried):
+        found = 0
+        for count in range(setting.fewest, len(seq_lens) + 1):
+            if best is not None and Least.of(setting, count).step_s >= best[0]:
+                break
+            division = Division(setting, count)
+            ways = list(divide(division))
+            for spots in ways:
+                division.reset(spots)
+                step_s = division.step_s()
+                if best is None or step_s < best[0]:
+                    best = step_s, setting.rates.recompute_layers, spots
+            found += bool(ways)
+            if found == _TRIED_COUNTS:
+                break
+    if best is None:
+        raise nothing_fits(batch, tried[-1], budget_bytes)
+    return plan_of(batch, best[2], best[1], budget_bytes)
