@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from furlong.cli.main import main
+from furlong.errors import ConfigError
 from furlong.plan.lengths import read_lengths
+from furlong.report.patience import patience
+from furlong.train import run as trained
+from furlong.train.setup import prepare
 
 NUM_BYTES = (10, 100, 100, 3000)
 
@@ -138,3 +143,22 @@ def test_of_pairs_both_answers_are_counted(tokenizer: Path, tmp_path: Path, caps
     flags = [f"--tokenizer={tokenizer}", "--format=preference", f"--out={out}"]
     assert main(["lengths", str(pairs), *flags]) == 0
     assert read_lengths(out).counts == ((7, 2), (10, 2))
+
+
+@pytest.mark.parametrize("verb", ["lengths", "train"])
+def test_a_long_reading_of_data_gives_signs_of_life(
+    verb: str, tokenizer: Path, data: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def read(*_: Any) -> None:
+        time.sleep(0.2)
+        raise ConfigError(given="read", required="", source="", change="")
+
+    monkeypatch.setattr(patience.__wrapped__, "__kwdefaults__", {"every_s": 0.02})
+    monkeypatch.setattr(prepare, "load_splits", read)
+    monkeypatch.setattr(trained, "load_splits", read)
+    LlamaConfig(vocab_size=300, max_position_embeddings=2**17).save_pretrained(tokenizer)
+    run = tmp_path / "run.yaml"
+    values = {"model": {"name": str(tokenizer), "init": "random"}, "data": {"train": str(data)}}
+    run.write_text(json.dumps(values | {"out": str(tmp_path / "out")}))
+    assert main([verb, str(run)]) == 2
+    assert "so far" in capsys.readouterr().err

@@ -94,6 +94,21 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     refused(capsys, "a model of 28 layers", "one of 24 layers")
 
 
+def test_a_saved_plan_is_drawn_with_the_title_that_it_was_made_with(lengths, tmp_path, capsys):
+    file, pages = str(tmp_path / "plan.json"), [tmp_path / "a.html", tmp_path / "b.html"]
+    flags = [*QUICK, "--devices", "2", "--out", file, "--picture", str(pages[0])]
+    assert plan(lengths, *flags) == 0
+    assert main(["plan", file, "--picture", str(pages[1])]) == 0
+    (first,), (again,) = (
+        json.loads(
+            re.search(r'<script [^>]*id="data"[^>]*>(.*?)</script>', page.read_text(), re.S)[1]
+        )
+        for page in pages
+    )
+    assert first["title"].startswith("ChunkFlow   ·   ")
+    assert (again["title"], again["lines"]) == (first["title"], first["lines"])
+
+
 def test_a_saved_plan_says_that_it_does_not_fit_a_smaller_device(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
     assert plan(lengths, *QUICK, "--devices", "2", "--json", "--out", file) == 0

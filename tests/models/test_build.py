@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_an_export_gives_the_same_logits(
     assert {p.dtype for p in again.parameters()} == {trained_dtype}
     with pytest.raises(ConfigError, match="exists"):
         export_model(model, None, folder, dtype=dtype)
+
+
+def test_no_bar_is_shown_while_a_model_is_written(
+    config_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    model = build_model(str(config_folder), init="random")
+    export_model(model, None, tmp_path / "export", dtype=torch.float32)
+    assert "shards" not in capsys.readouterr().err
 
 
 def test_adapters_are_wide_and_their_base_is_frozen(config_folder: Path, tmp_path: Path) -> None:

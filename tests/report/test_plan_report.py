@@ -27,6 +27,7 @@ from furlong.report.pictures.ranks import choose_ranks, ranks_per_replica
 from furlong.report.pictures.scene import make_scenes
 from furlong.report.plan_report import Breakdown, report_plan
 from furlong.report.plan_text import format_report, num_retained
+from furlong.report.words import format_figures
 from furlong.units import format_bytes
 
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -118,7 +119,7 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     assert "K,V on the host; stage inputs, attention on the disk; graphs on the device" in page
     written = format_bytes(int(traffic.written[:, traffic.of("disk")].sum()))
     assert f"attention outputs, disk: {written} written, {written} read" in page
-    assert re.search(r"rank +stages .* device +host +disk", page)
+    assert re.search(r"weights .* device +host +disk", page)
     moved = json.loads(json.dumps(report.to_json()))["memory"][0]["moved"]
     assert moved.keys() == {"kv", "attention"} and moved["attention"]["tier"] == "disk"
     assert moved["attention"]["read_bytes"] == int(traffic.read[:, traffic.of("disk")].sum()) > 0
@@ -209,7 +210,7 @@ def test_the_first_computation_of_a_cell_is_no_second_one():
     shares = report.figures.shares()
     assert shares["recompute"] == pytest.approx((again - first) / report.step_s)
     whole = sum(1 for text in texts if text[0] == "R")
-    assert f"stage 0: {whole - 2} of {len(plan.chunks)} chunks run again" in format_report(report)
+    assert f"recompute  {whole - 2} of {len(plan.chunks)} chunks run again" in format_report(report)
 
 
 def test_dummies_are_neither_chunks_of_the_batch_nor_kept_cells():
@@ -227,6 +228,23 @@ def test_dummies_are_neither_chunks_of_the_batch_nor_kept_cells():
     assert "the graph of 3 cells" in page and "0 of 3 chunks run again" in page
     (scene,) = make_scenes([report_plan(plan, model(zero_stage=3)).panel("a")])
     assert "3 chunks and 1 dummy chunk" in scene.lines[0]
+
+
+def test_one_device_has_no_words_of_many():
+    plan = plan_on_device((300, 200), ChunkOptions(size=128, keep="kv"), num_layers=24)
+    report = report_plan(plan, model())
+    page = format_report(report)
+    (scene,) = make_scenes([report.panel("furlong")])
+    shown = [page, scene.title, *scene.lines, scene.ranks[0].name]
+    shown += [entry.text for group in legend([scene]) for entry in group]
+    for word in ("dp 1", "rank", "collectives", "per device"):
+        assert not any(word in text for text in shown), word
+    assert "layout     one device; 1 stage, layers per stage: 24" in page
+    (seconds,) = report.figures.ranks
+    figures = replace(report.figures, ranks=(replace(seconds, collectives_s=1e-3),))
+    assert "adding gradients up" in format_figures(figures, alone=True)
+    assert "bubble" not in scene.title
+    assert Dials(method="x").layout_words() == "one device"
 
 
 def test_padding_is_no_throughput():

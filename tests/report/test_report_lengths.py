@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from furlong.plan.lengths import count_lengths
-from furlong.report.lengths import lengths_table, save_lengths_picture, summary_line
+from furlong.report.lengths import _label, lengths_table, save_lengths_picture, summary_line
 
 LENGTHS = count_lengths([10, 60, 100, 100, 3000, 20_000])
 
@@ -29,6 +29,10 @@ def test_the_table_has_a_row_per_bucket_and_their_sum() -> None:
     assert rows[2] == ["129 to 256", "0", "0", "0", "0"]
     assert rows[-2] == ["16,385 to 32,768", "1", "16.7%", "85.9%", "97.8%"]
     assert rows[-1][:2] == ["all", "6"] and rows[-1][3] == "23.3K"
+
+
+def test_a_bars_label_rounds_half_up() -> None:
+    assert [_label(share) for share in (0.125, 0.375, 0.124, 1.0)] == ["13%", "38%", "12%", "100%"]
 
 
 def test_the_summary_names_the_percentiles() -> None:

@@ -107,7 +107,7 @@ def test_several_panels_have_one_legend(tmp_path):
     save_timelines([panel(pipeline(num_retained=1)), panel(other)], path)
     words = words_of(path.read_text())
     for word in ("forward", "backward", "idle", "limit of device memory", "host memory",
-                 "whole sequences: neighbouring chunks differ"):  # fmt: skip
+                 "whole sequences (two shades, to tell neighbouring chunks apart)"):  # fmt: skip
         assert words.count(word) == 1, word
     # the longest first, whichever plan cuts it
     cut = [word for word in words if re.match(r"sequence \d+, ", word)]

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,32 @@ def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None
         "start": 1024, "stop": 2048, "loss": 1.0, "num_valid_tokens": 10,
     }  # fmt: skip
     assert lines[0].startswith("step  3/10  loss 2.5000") and "MFU" not in lines[0]
-    assert "  memory 768 MiB +256 MiB  " in lines[0]
+    assert "  memory    1 GiB" in lines[0]
     assert lines[1] == "held-out loss 2.0000 after step 3; by position <64 2.500  <2K 1.000"
     assert steps == [3]
     assert [at for at, _ in tracker.seen] == [3, 3, 3]
     assert tracker.seen[1][1] == {
         "eval_loss": 2.0, "eval_loss_at_0": 2.5, "eval_loss_at_1024": 1.0,
     }  # fmt: skip
+
+
+def test_the_lines_of_steps_are_short_columns(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with MetricsLog(tmp_path / "metrics.jsonl", 100, lines.append) as log:
+        for number, (grad, speed, used, seconds) in enumerate(
+            [(3.58, 137.0, 2**30, 7.3), (12.3456, 1010.0, 425 * 2**20, 0.85), (2, 8e5, 10**9, 59.9)]
+        ):
+            log.step(
+                number + 9,
+                replace(
+                    FIGURES, grad_norm=grad, tokens_per_s=speed, peak_memory_bytes=used,
+                    step_s=seconds,
+                ),
+            )  # fmt: skip
+    for word in ("loss", "grad", "lr", "tokens/s", "memory", "iB"):
+        assert len({line.index(word) for line in lines}) == 1, lines
+    assert max(map(len, lines)) <= 112
+    assert all(line.endswith("  recompute 14%") for line in lines)
 
 
 @pytest.mark.parametrize(("keep_bytes", "kept"), [(8, 1), (15, 1), (16, 2), (24, 3), (99, 3)])

@@ -134,8 +134,8 @@ def test_a_draw_without_a_label_has_no_loss_and_is_no_divergence(
     assert [record["loss"] for record in records] == [3.0, None]
     assert [record["drawn_share"] for record in records] == [1 / 3, 1 / 3]
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 1/2  loss 3.0000  drawn 33%  grad 2  lr")
-    assert second.startswith("step 2/2  loss -  drawn 33%  grad 0  lr")
+    assert first.startswith("step 1/2  loss 3.0000  drawn 33%  grad 2        lr")
+    assert second.startswith("step 2/2  loss      -  drawn 33%  grad 0        lr")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_batch_without_labels_is_skipped_and_counted(
     assert records[0]["grad_norm"] == pytest.approx(2.0)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
-    assert printed[0].startswith("step 1/2  loss 3.0000  grad 2  lr 1.00e-01")
+    assert printed[0].startswith("step 1/2  loss 3.0000  grad 2        lr 1.00e-01")
 
 
 def test_progress_goes_on_behind_the_batch_that_was_taken(tmp_path: Path) -> None:

@@ -45,11 +45,13 @@ class _Found:
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
     from furlong.config.run_file import is_run_file
+    from furlong.report.patience import patience
 
     run_file = len(chosen.data) == 1 and is_run_file(chosen.data[0])
     if run_file:
         _refuse_flags_of_data(chosen)
-    found = _of_run(chosen) if run_file else _of_data(chosen)
+    with patience("counting the lengths"):
+        found = _of_run(chosen) if run_file else _of_data(chosen)
     _show(found, chosen.out, chosen.picture)
     return 0
 

@@ -26,7 +26,7 @@ _NEAR = 0.75
 
 
 class _Wrong(NamedTuple):
-    """What is wrong with one key, in the four parts of a message."""
+    """The four parts of the message about one key."""
 
     given: str
     required: str

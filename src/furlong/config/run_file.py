@@ -130,7 +130,7 @@ def read_yaml(text: str, source: str, change: str) -> Any:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """What is wrong with a YAML text, and its line."""
+    """The fault of a YAML text, and its line."""
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return " ".join(str(error).split())

@@ -10,7 +10,7 @@ from furlong.units import count_words
 
 
 def words_of(error: ErrorDetails) -> str:
-    """What is required in the place of a value."""
+    """The words for the values that a key takes."""
     context = error.get("ctx", {})
     match error["type"]:
         case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":

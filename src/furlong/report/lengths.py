@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ def _draw_bars(axes: Axes, buckets: Sequence[LengthBucket], lengths: Lengths) ->
         for x, share in zip(places, heights, strict=True):
             if share >= _LABELLED_SHARE:
                 axes.annotate(
-                    f"{share:.0%}", (x, share), (0, 2), textcoords="offset points",
+                    _label(share), (x, share), (0, 2), textcoords="offset points",
                     fontsize=7 if share < 0.995 else 6, color=tint(INK, 0.2), ha="center",
                     va="bottom", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
                 )  # fmt: skip
@@ -142,6 +143,11 @@ def _shares(bucket: LengthBucket, lengths: Lengths) -> tuple[float, float, float
 
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.1%}" if share >= 0.001 else "< 0.1%"
+
+
+def _label(share: float) -> str:
+    """Per cent without a fraction; half of one goes up."""
+    return f"{floor(100 * share + 0.5)}%"
 
 
 def _short(tokens: int) -> str:

@@ -12,7 +12,14 @@ from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ChunkPlan, Forward, Keep, Recompute
 from furlong.report.pictures.ranks import choose_ranks, held_stages
 from furlong.report.plan_report import PlanReport, processes_without_tokens
-from furlong.report.words import BREAKDOWN_WORDS, MOVED_WORDS, PART_WORDS, align, share_words
+from furlong.report.words import (
+    BREAKDOWN_WORDS,
+    MOVED_WORDS,
+    PART_WORDS,
+    align,
+    is_alone,
+    share_words,
+)
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 _MAX_RANKS = 16
@@ -32,13 +39,14 @@ def line(name: str, text: str) -> str:
 
 def format_report(report: PlanReport) -> str:
     """The page of a plan: its chunks and actions, its seconds, its bytes."""
-    plan, figures = report.plan, report.figures
+    plan, figures, alone = report.plan, report.figures, is_alone(report.plan)
     breakdown = "   ·   ".join(
         f"{word} {getattr(report.breakdown, name):.1%}"
         for name, word in BREAKDOWN_WORDS.items()
         if getattr(report.breakdown, name) >= 5e-4
     )
-    per_device = format_count(report.tokens_per_s / _num_devices(plan))
+    each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
+    whose = "" if alone else "ranks' "
     texts = {
         "chunks": _chunk_words(plan),
         "kept": _kept_words(plan),
@@ -48,9 +56,9 @@ def format_report(report: PlanReport) -> str:
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
-        f" {format_count(report.tokens_per_s)} tokens/s ({per_device} per device)",
-        "bubble": f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no"
-        f" backward\n{share_words(figures)}",
+        f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}",
+        "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
+        f" backward\n{share_words(figures, alone=alone)}",
         "pool": _pool_words(report),
         "time": breakdown,
         "memory": _memory_words(report),
@@ -132,6 +140,8 @@ def _recompute_words(plan: ChunkPlan) -> list[str]:
             span = span if min(own) < max(own) else f"{own[0]}"
             text += f", {span} of {count_words(height, 'layer')} checkpointed"
         texts.setdefault(text, []).append(stage)
+    if len(plan.stages) == 1:
+        return list(texts)
     return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
 
 
@@ -168,6 +178,8 @@ def _layout_words(report: PlanReport) -> str:
     heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
     many = len(plan.stages) > (16 if len(heights) > 1 else 4)
     layers = ", ".join(heights if many else map(str, plan.stages))
+    if is_alone(plan):
+        return f"one device; {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
     return (
         f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool};"
         f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
@@ -194,6 +206,9 @@ def _memory_words(report: PlanReport) -> str:
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     left = report.budget_bytes - peaks[worst]
     over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    if is_alone(report.plan):
+        budget = format_bytes(report.budget_bytes)
+        return f"peak {format_bytes(peaks[worst])}, budget {budget}: {over}"
     return (
         f"peak {format_bytes(peaks[worst])} on rank {worst},"
         f" budget {format_bytes(report.budget_bytes)} per device: {over}"
@@ -219,6 +234,8 @@ def _memory_table(report: PlanReport) -> list[str]:
         values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
         rows.append([str(rank), span, *map(format_bytes, values)])
+    if is_alone(report.plan):
+        rows = [row[2:] for row in rows]
     return [*align(rows), *([f"({note})"] if note else [])]
 
 

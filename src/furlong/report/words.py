@@ -19,6 +19,9 @@ SHARE_WORDS = {
 }
 """Words for the names of StepFigures.shares()."""
 
+_ALONE_WORDS = {"collectives": "adding gradients up"}
+"""Words for the same on one device."""
+
 BREAKDOWN_WORDS = {
     "compute": "compute",
     "all_to_all": "all-to-all",
@@ -48,11 +51,12 @@ def format_time(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if value >= 10_000 else f"{value:.4g} {unit}"
 
 
-def title_words(name: str, figures: StepFigures, time_unit: str) -> str:
-    """A picture's headline: the name of the plan, its bubble ratio, time and peak memory."""
+def title_words(name: str, figures: StepFigures, time_unit: str, *, alone: bool) -> str:
+    """A picture's headline: the name of the plan, its bubble ratio, time and peak memory. `alone`:
+    one device, which waits for no other."""
     parts = [name] if name else []
     parts += [
-        f"bubble {figures.bubble_ratio:.1%}",
+        *([] if alone else [f"bubble {figures.bubble_ratio:.1%}"]),
         f"step {format_time(figures.duration_s, time_unit)}",
     ]
     if peak := max(figures.peak_device_bytes, default=0):
@@ -75,28 +79,32 @@ def batch_words(plan: ChunkPlan) -> str:
         count_words(len(plan.chunks) - dummies, "chunk")
         + (f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""),
         count_words(len(plan.stages), "stage"),
-        count_words(len(plan.actions), "rank"),
     )
-    return ", ".join(counts)
+    ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
+    return ", ".join(counts) + ranks
 
 
-def share_words(figures: StepFigures) -> str:
+def is_alone(plan: ChunkPlan) -> bool:
+    """Whether a plan is of one device."""
+    return len(plan.actions) * plan.sp_size == 1
+
+
+def share_words(figures: StepFigures, *, alone: bool) -> str:
     """The shares of the ranks' time, in words."""
+    words = SHARE_WORDS | (_ALONE_WORDS if alone else {})
     return "   ·   ".join(
-        f"{SHARE_WORDS[name]} {share:.1%}"
-        for name, share in figures.shares().items()
-        if share >= 5e-4
+        f"{words[name]} {share:.1%}" for name, share in figures.shares().items() if share >= 5e-4
     )
 
 
-def format_figures(figures: StepFigures, time_unit: str = "s") -> str:
+def format_figures(figures: StepFigures, time_unit: str = "s", *, alone: bool = False) -> str:
     """The step's time, its bubble ratio, and what each rank's time goes into.
 
     `time_unit`: "s", or another word where the costs had no hardware.
     """
     columns = [
         (word, f"{name}_s")
-        for name, word in SHARE_WORDS.items()
+        for name, word in (SHARE_WORDS | (_ALONE_WORDS if alone else {})).items()
         if any(getattr(rank, f"{name}_s") > 0 for rank in figures.ranks)
     ]
     peaks = (
@@ -111,7 +119,7 @@ def format_figures(figures: StepFigures, time_unit: str = "s") -> str:
     lines = [
         f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
         "(time without a first forward or a backward)",
-        share_words(figures),
+        share_words(figures, alone=alone),
     ]
     return "\n".join([*lines, *align(rows)])
 

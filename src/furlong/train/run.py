@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
 
 from furlong.config.schema import RunConfig
 from furlong.planners.predict import predict
+from furlong.report.patience import patience
 from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
 from furlong.train.checkpoints.fingerprints import base_fingerprint
@@ -74,9 +75,10 @@ def _train(
     storage, architecture, tokenizer = processes.together(
         lambda: checked(config, run, device, launch)
     )
-    data = processes.first_of_each_machine(
-        partial(load_splits, config.data, tokenizer, config.train.loss)
-    )
+    with patience("reading the data") if processes.is_first else nullcontext():
+        data = processes.first_of_each_machine(
+            partial(load_splits, config.data, tokenizer, config.train.loss)
+        )
     train = data["train"]
     check_alike(processes, train.fingerprint, "data.train, and the files of the model's tokenizer")
     processes.together(lambda: check_batches(config, run, train))

@@ -96,14 +96,15 @@ def _run(flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], t
         if parallel:
             print(line("parallel", parallel))
         print(line("search", _search_words(found)))
+    note = ", ".join([best.dials.layout_words(), *best.dials.words()])
     if chosen.out is not None:
         with writing(chosen.out):
-            text = save_plan(best.plan, subject.made_for(best.model))
+            made_for = subject.made_for(best.model) | {"title": best.dials.method, "note": note}
+            text = save_plan(best.plan, made_for)
             chosen.out.write_text(text, encoding="utf-8")
         if not chosen.json:
             print(f"wrote {chosen.out}")
     tell("drawing it")
-    note = ", ".join([best.dials.layout_words(), *best.dials.words()])
     draw([report.panel(best.dials.method, note)], chosen)
 
 

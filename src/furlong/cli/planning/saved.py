@@ -25,7 +25,7 @@ from furlong.report.measured import MEASURED, read_measured
 from furlong.report.pictures.scene import Panel
 from furlong.report.plan_report import report_plan
 from furlong.report.plan_text import format_report, line, runs_words
-from furlong.report.words import format_figures
+from furlong.report.words import format_figures, is_alone
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -79,7 +79,7 @@ def _show_timeline(
         print(json.dumps({**values, "time_unit": panel.time_unit, **figures.to_json()}, indent=1))
     else:
         print(head + format_plan(panel.plan))
-        print(format_figures(figures, panel.time_unit))
+        print(format_figures(figures, panel.time_unit, alone=is_alone(panel.plan)))
 
 
 def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
@@ -123,7 +123,8 @@ def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[
             print(line("warning", f"it does not fit: {refusal_words}"))
         print(format_report(report))
         print(line("runs here", "no, it does not fit" if refusal_words else runs_words(report)))
-    draw([report.panel(Path(file).stem)], chosen)
+    title, note = str(saved.get("title", Path(file).stem)), str(saved.get("note", ""))
+    draw([report.panel(title, note)], chosen)
 
 
 def _does_not_fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None) -> str:

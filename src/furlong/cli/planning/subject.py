@@ -88,12 +88,14 @@ class PlanSubject:
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
         budget = spec.budget_bytes if problem.budget_bytes is None else problem.budget_bytes
         host = f" and {format_bytes(self.host_bytes)} of the host's memory"
-        budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''} each"
+        each = " each" if problem.num_devices > 1 else ""
+        budgets = f"{format_bytes(budget)}{host if self.host_bytes else ''}{each}"
         idle = f"; {self.num_idle} more idle" if self.num_idle else ""
-        zero = "ZeRO-" + " or ".join(map(str, problem.zeros or (training.zero_stage,)))
+        zeros = " or ".join(map(str, problem.zeros or (training.zero_stage,)))
+        zero = f", ZeRO-{zeros}" if problem.num_devices > 1 else ""
         texts = {
             "batch": str(self.batch),
-            "model": f"{self.config.model.name}: {counts}; {lora}, {zero}{guess}",
+            "model": f"{self.config.model.name}: {counts}; {lora}{zero}{guess}",
             "devices": f"{problem.num_devices} x {name}, a budget of {budgets}{idle}",
             "figures": self.figures.words,
         }

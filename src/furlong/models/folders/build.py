@@ -111,7 +111,7 @@ def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch
 
 def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
     is_adapter = hasattr(model, "peft_config")
-    with _hushed():
+    with _hushed(is_reading=False):
         if is_adapter:
             model.save_pretrained(folder)
         else:
@@ -282,13 +282,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
-    """Without transformers' reports, which are told as errors here, and bars in log files."""
+def _hushed(*, is_reading: bool = True) -> Iterator[None]:
+    """Without transformers' reports, which are told as errors here, and without bars but for a
+    reading on a terminal."""
     from transformers.utils import logging
 
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
+    if not (is_reading and sys.stderr.isatty()):
         logging.disable_progress_bar()
     try:
         yield

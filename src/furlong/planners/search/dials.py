@@ -82,6 +82,8 @@ class Dials:
 
     def layout_words(self) -> str:
         """The layout, or the size of the pool."""
+        if self.layout.num_devices == 1:
+            return "one device"
         return f"a pool of {self.layout.num_devices}" if self.is_pool else str(self.layout)
 
     def words(self) -> list[str]:

@@ -33,6 +33,7 @@ from furlong.planners.search.pools import pool_dials
 from furlong.planners.search.problem import Found, Problem, Refusal, TriedDials, nothing_fits
 from furlong.planners.search.replicas import Outcome, ReplicaPlans
 from furlong.planners.search.room import Room, rooms_of
+from furlong.units import format_seconds
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Least tokens of a chunk per device: smaller ones are tried where none of those before fits, or
@@ -114,7 +115,9 @@ class _Search:
                 if (own_s := self._sliced_s(item[0])) > bound_s:
                     heappush(queue, (own_s, next(numbers), item))
                     continue
-                self._tell(f"{len(self._trials)} tried, {len(queue)} ways to cut chunks left")
+                least = f"what is left takes at least {format_seconds(bound_s)}"
+                best = f", best {format_seconds(self._best_s)}; {least}" if self._outcomes else ""
+                self._tell(f"{len(self._trials)} tried{best}")
                 self._climb_down(item)
             elif item not in self._rooms_s:
                 self._rooms_s[item] = max(bound_s, self._replicas.least_s(item.dials("any")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from furlong.report.pictures.colours import (
     DARKEST,
@@ -18,7 +18,7 @@ from furlong.report.pictures.colours import (
     tint,
 )
 from furlong.report.pictures.scene import Scene
-from furlong.report.words import PART_WORDS
+from furlong.report.words import PART_WORDS, is_alone
 from furlong.units import format_count, plural
 
 MOST_SEQUENCES = 8
@@ -51,6 +51,9 @@ def legend(scenes: Sequence[Scene]) -> list[list[LegendEntry]]:
     actions = [
         LegendEntry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds
     ]
+    if all(is_alone(scene.panel.plan) for scene in scenes):
+        actions = [replace(one, text="adding gradients up") if one.kind == "collective" else one
+                   for one in actions]  # fmt: skip
     return [
         [*actions, LegendEntry("idle", (LANE,))],
         _chunk_entries(scenes),
@@ -65,7 +68,7 @@ def _chunk_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
             chunks_of.setdefault(scene.chunks[chunk].sequence, []).append(chunk)
     entries: list[LegendEntry] = []
     if None in chunks_of:
-        words = "whole sequences: neighbouring chunks differ"
+        words = "whole sequences (two shades, to tell neighbouring chunks apart)"
         entries.append(LegendEntry(words, PACKED_COLOURS, chunks=tuple(chunks_of[None])))
     cut = scenes[0].cut  # all scenes of a picture agree on it
     shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in chunks_of]

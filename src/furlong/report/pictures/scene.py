@@ -25,7 +25,7 @@ from furlong.plan.values import (
 )
 from furlong.report.pictures.colours import ChunkLook, Kind, colour_chunks, cut_sequences
 from furlong.report.pictures.memory import Steps, memory_steps
-from furlong.report.words import batch_words, lower_words, share_words, title_words
+from furlong.report.words import batch_words, is_alone, lower_words, share_words, title_words
 from furlong.simulate.figures import measure
 from furlong.timeline import Record, Timeline
 from furlong.units import count_words
@@ -136,11 +136,12 @@ def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
         by_rank[record.rank].append(record)
     numbers = range(len(figures.ranks)) if panel.ranks is None else panel.ranks
     ranks = tuple(_rank(panel, rank, by_rank[rank]) for rank in numbers)
+    shares = share_words(figures, alone=is_alone(plan))
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
     return Scene(
         panel=panel,
-        title=title_words(panel.title, figures, panel.time_unit),
-        lines=tuple(filter(None, (panel.note, batch_words(plan), share_words(figures), several))),
+        title=title_words(panel.title, figures, panel.time_unit, alone=is_alone(plan)),
+        lines=tuple(filter(None, (panel.note, batch_words(plan), shares, several))),
         duration=figures.duration_s,
         ranks=ranks,
         chunks=colour_chunks(plan, panel.timeline, cut),
@@ -151,7 +152,7 @@ def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
 def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
     plan = panel.plan
     stages = sorted({r.action.stage for r in records if not isinstance(r.action, MESSAGES)})
-    names = [f"rank {rank}"]
+    names = ["device" if is_alone(plan) else f"rank {rank}"]
     if len(plan.stages) > 1 and stages:
         one = len(stages) == 1
         names.append(f"stage {stages[0]}" if one else f"stages {stages[0]}-{stages[-1]}")

@@ -19,6 +19,8 @@ from furlong.train.step import TrainedStep
 from furlong.units import format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
+_TOLD_SHARE = 0.05
+"""Share of a step's time from which recomputation and the wait for data are told."""
 
 
 class MetricsLog:
@@ -70,25 +72,32 @@ class MetricsLog:
         values |= values.pop("metrics")
         self._write({"step": step, "loss": figures.loss} | values)
         self._track(step, {name: x for name, x in values.items() if not isinstance(x, str)})
+        self._say(self._line(step, figures))
+        self._advance(step)
+
+    def _line(self, step: int, figures: TrainedStep) -> str:
+        """The figures that one looks at while a run goes on, in columns; records have them all."""
         loss = "-" if figures.loss is None else f"{figures.loss:.4f}"
         drawn = "" if figures.drawn_share is None else f"  drawn {figures.drawn_share:.0%}"
-        is_usual = figures.plan_method in (None, CHUNKS)
-        method = "" if is_usual else f"  plan {figures.plan_method}"
-        mfu = "" if figures.mfu is None else f"  MFU {figures.mfu:.1%}"
-        self._say(
+        computed_s = figures.forward_s + figures.recompute_s + figures.backward_s
+        again = figures.recompute_s / computed_s if computed_s else 0.0
+        waited = figures.data_s / figures.step_s if figures.step_s else 0.0
+        ends = [
+            f"  {word} {share:.0%}"
+            for word, share in (("recompute", again), ("data", waited))
+            if share >= _TOLD_SHARE
+        ]
+        if figures.plan_method not in (None, CHUNKS):
+            ends.append(f"  plan {figures.plan_method}")
+        return (
             f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
-            f"  loss {loss}{_of_pairs(figures.metrics)}{drawn}"
-            f"  grad {figures.grad_norm:.3g}  lr {figures.lr:.2e}"
-            f"  {format_count(figures.tokens_per_s)} tokens/s{mfu}"
-            f"  longest {format_count(figures.longest_tokens)}"
-            f"  memory {format_bytes(figures.peak_memory_bytes - figures.step_memory_bytes)}"
-            f" +{format_bytes(figures.step_memory_bytes)}"
-            f"  forward {format_seconds(figures.forward_s)}"
-            f"  recompute {format_seconds(figures.recompute_s)}"
-            f"  backward {format_seconds(figures.backward_s)}"
-            f"  data {format_seconds(figures.data_s)}{method}"
-        )
-        self._advance(step)
+            f"  loss {loss:>6}{_of_pairs(figures.metrics)}{drawn}"
+            f"  grad {figures.grad_norm:<7.3g}  lr {figures.lr:.2e}"
+            f"  {format_seconds(figures.step_s):>7}"
+            f"  {format_count(figures.tokens_per_s):>5} tokens/s"
+            + ("" if figures.mfu is None else f"  MFU {figures.mfu:5.1%}")
+            + f"  memory {format_bytes(figures.peak_memory_bytes):>8}{''.join(ends)}"
+        ).rstrip()
 
     def predicted(self, step: int, figures: TrainedStep, prediction: Prediction) -> None:
         """Report the first step beside its prediction, in the same terms."""
@@ -196,7 +205,9 @@ def open_bar(stack: ExitStack, start: int, num_steps: int) -> tuple[Say, Callabl
         TimeRemainingColumn,
     )
 
-    bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    # rich's own colour of a finished bar is grey where a terminal has 16 colours
+    whole = BarColumn(finished_style="green")
+    bar = Progress(whole, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     task = stack.enter_context(bar).add_task("", total=num_steps, completed=start)
 
     def say(line: str) -> None:
