@@ -146,14 +146,41 @@ def test_collectives_on_parameters():
     assert SHAPE.num_parameters == 8_030_261_248
     # by hand, two devices at 300 GB/s: half of 16.06 GB of bf16 weights is gathered in 26.767537
     # ms. 32.12 GB of float32 gradients: all of them all-reduced, or half of them scattered in
-    # 53.535075 ms and then (ZeRO-1, 2) the weights gathered; 20 us for every call
-    for zero, reduce_s in ((0, 0.10709015), (1, 0.08034261), (2, 0.08034261), (3, 0.05355508)):
+    # 53.535075 ms; 20 us for every call
+    for zero, reduce_s in ((0, 0.10709015), (1, 0.05355508), (2, 0.05355508), (3, 0.05355508)):
         costs = CostModel(SHAPE, A100, Training(zero_stage=zero)).costs(plan)
         assert costs.compute_s(Unshard(0), 0) == pytest.approx(0.026787537)
-        assert costs.compute_s(Reduce(0), 1) == pytest.approx(reduce_s)
+        assert costs.reduce_s(0) == pytest.approx(reduce_s)
         assert costs.compute_s(Reshard(0), 0) == 0
     single = CostModel(SHAPE, A100).costs(one_chunk(Slice(0, 0, 64)))
     assert single.compute_s(Reduce(0), 0) == 0
+
+
+def test_a_reduction_hides_behind_the_last_backward_and_a_gather_behind_the_first_forward():
+    late = 2 * SHAPE.embedding_parameters / SHAPE.num_parameters  # complete at the end only
+
+    def exposed_s(seq_len, *first, spec=EXACT, **training):
+        chunks = tuple(Chunk((Slice(i, 0, seq_len),)) for i in range(2))
+        lists = tuple((*first, Forward(i, 0, "all"), Backward(i, 0), Reduce(0)) for i in range(2))
+        plan = ChunkPlan((seq_len,) * 2, chunks, (32,), lists)
+        quick = replace(spec, layer_launch_s=0.0, pass_launch_s=0.0, slice_launch_s=0.0)
+        costs = CostModel(SHAPE, quick, Training(**training)).costs(plan)
+        return costs, costs.compute_s(Reduce(0), 0)
+
+    for zero in (0, 1, 2):
+        costs, long_s = exposed_s(LONG, zero_stage=zero)
+        assert long_s == pytest.approx(late * costs.reduce_s(0))
+        costs, short_s = exposed_s(1, zero_stage=zero)
+        gathered_s = costs.unshard_s(0) if zero else 0
+        assert short_s == pytest.approx(costs.reduce_s(0) + gathered_s, rel=1e-2)
+        assert exposed_s(1, Unshard(0), zero_stage=zero)[1] == pytest.approx(
+            costs.reduce_s(0), rel=1e-2
+        )
+    assert exposed_s(LONG, zero_stage=1, lora=Lora(8))[1] == 0
+    on_cpu = replace(EXACT, name="a measured CPU", device_type="cpu")
+    costs, long_s = exposed_s(LONG, spec=on_cpu, zero_stage=0)
+    assert long_s == pytest.approx(costs.reduce_s(0))
+    assert CostModel(SHAPE, on_cpu).memory().device_type == "cpu"
 
 
 def test_zero_3_without_unshards_gathers_with_every_pass():

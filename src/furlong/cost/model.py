@@ -5,17 +5,27 @@
     check(plan, model.memory())             # the checker's Memory
 
 Each action computes what `plan.passes` says.
+
+Collectives hide behind the computation that they go with, and what does not fit behind it takes
+time. Under ZeRO-3 that is every pass. Else it is a stage's last Backward for the gradients of its
+layers, each of which is on its way as soon as that layer's backward is over, and its first Forward
+for weights, unless an Unshard gathers them before it. This runtime has it of FSDP2, whose default
+it is (set_requires_gradient_sync in the last backward; its prefetch); of other frameworks it is
+the best that they do: Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and
+gather bucket by bucket in the last and the first micro-batch. Gradients of the embedding and the
+head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while it
+waits for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec
+from furlong.cost.devices.hardware import HardwareSpec
 from furlong.cost.devices.links import Collective, Link
 from furlong.cost.memory.activations import eager
 from furlong.cost.memory.heap import NO_HEAP, Heap
@@ -66,7 +76,7 @@ class CostModel:
 
     @property
     def device_type(self) -> str:
-        return "cpu" if self.hardware.name == THIS_CPU else "cuda"
+        return self.hardware.device_type
 
     def costs(self, plan: ChunkPlan, *, free: Collection[Hidden] = ()) -> PlanCosts:
         """Seconds of every action of `plan`. `free`: things that take no time, so that the
@@ -96,6 +106,10 @@ class PlanCosts:
         self._plan = plan
         self._free = free
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
+        self._firsts: dict[tuple[int, int], Computing] = {}
+        """(stage, rank) -> the first Forward."""
+        self._lasts: dict[tuple[int, int], Computing] = {}
+        """(stage, rank) -> the last Backward."""
         self._unsharded: set[int] = set()
         members: dict[int, set[int]] = {}
         for rank, actions in enumerate(plan.actions):
@@ -105,6 +119,9 @@ class PlanCosts:
                     self._parts[type(action), action.chunk, action.stage] = found
                 if isinstance(action, Forward):
                     members.setdefault(action.stage, set()).add(rank)
+                    self._firsts.setdefault((action.stage, rank), action)
+                elif isinstance(action, Backward):
+                    self._lasts[action.stage, rank] = action
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
@@ -123,6 +140,7 @@ class PlanCosts:
         self._rates: dict[tuple[StageFlops, int], StageRates] = {}
         self._part_s: dict[tuple[PassPart, int], list[float]] = {}
         self._gathering: dict[tuple[bool, int], float] = {}
+        self._reduces: dict[int, float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
@@ -131,7 +149,9 @@ class PlanCosts:
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
-                return self._reduce_at_end_s(stage)
+                if stage not in self._reduces:
+                    self._reduces[stage] = self._reduce_at_end_s(stage)
+                return self._reduces[stage]
             case Forward() | Recompute() | Backward() | RebuildKV():
                 chunk, stage = action.chunk, action.stage
                 return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
@@ -182,17 +202,42 @@ class PlanCosts:
         return self._collective_s("all_gather", stage, training.compute_bytes)
 
     def _reduce_at_end_s(self, stage: int) -> float:
-        """Seconds of a Reduce: under ZeRO-1 and 2 the ranks also gather each other's new weights,
-        unless an Unshard does that in front of the next step; where ZeRO-3 gathers with every pass
-        the backwards have reduced already."""
-        training, gathered_s = self._model.training, 0.0
+        """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
+        also gather each other's new weights, as far as the next first Forward does not hide that,
+        unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
+        already."""
+        training, shape, gathered_s = self._model.training, self._model.shape, 0.0
         if self._passes_gather(stage):
             return 0.0
+        stages, held = self._plan.stages, frozenset((stage,))
+        trained = training.trained_parameters(shape, stages, held)
+        late = training.beside_parameters(shape, stages, held) / max(1, trained)
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = self._collective_s(
                 "all_gather", stage, training.compute_bytes, trained_only=True
             )
-        return self.reduce_s(stage) + gathered_s
+            gathered_s = max(0.0, gathered_s - self._layers_s(self._firsts, stage))
+        reduced_s = self.reduce_s(stage)
+        layers_s = max(0.0, (1 - late) * reduced_s - self._layers_s(self._lasts, stage))
+        return late * reduced_s + layers_s + gathered_s
+
+    def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
+        """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
+        collectives beside it."""
+        if self._model.device_type == "cpu":
+            return 0.0
+        return max(
+            (
+                sum(
+                    self._seconds(part, stage)[action.chunk]
+                    for part in self.parts(action)
+                    if part.work not in ("head", "head and back")
+                )
+                for rank in self._members.get(stage, ())
+                if (action := passes.get((stage, rank))) is not None
+            ),
+            default=0.0,
+        )
 
     def reduce_s(self, stage: int) -> float:
         """Seconds in which the gradients of a stage's trained weights are reduced: a reduce-scatter
@@ -235,7 +280,8 @@ class PlanCosts:
         for own_s, part in zip(seconds, parts, strict=True):
             if gathers and part.work not in ("head", "head and back"):
                 # weights come with every pass, behind its computation (FSDP's prefetch)
-                np.maximum(own_s, self._gathers_s(part.work == "backward", stage), out=own_s)
+                both = np.add if self._model.device_type == "cpu" else np.maximum
+                both(own_s, self._gathers_s(part.work == "backward", stage), out=own_s)
         return seconds
 
     def _gathers_s(self, backward: bool, stage: int) -> float:

@@ -78,6 +78,9 @@ class HardwareSpec:
     """Bytes that one device may keep in the memory of its host: its share of the node's."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure."""
+    device_type: str = "cuda"
+    """Type, cuda or cpu: it decides the sizes of tiles and segments, and whether collectives run
+    beside the computation (those of a CPU do not)."""
 
     @property
     def budget_bytes(self) -> int:
@@ -131,6 +134,7 @@ def this_cpu(*, measured: bool = True) -> HardwareSpec:
     copy = 1e10
     return HardwareSpec(
         name=THIS_CPU,
+        device_type="cpu",
         peak_flops_per_s=peak,
         memory_bytes=memory,
         reserved_bytes=memory // 8,
@@ -169,7 +173,7 @@ def one_of(spec: HardwareSpec, num_local: int) -> HardwareSpec:
     """The device of one of `num_local` processes of a machine: these are a node, and have equal
     parts of a CPU's cores."""
     links = replace(spec.links, devices_per_node=num_local)
-    share = num_local if spec.name == THIS_CPU else 1
+    share = num_local if spec.device_type == "cpu" else 1
     return replace(spec, links=links, peak_flops_per_s=spec.peak_flops_per_s / share)
 
 

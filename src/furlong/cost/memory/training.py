@@ -119,6 +119,12 @@ class Training:
         both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
         return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
 
+    def beside_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Trained parameters of a rank's embedding and head."""
+        return 0 if self.lora else _beside(shape, stages, held)
+
     def state_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> StateBytes:
@@ -163,8 +169,8 @@ class Training:
         this runtime's ZeRO-3 those beside the layers."""
         if self.zero_stage == 2:
             trained = self.trained_parameters(shape, stages, held) / self.tp_size
-        elif self.zero_stage == 3 and self.gathers and self.lora is None:
-            trained = _beside(shape, stages, held) / self.tp_size
+        elif self.zero_stage == 3 and self.gathers:
+            trained = self.beside_parameters(shape, stages, held) / self.tp_size
         else:
             return 0
         return round(trained * self.gradient_bytes * (1 - 1 / group_size))
