@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from helpers.gradients import batch
+from helpers.nightly import seeds
 from helpers.placed import obey, on_one, plan_of
 from helpers.placed_cases import (
     Found,
@@ -182,7 +183,6 @@ def test_random_layouts():
     check_random(range(20), 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", seeds(1, 3))
 def test_many_random_layouts(part):
     check_random(range(100 + 50 * part, 150 + 50 * part), 8)
