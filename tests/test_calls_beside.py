@@ -167,17 +167,20 @@ def test_models_beside_one_another_in_threads() -> None:
     model = build("llama")
     twin, other, drawing = type(model)(model.config), build("llama"), build("llama")
     drawing.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+    jittering = build("mixtral", router_jitter_noise=0.3)  # no module of it says so
     step = partial(furlong.forward_backward, sequences=SEQUENCES)
     options = furlong.ChunkOptions(size=6)
+    step(jittering, options=options)
     reference_loss(other, SEQUENCES)
     truth = take_grads(other)
     with paused(model):
-        with pytest.raises(ConfigError, match="a model that shares its config"):
+        with pytest.raises(ConfigError, match="which shares its config"):
             step(twin, options=options)
         with pytest.raises(ConfigError, match=TOLD):
             twin(input_ids=IDS)
-        with pytest.raises(ConfigError, match="with dropout"):
-            step(drawing, options=options)
+        for rival in (drawing, jittering):
+            with pytest.raises(ConfigError, match="one of the two draws dropout or jitter"):
+                step(rival, options=options)
         step(other, options=options)
         assert worst_relative_error(take_grads(other), truth) < 1e-9
     assert step(twin.double(), options=options).loss > 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from helpers import hybrids
 from helpers.attention_families import twin_of
 from helpers.gradients import take_grads, worst_relative_error
+from helpers.tiny_families import build_other
 from test_door import CALLS, loss_of
 from torch import Tensor
 
@@ -73,3 +76,25 @@ def test_layers_that_carry_padding_in_their_states() -> None:
         with pytest.raises(ConfigError, match="padding in front: its own recurrent layers"):
             loss_of(model, CALLS[call])
     loss_of(model, CALLS["padded behind"]).backward()
+
+
+@pytest.mark.slow
+def test_the_page_names_the_families_whose_masks_do_not_look_at_positions() -> None:
+    """Behind the door their packed sequences are each alone all the same."""
+    page = Path(__file__).parents[2] / "docs" / "post-training.md"
+    [named] = re.findall(
+        r"do not look at positions \((.*?) in transformers", page.read_text(), re.S
+    )
+    packed = {"input_ids": CALLS["packed"]["input_ids"], "use_cache": False}
+    packed["position_ids"] = CALLS["packed"]["position_ids"].expand_as(packed["input_ids"])
+    differ = set()
+    for family in (*re.findall(r"[\w-]+(?=,|$| and)", named), "llama", "gpt2", "mixtral"):
+        model: Any = build_other(family, is_decoder=True).eval()
+        alone = row_by_row(model, packed)
+        if float((model(**packed).logits.flatten(0, 1) - alone).abs().max()) > 1e-6:
+            differ.add(family)
+        found = furlong.chunked(model, OPTIONS)(**packed).logits.flatten(0, 1)
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)  # some norms are float32
+    assert differ == {
+        "afmoe", "bert", "bert-generation", "biogpt", "electra", "ernie", "gpt_oss", "roc_bert",
+    }  # fmt: skip

@@ -106,7 +106,7 @@ class FollowedModel:
                     change="call them one after the other",
                 )
             base = bare_model(self.given)
-            _refuse_rivals(base)
+            _refuse_rivals(base, self.kept)
             hook = base.register_forward_pre_hook(refuse_call)
             try:
                 with torch.autocast(device_type(self.given), enabled=False):
@@ -303,7 +303,7 @@ class FollowedModel:
             )
 
 
-def _refuse_rivals(base: nn.Module) -> None:
+def _refuse_rivals(base: nn.Module, own: Kept) -> None:
     """Raise ConfigError where another thread runs a call on another model that would meet this
     one's: by their config, or by the random numbers that both replay."""
     for reference in _KEPT.keyrefs():
@@ -312,18 +312,23 @@ def _refuse_rivals(base: nn.Module) -> None:
         if other is None or kept is None or kept.thread in (None, threading.get_ident()):
             continue
         if not _configs(base).isdisjoint(_configs(other)):
-            what, change = "that shares its config", "copy.deepcopy the config for one of them"
-        elif other_dropouts(base) or other_dropouts(other):
-            what, change = "with dropout, of either", "run them one after the other"
+            what, change = "which shares its config", "copy.deepcopy the config for one of them"
+        elif _draws(base, own) or _draws(other, kept):
+            what, change = "and one of the two draws dropout or jitter", "run one after the other"
         else:
             continue
         raise ConfigError(
-            given=f"a call on a model while another thread runs one on a model {what}",
+            given=f"a call on a model while another thread runs one on another, {what}",
             required="calls that share neither a config, in which attention is furlong's for the "
             "length of one, nor the process's random numbers, which both replay",
             source="two threads of one process",
             change=f"{change}, or give each model a process of its own",
         )
+
+
+def _draws(model: nn.Module, kept: Kept) -> bool:
+    """Whether a forward draws random numbers, as far as its modules and past ones tell."""
+    return bool(other_dropouts(model)) or (kept.has_drawn and model.training)
 
 
 def _configs(model: nn.Module) -> set[int]:

@@ -52,6 +52,8 @@ class Kept:
     """The dtype in which divided weights are gathered."""
     room_bytes: int | None = None
     """Bytes of the device that calls with a keep of auto may use, measured at the first one."""
+    has_drawn: bool = False
+    """Whether a forward in train mode has drawn random numbers."""
     decided: str = ""
     """The keep that the last call with a keep of auto has got."""
     dropped: deque[Callable[[], None]] = field(default_factory=deque)

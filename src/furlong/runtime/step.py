@@ -77,6 +77,7 @@ def take_step(
     if num_labels is None:
         num_labels = executor.num_labels
     assert num_labels == executor.num_labels, "the plan met other labels than the batch has"
+    followed.kept.has_drawn |= executor.has_drawn
     if trains and executor.has_drawn:
         followed.note(drawn(model))
     losses = tuple(losses.cpu() for losses in executor.token_losses)

@@ -79,6 +79,7 @@ class TwoPhases:
         forwards = sum(isinstance(action, Forward) for action in self._plan.actions[0])
         with self._followed.computing(), self._model.installed():
             self._executor.advance(forwards, self._watch)
+        self._followed.kept.has_drawn |= self._executor.has_drawn
         return self._head.outputs.finish()
 
     def second(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
