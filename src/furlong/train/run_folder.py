@@ -186,7 +186,7 @@ def _means_the_same(key: str, old: Any, new: Any, *, may_move: bool) -> bool:
     return False
 
 
-def _sources(named: list[Any], may_move: bool) -> list[tuple[str, float, str | None]]:
+def _sources(named: list[Any], may_move: bool) -> list[tuple[Any, ...]]:
     """Where each entry of `data.train` is, unless it may move; its weight and its split."""
     whole = [{"path": one} if isinstance(one, str) else one for one in named]
     return [
