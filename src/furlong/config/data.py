@@ -103,5 +103,5 @@ class DataConfig(BaseModel):
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """Treatment of a sequence above max_seq_len."""
-    cache_dir: str | None = Field(default=None, examples=["/scratch/furlong"])
+    cache_dir: str | None = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""
