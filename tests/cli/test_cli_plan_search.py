@@ -497,7 +497,7 @@ def test_several_devices_keep_order_and_stage_layers(lengths, capsys):
             ["stage_layers = 2", "remove chunks.stage_layers"],
         ),
         (["--memory.host=24XB"], ["'24XB'", "512MiB"]),
-        (["--memory.disk=auto"], ["'auto'", "valid integer"]),
+        (["--memory.disk=auto"], ["'auto'", "a whole number"]),
         (
             ["--devices=2", "--chunks.tier={attention: host}"],
             ["attention on the host", "leave out chunks.tier"],

@@ -57,7 +57,7 @@ def end(folder: Path, number: int, program: str = WORKING, *, nohup: bool = Fals
     return process.returncode, said
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
 def test_a_signal_ends_a_verb_with_one_line(tmp_path: Path, name: str) -> None:
     number = signal.Signals[name]
     assert end(tmp_path, number) == (128 + number, f"ended by {name}\n")

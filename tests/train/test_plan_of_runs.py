@@ -89,6 +89,7 @@ def test_a_run_leaves_its_last_timeline_and_plan_shows_it(run, tmp_path, capsys)
     measured = read_measured(out / MEASURED)
     assert f"step {measured.step} of {out}, measured" in printed
     assert "rank 0\n  F0.0" in printed
+    assert "collectives" not in printed and "on a CPU that of the whole process" in printed
     assert picture.stat().st_size > 1000
     texts = {record.text for record in measured.timeline.records}
     assert any(text.startswith("B") for text in texts)

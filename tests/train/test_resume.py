@@ -150,7 +150,7 @@ def test_a_run_folder_of_another_config_is_refused(
     assert [line.split(":")[0] for line in message.splitlines()] == [
         "given", "required", "from", "change",
     ]  # fmt: skip
-    assert named in message
+    assert named in message and "= None, the run has None" not in message
     assert main(tiny_run.arguments(run)) == 2
     assert "add --resume" in capsys.readouterr().err
     now = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != ".lock"}

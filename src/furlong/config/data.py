@@ -107,7 +107,5 @@ class DataConfig(BaseModel):
     """Most tokens in a sequence."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """Treatment of a sequence above max_seq_len."""
-    cache_dir: Annotated[str | None, AfterValidator(require_plain)] = Field(
-        default=None, examples=["/scratch/furlong"]
-    )
+    cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
     """Folder of tokenized data; null = furlong in the user's cache directory."""

@@ -168,9 +168,7 @@ class MemoryConfig(BaseModel):
     = most of what is free, 0 = none. Refused on a CPU, whose RAM is the device."""
     disk: AmountBytes = Field(default=0, examples=["64GiB"])
     """Budget on disk for kept tensors; 0 = none."""
-    disk_dir: Annotated[str | None, Field(min_length=1), AfterValidator(require_plain)] = Field(
-        default=None, examples=["/scratch"]
-    )
+    disk_dir: Annotated[str | None, Field(min_length=1), AfterValidator(require_plain)] = None
     """Folder of what lives on disk, on a local drive; null = the run's folder."""
 
 

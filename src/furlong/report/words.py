@@ -116,6 +116,8 @@ def format_figures(figures: StepFigures, time_unit: str = "s", *, alone: bool = 
     for index, rank in enumerate(figures.ranks):
         times = [format_time(getattr(rank, name), time_unit) for _, name in columns]
         rows.append([str(index), *times, *(format_bytes(v[index]) for _, v in shown_peaks)])
+    if alone:
+        rows = [row[1:] for row in rows]
     lines = [
         f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
         "(time without a first forward or a backward)",

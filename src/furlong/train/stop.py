@@ -9,7 +9,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
 # Python itself or its caller always handles these; a handler for the others has a purpose.
 _ALWAYS_TAKEN = (signal.SIGTERM, signal.SIGINT)
 

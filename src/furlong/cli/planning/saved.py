@@ -36,6 +36,9 @@ _ABOUT_UNITS = (
     "one unit: a token's forward through a stage of average height; no hardware is given"
     " (--model.name and --hardware predict seconds)"
 )
+_ABOUT_PEAKS = (
+    "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
+)
 
 
 def show_plan(file: str, flags: RunFlags) -> None:
@@ -67,6 +70,8 @@ def show_run(folder: Path, chosen: argparse.Namespace) -> None:
     panel = Panel(measured.timeline, measured.plan, title)
     head = f"step {measured.step} of {folder}, measured\n"
     _show_timeline(panel, {"step": measured.step}, head, chosen)
+    if not chosen.json:
+        print(_ABOUT_PEAKS)
     draw([panel], chosen)
 
 
