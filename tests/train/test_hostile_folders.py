@@ -14,6 +14,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.train.checkpoints.folder import DamagedCheckpointError, check_checkpoint
 from furlong.train.figures import trackers
 from furlong.train.loop import MetricsLog
 from furlong.train.run_folder import clear_export
@@ -74,6 +75,25 @@ def test_a_folder_in_the_place_of_a_file(
     (run / name).mkdir()
     message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
     assert f"{run / name}, which is a folder" in message
+
+
+def test_a_pipe_or_a_device_in_the_place_of_a_file(
+    tiny_run: TinyRun, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = run / "metrics.jsonl"
+    for make in (lambda: os.mkfifo(metrics), lambda: metrics.symlink_to("/dev/full")):
+        metrics.unlink()
+        make()
+        message = refused(capsys, tiny_run.arguments(run, *ONCE, "--resume"))
+        assert f"{metrics}, which is a pipe or device" in message
+
+
+def test_a_pipe_in_a_checkpoint(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    (checkpoint / "manifest.json").unlink()
+    os.mkfifo(checkpoint / "manifest.json")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is no file"):
+        check_checkpoint(checkpoint)
 
 
 def test_a_file_in_the_place_of_the_checkpoints(

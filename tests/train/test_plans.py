@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from threading import Event, Timer
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +14,17 @@ from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.values import Backward, Forward, Unshard
 from furlong.planners.options import ChunkOptions
-from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, packed, plan_batch, unpacked
-from furlong.train.processes.together import ALONE
+from furlong.train.batches.plans import (
+    BatchPlan,
+    SharedPlans,
+    Wanted,
+    packed,
+    plan_batch,
+    plan_own,
+    unpacked,
+)
+from furlong.train.processes.launch import Launch
+from furlong.train.processes.together import ALONE, Processes
 
 
 def squares(seq_lens):
@@ -59,7 +70,7 @@ def test_each_sequence_has_one_replica(seq_lens, num_replicas, backward, dials, 
         first = actions[: len(plan.stages)]
         assert first == tuple(Unshard(stage) for stage in range(len(plan.stages)))
         assert any(isinstance(action, Backward) for action in actions) == backward
-    assert unpacked(packed(plan)) == plan
+    assert unpacked(packed(BatchPlan(plan, "chunks"))) == BatchPlan(plan, "chunks")
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +99,7 @@ def test_pipelines_of_pools(seq_lens, dp, sp, stages, backward, dials, frozen_la
     assert {p.place.size for chunk in plan.chunks for p in chunk.slices} == {sp}
     for rank, actions in enumerate(plan.actions):
         assert actions[0] == Unshard(rank % len(stages))
-    assert unpacked(packed(plan)) == plan
+    assert unpacked(packed(BatchPlan(plan, "chunks"))) == BatchPlan(plan, "chunks")
 
 
 def test_work_is_dealt_evenly():
@@ -99,7 +110,7 @@ def test_work_is_dealt_evenly():
 def test_a_plan_is_made_once_and_named_by_its_batch():
     asked = []
 
-    def make(wanted):
+    def make(wanted, elsewhere):
         asked.append(wanted)
         return BatchPlan(made(wanted, 1))
 
@@ -117,7 +128,7 @@ def test_a_plan_is_made_once_and_named_by_its_batch():
 
 
 def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for():
-    def make(wanted):
+    def make(wanted, elsewhere):
         raise ValueError("no such plan")
 
     plans = SharedPlans(ALONE, make)
@@ -131,7 +142,7 @@ def test_an_error_of_the_planner_comes_when_the_plan_is_asked_for():
 def test_what_was_expected_before_chunks_shrank_is_planned_anew():
     asked, go_on = [], Event()
 
-    def make(wanted):
+    def make(wanted, elsewhere):
         asked.append((wanted.seq_lens, wanted.options.size))
         assert go_on.wait(10)
         return BatchPlan(made(wanted, 1))
@@ -145,3 +156,55 @@ def test_what_was_expected_before_chunks_shrank_is_planned_anew():
     plans.close()
     assert asked[:2] == [((9,), 8), ((5, 7), 4)]
     assert {size for _, size in asked[1:]} == {4}
+
+
+class OneStore(Processes):
+    """Processes as threads of one process: the texts of all are in `texts`."""
+
+    def __init__(self, number, texts):
+        super().__init__(Launch(number=number, num_processes=4, num_local=4))
+        self.texts = texts
+
+    def publish(self, key, text):
+        self.texts[key] = text
+
+    def fetch(self, key, is_over=lambda: False):
+        while key not in self.texts and not is_over():
+            time.sleep(0.001)
+        return self.texts[key]
+
+    def forget(self, *keys):
+        for key in keys:
+            self.texts.pop(key, None)
+
+
+def test_a_process_of_each_replica_plans_for_it():
+    """Processes 0 to 3 of dp 2 x sp 2; the plan is that of one planner, and is not checked again
+    where a step waits for it."""
+    dials = {"layout": Layout(2, 2, 1), "work": squares, "num_layers": 3}
+    wanted, texts, asked = Wanted((30, 20, 9, 5), ChunkOptions(size=8)), {}, []
+
+    def own(number):
+        def make_own(wanted, replica):
+            asked.append((number, replica))
+            return plan_own(wanted, replica, **dials)
+
+        def make(wanted, elsewhere):
+            return plan_batch(wanted, elsewhere, **dials)
+
+        replica = number // 2 if number % 2 == 0 else None
+        return SharedPlans(OneStore(number, texts), make, make_own, replica)
+
+    every = [own(number) for number in range(4)]
+    for plans in every:
+        plans.expect(wanted)
+    found = [plans.get(wanted).plan for plans in every]
+    assert asked == [(2, 1)]
+    assert found == [made(wanted, 2, sp=2)] * 4
+    with patch("furlong.plan.check.Grid") as grid:
+        for plan in found:
+            check(plan)
+    assert not grid.called
+    assert texts.keys() == {wanted.name}
+    for plans in every:
+        plans.close()

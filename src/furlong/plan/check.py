@@ -55,7 +55,12 @@ class Memory(Protocol):
 
 
 def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
-    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place."""
+    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place.
+
+    A plan does not change: what was found legal is noted beside its cached properties.
+    """
+    if memory is None and _LEGAL in vars(plan):
+        return
     if min(plan.stages, default=0) < 1:
         shown = ", ".join(map(str, plan.stages)) or "none"
         raise PlanError(f"broken rule: a plan has stages of at least one layer\nlayers: {shown}")
@@ -66,8 +71,10 @@ def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
             raise grid.refuse(rule, why, at)
     for why, at in _beyond_budget(grid, memory) if memory is not None else ():
         raise grid.refuse("memory stays within the budget", why, at)
+    vars(plan)[_LEGAL] = True
 
 
+_LEGAL = "_is_legal"
 _ONCE = "every cell has one Forward and one Backward, on one rank"
 
 

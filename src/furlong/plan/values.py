@@ -7,6 +7,7 @@ actions over those cells, in order. Everything here is immutable and free of tor
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -208,6 +209,11 @@ class ChunkPlan:
     """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
     collectives of all ranks that hold the stage: these go in step, through equally many passes in
     one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of all fields, for processes that compare their plans."""
+        return zlib.crc32(repr(self).encode())
 
     @cached_property
     def sizes_of_places(self) -> tuple[int, ...]:

@@ -261,12 +261,14 @@ def holds_run(path: Path) -> bool:
 
 
 def _check_kinds(path: Path) -> None:
-    """Raises CheckpointError if a folder stands where a run has a file, or the reverse."""
+    """Raises CheckpointError if a folder stands where a run has a file, or the reverse, or a pipe
+    or a device, of which reading and writing may have no end."""
     for name in (*_FILES, *_FOLDERS):
         entry, is_folder = path / name, name in _FOLDERS
-        if entry.exists() and entry.is_dir() != is_folder:
+        if entry.exists() and not (entry.is_dir() if is_folder else entry.is_file()):
+            found = "folder" if entry.is_dir() else "file" if entry.is_file() else "pipe or device"
             raise CheckpointError(
-                given=f"{entry}, which is a {'file' if is_folder else 'folder'}",
+                given=f"{entry}, which is a {found}",
                 required=f"a {'folder' if is_folder else 'file'}, as a run has written it",
                 source=str(path),
                 change=f"move {entry} away or restore it",

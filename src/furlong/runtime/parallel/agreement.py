@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -48,10 +47,16 @@ def agreed(ranks: Ranks | None, prepare: Callable[[], tuple[_T, Facts]]) -> tupl
     except Exception:
         gathered(ranks, [1, 0, 0, 0, 0, 0])
         raise
-    checksum = zlib.crc32(repr(own.plan).encode())
     rows = gathered(
         ranks,
-        [0, checksum, own.divisor, own.num_frozen_layers, int(own.trains), own.trained_names],
+        [
+            0,
+            own.plan.checksum,
+            own.divisor,
+            own.num_frozen_layers,
+            int(own.trains),
+            own.trained_names,
+        ],
     )
     _refuse_different(rows, ranks.dp * ranks.sp)
     require_same_sequences(own.checksums, ranks)

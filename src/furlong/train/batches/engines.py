@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.parallel.recovery import made_together
 from furlong.train.batches.draws import with_draw
-from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch
+from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch, plan_own
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.processes.watch import PLAN
 
@@ -59,12 +59,16 @@ class Engines:
         if engine.ranks is not None:
             model, ranks = engine.model, engine.ranks
             frozen = processes.gathered(torch.tensor(model.num_frozen_layers))
-            make = partial(
-                plan_batch,
-                layout=Layout(ranks.dp, ranks.sp, ranks.pp), stages=stages, work=work,
-                num_layers=model.num_layers, frozen_layers=int(frozen.min()), rivals=rivals,
+            dials: dict[str, Any] = {
+                "layout": Layout(ranks.dp, ranks.sp, ranks.pp), "stages": stages, "work": work,
+                "num_layers": model.num_layers, "frozen_layers": int(frozen.min()),
+                "rivals": rivals,
+            }  # fmt: skip
+            is_of_replica = ranks.process == ranks.stage == 0
+            self._plans = SharedPlans(
+                processes, partial(plan_batch, **dials), partial(plan_own, **dials),
+                ranks.replica if is_of_replica else None,
             )  # fmt: skip
-            self._plans = SharedPlans(processes, make)
 
     @property
     def waited_s(self) -> float | None:

@@ -1,7 +1,9 @@
-"""Plans of global batches over the processes of a run: made by the first one, ahead of time.
+"""Plans of global batches over the processes of a run: made ahead of time, joined by the first one.
 
-The others fetch the text from the store, under a name that says for what it was made. Nobody waits
-in a collective for a plan, and a process that sees another batch finds no plan of it.
+A process of each replica plans what the replica is dealt, so that a plan takes as long for many
+replicas as for one. All fetch the text of the joined plan from the store, under a name that says
+for what it was made. Nobody waits in a collective for a plan, and a process that sees another batch
+finds no plan of it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from furlong.errors import ElsewhereError
 from furlong.plan.layout import Layout
@@ -29,7 +32,7 @@ from furlong.runtime.parallel.recovery import reason_of
 from furlong.train.processes.together import Processes
 
 _FAILURE = "failed: "
-"""Before the reason in the place of a plan that could not be made; no plan's text has a space."""
+"""Before the reason in the place of a plan that could not be made; no planner is called so."""
 _NUM_KEPT = 4
 """Plans that stay in the store: whoever takes the last one has the one before."""
 
@@ -55,53 +58,81 @@ class BatchPlan:
 
     plan: ChunkPlan
     method: str = ""
-    """Names of the planners of its replicas, see `planners.auto.rivals`; known to the first process
-    alone."""
+    """Names of the planners of its replicas, see `planners.auto.rivals`."""
 
 
 def plan_batch(
     wanted: Wanted,
+    elsewhere: Callable[[int], BatchPlan] | None = None,
     *,
     layout: Layout,
-    stages: Sequence[int] = (),
     work: Callable[[Sequence[int]], Sequence[float]],
-    num_layers: int,
-    frozen_layers: int = 0,
-    rivals: Rivals | None = None,
+    **dials: Any,
 ) -> BatchPlan:
     """A checked plan in which each replica walks its own sequences: as one device would, as one
     pool over which each chunk is divided, as a pipeline in state-aware 1F1B, or as one of the
     `rivals` that is predicted to be faster.
 
-    `stages`: layers of each stage of a pipeline. `work`: the FLOPs of each sequence, or whatever
-    else is to be dealt out evenly. Where there are fewer sequences than replicas some have a dummy.
+    `elsewhere`: the plan of a replica but the first; default: made here. `work`: the FLOPs of each
+    sequence, or whatever else is to be dealt out evenly. `dials`: see `plan_own`. Where there are
+    fewer sequences than replicas some have a dummy.
     """
-    num_busy = min(layout.dp, len(wanted.seq_lens))
-    dealt = by_cost(work(wanted.seq_lens), num_busy)
+    dealt = _dealt(wanted, layout, work)
+    make = partial(plan_own, wanted, layout=layout, work=work, **dials)
+    found = [make(0), *map(elsewhere or make, range(1, len(dealt)))]
+    plans = [own.plan for own in found]
+    plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)
+    return BatchPlan(plan, ", ".join(dict.fromkeys(own.method for own in found)))
+
+
+def plan_own(
+    wanted: Wanted,
+    replica: int,
+    *,
+    layout: Layout,
+    work: Callable[[Sequence[int]], Sequence[float]],
+    num_layers: int,
+    stages: Sequence[int] = (),
+    frozen_layers: int = 0,
+    rivals: Rivals | None = None,
+) -> BatchPlan:
+    """The plan of the sequences that a replica is dealt, numbered from 0. `stages`: layers of each
+    stage of a pipeline."""
+    seq_lens = [wanted.seq_lens[seq_id] for seq_id in _dealt(wanted, layout, work)[replica]]
     is_cut = layout.pp > 1 or wanted.options.order == "layer-first"
     frozen = frozen_layers if is_cut and wanted.backward else 0
-    methods, plans = [], []
-    for own in dealt:
-        seq_lens = [wanted.seq_lens[seq_id] for seq_id in own]
-        method, plan = CHUNKS, plan_replica(
-            seq_lens, wanted.options,
-            num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
-            frozen_layers=frozen,
-        )  # fmt: skip
-        if rivals is not None and wanted.backward:
-            method, plan = rivals.fastest(seq_lens, plan, wanted.options, frozen_layers=frozen)
-        methods.append(method)
-        plans.append(plan)
-    plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)
-    return BatchPlan(plan, ", ".join(dict.fromkeys(methods)))
+    plan = plan_replica(
+        seq_lens, wanted.options,
+        num_layers=num_layers, stages=stages, sp_size=layout.sp, backward=wanted.backward,
+        frozen_layers=frozen,
+    )  # fmt: skip
+    if rivals is None or not wanted.backward:
+        return BatchPlan(plan, CHUNKS)
+    method, plan = rivals.fastest(seq_lens, plan, wanted.options, frozen_layers=frozen)
+    return BatchPlan(plan, method)
+
+
+def _dealt(
+    wanted: Wanted, layout: Layout, work: Callable[[Sequence[int]], Sequence[float]]
+) -> Sequence[Sequence[int]]:
+    """The sequences of each replica that has one."""
+    return by_cost(work(wanted.seq_lens), min(layout.dp, len(wanted.seq_lens)))
 
 
 class SharedPlans:
     """The plans of a run of several processes, in the order in which all of them ask."""
 
-    def __init__(self, processes: Processes, make: Callable[[Wanted], BatchPlan]) -> None:
-        """`make` runs in a thread of the first process."""
+    def __init__(
+        self,
+        processes: Processes,
+        make: Callable[[Wanted, Callable[[int], BatchPlan]], BatchPlan],
+        make_own: Callable[[Wanted, int], BatchPlan] | None = None,
+        replica: int | None = None,
+    ) -> None:
+        """`make`, see `plan_batch`, runs in a thread of the first process; `make_own`, `plan_own`,
+        in one of the process that plans for a `replica` but the first."""
         self._processes, self._make = processes, make
+        self._make_own, self._replica = make_own, replica
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
         self._coming: dict[str, tuple[Wanted, Future[BatchPlan]]] = {}
         self._given: list[str] = []
@@ -150,16 +181,33 @@ class SharedPlans:
         self._thread.shutdown(cancel_futures=True)
 
     def _find(self, wanted: Wanted) -> BatchPlan:
-        if not self._processes.is_first:
-            text = self._processes.fetch(wanted.name, partial(self._is_over, wanted.name))
-            return BatchPlan(unpacked(text))
+        found = self._made_or_fetched(wanted)
+        assert found.plan.checksum >= 0  # here, and not where the step waits for it
+        return found
+
+    def _made_or_fetched(self, wanted: Wanted) -> BatchPlan:
+        replica, name = self._replica, wanted.name
+        if self._processes.is_first:
+            return self._published(name, partial(self._make, wanted, partial(self._of, wanted)))
+        if replica and self._make_own and replica < len(wanted.seq_lens):
+            self._published(f"{name}/{replica}", partial(self._make_own, wanted, replica))
+        return unpacked(self._processes.fetch(name, partial(self._is_over, name)))
+
+    def _of(self, wanted: Wanted, replica: int) -> BatchPlan:
+        """The plan of a replica, made by a process of its own."""
+        key = f"{wanted.name}/{replica}"
+        text = self._processes.fetch(key, partial(self._is_over, wanted.name))
+        self._processes.forget(key)
+        return unpacked(text)
+
+    def _published(self, key: str, make: Callable[[], BatchPlan]) -> BatchPlan:
         try:
-            planned = self._make(wanted)
+            made = make()
         except Exception as error:
-            self._processes.publish(wanted.name, _FAILURE + reason_of(error))
+            self._processes.publish(key, _FAILURE + reason_of(error))
             raise
-        self._processes.publish(wanted.name, packed(planned.plan))
-        return planned
+        self._processes.publish(key, packed(made))
+        return made
 
     def _is_over(self, name: str) -> bool:
         return self._is_closed or name in self._outdated
@@ -171,13 +219,17 @@ class SharedPlans:
         self._given = self._given[-_NUM_KEPT:]
 
 
-def packed(plan: ChunkPlan) -> str:
+def packed(made: BatchPlan) -> str:
     """A plan as short text."""
-    return b85encode(zlib.compress(save_plan(plan).encode(), 1)).decode()
+    text = b85encode(zlib.compress(save_plan(made.plan).encode(), 1)).decode()
+    return f"{made.method}\n{text}"
 
 
-def unpacked(text: str) -> ChunkPlan:
-    """The inverse of `packed`. Raises ElsewhereError where there is no plan."""
+def unpacked(text: str) -> BatchPlan:
+    """The inverse of `packed`, checked. Raises ElsewhereError where there is no plan."""
     if text.startswith(_FAILURE):
-        raise ElsewhereError(f"no plan of process 0 ({text.removeprefix(_FAILURE)})")
-    return load_plan(zlib.decompress(b85decode(text)).decode())
+        raise ElsewhereError(f"no plan of another process ({text.removeprefix(_FAILURE)})")
+    method, _, saved = text.partition("\n")
+    plan = load_plan(zlib.decompress(b85decode(saved)).decode())
+    check(plan)
+    return BatchPlan(plan, method)

@@ -115,6 +115,9 @@ def check_checkpoint(checkpoint: Path) -> None:
     """Raises DamagedCheckpointError unless every file has the manifest's size and checksum, and
     the state is of the step that the folder's name says."""
     try:
+        for name in os.listdir(checkpoint):
+            if not (checkpoint / name).is_file():  # a pipe would be read for ever
+                raise _damaged(checkpoint, f"{name} is no file")
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["version"]
         files = {name: dict(measured) for name, measured in manifest["files"].items()}
