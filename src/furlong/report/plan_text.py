@@ -38,6 +38,7 @@ def format_report(report: PlanReport) -> str:
         for name, word in BREAKDOWN_WORDS.items()
         if getattr(report.breakdown, name) >= 5e-4
     )
+    update = report.update_s
     per_device = format_count(report.tokens_per_s / _num_devices(plan))
     texts = {
         "chunks": _chunk_words(plan),
@@ -48,7 +49,8 @@ def format_report(report: PlanReport) -> str:
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
-        f" {format_count(report.tokens_per_s)} tokens/s ({per_device} per device)",
+        f" {format_count(report.tokens_per_s)} tokens/s ({per_device} per device)"
+        + (f"\n{format_seconds(update)} more for the optimizer" if update else ""),
         "bubble": f"{figures.bubble_ratio:.1%} of the ranks' time is no first forward and no"
         f" backward\n{share_words(figures)}",
         "pool": _pool_words(report),
