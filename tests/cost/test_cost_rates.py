@@ -118,3 +118,33 @@ def test_the_optimizers_step_of_a_pipeline_is_that_of_its_largest_stage():
     held = [SHAPE.stage_parameters((1, 2), stage) for stage in (0, 1)]
     assert held[0] != held[1]
     assert optimizer_s(model, (1, 2), 1) == pytest.approx(max(held) / 1e6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_experts_are_read_where_some_token_visits_them(num_tokens):
+    """k of E per token: n tokens visit E (1 - (1 - k/E)^n) on average."""
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 16,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 160,
+        "mlp_only_layers": [1],
+    }  # fmt: skip
+    shape = ModelShape.from_config(config)
+    spec = replace(NOTHING, peak_flops_per_s=1.0, linear=Efficiency(1.0, 7.0))
+    plan = ChunkPlan(
+        (num_tokens,), (Chunk((Slice(0, 0, num_tokens),)),), (2, 1),
+        ((Forward(0, 0, "all"), Forward(0, 1, "all"), Backward(0, 1), Backward(0, 0)),),
+    )  # fmt: skip
+
+    def times(**changes):
+        model = CostModel(replace(shape, **changes), spec, Training.in_dtype("float32"))
+        return [model.costs(plan).compute_s(action, 0) for action in plan.actions[0]]
+
+    dense = tuple(replace(mlp, num_experts=mlp.num_active) for mlp in shape.mlps)
+    expert, router = 2 * 3 * 64 * 32, 2 * 64 * 14 * (num_tokens + 7)
+    visited = 16 * (1 - (1 - 2 / 16) ** num_tokens) - 2
+    once = 7 * expert * visited + router
+    first, last, back_last, back_first = (
+        own - other for own, other in zip(times(), times(mlps=dense), strict=True)
+    )
+    assert [first, last, back_last, back_first] == pytest.approx([once, once, 2 * once, 2 * once])

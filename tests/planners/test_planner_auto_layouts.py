@@ -34,7 +34,7 @@ from furlong.planners.auto.steps import (
 from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
-from furlong.planners.predict import predict, step_s
+from furlong.planners.predict import predict, predict_step, step_s
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
@@ -181,10 +181,14 @@ def test_a_layouts_step_is_that_of_the_plan_that_a_run_makes_of_it(layout: Layou
         work=lambda some: sequence_work(some, SHAPE), num_layers=SHAPE.num_layers,
     ).plan  # fmt: skip
     model = whole_model(space.model)
-    assert told_s == pytest.approx(step_s(model, run)) == predict(model, run).step_s
+    assert told_s == pytest.approx(predict_step(model, run).step_s)
+    update_s = told_s - step_s(model, run)
+    own = SHAPE.num_parameters / layout.num_devices / H100.hardware.optimizer_parameters_per_s
+    # a stage at either end has the tied head
+    assert own * (1 - 1e-6) <= update_s <= own * (1 + 1e-6) * (1 if layout.pp == 1 else 2)
     dealt = deal_steps(space)[0]
     alone = (step_s(space.model, plan_of(space, options, [lens[i] for i in own])) for own in dealt)
-    assert told_s >= max(alone)
+    assert told_s - update_s >= max(alone) * (1 - 1e-9)
     # whole weights are there once, whether an Unshard gathers them or not
     lists = (tuple(a for a in own if not isinstance(a, Unshard)) for own in run.actions)
     bare = predict(model, replace(run, actions=tuple(lists)))

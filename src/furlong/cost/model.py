@@ -13,8 +13,8 @@ for weights, unless an Unshard gathers them before it. This runtime has it of FS
 it is (set_requires_gradient_sync in the last backward; its prefetch); of other frameworks it is
 the best that they do: Megatron-Core's --overlap-grad-reduce and --overlap-param-gather reduce and
 gather bucket by bucket in the last and the first micro-batch. Gradients of the embedding and the
-head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while it
-waits for others.
+head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while
+it waits for others.
 """
 
 from __future__ import annotations

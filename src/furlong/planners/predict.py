@@ -1,6 +1,7 @@
 """Predictions for a plan on one device: seconds of its step, and bytes in every tier.
 
 predict(model, plan)                    # of a plan, to be compared with what is measured
+predict_step(model, plan)               # and of the optimizer's step behind it
 simulated_s(model, seq_lens, groups, options)      # seconds alone, without the whole plan
 """
 
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from furlong.cost.memory.curve import MemoryCurve
 from furlong.cost.model import CostModel
+from furlong.cost.seconds.optimizer import update_s
 from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
 from furlong.planners.chunks.groups import Groups
@@ -46,6 +48,12 @@ def predict(model: CostModel, plan: ChunkPlan) -> Prediction:
     curves = [model.memory().curve(plan, rank) for rank in range(len(plan.actions))]
     needs = [needs_of(curve) for curve in curves]
     return Prediction(step_s(model, plan), *map(max, zip(*needs, strict=True)))
+
+
+def predict_step(model: CostModel, plan: ChunkPlan) -> Prediction:
+    """As `predict`, with the seconds of the optimizer's step, which a run's own steps have too."""
+    predicted = predict(model, plan)
+    return predicted._replace(step_s=predicted.step_s + update_s(model, plan))
 
 
 def needs_of(curve: MemoryCurve) -> Needs:

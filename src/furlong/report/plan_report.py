@@ -14,6 +14,7 @@ from furlong.cost.memory.levels import Part
 from furlong.cost.memory.traffic import PlanTraffic, tier_of
 from furlong.cost.model import CostModel, Hidden, PlanCosts
 from furlong.cost.seconds.chunks import Array, chunk_table
+from furlong.cost.seconds.optimizer import update_s
 from furlong.cost.seconds.rates import PassPart
 from furlong.plan.runnable import missing_to_run
 from furlong.plan.values import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
@@ -73,6 +74,8 @@ class PlanReport:
     pool_idle_ratio: float
     """Share of the processes' time inside passes in which they wait for the slowest process of
     their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
+    update_s: float
+    """Seconds of the optimizer's step behind it, which no other figure counts."""
     budget_bytes: int
     """Budget of one device."""
     num_tokens: int
@@ -122,6 +125,7 @@ class PlanReport:
         return {
             "layout": self.layout,
             "step_s": self.step_s,
+            "optimizer_s": self.update_s,
             "tokens_per_s": self.tokens_per_s,
             "bubble_ratio": self.figures.bubble_ratio,
             "pool_idle_ratio": self.pool_idle_ratio,
@@ -172,6 +176,7 @@ def report_plan(
         memory=tuple(_rank_memory(curve) for curve in curves),
         traffic=tuple(traffic for _, traffic in walks),
         pool_idle_ratio=_pool_idle_ratio(plan, model),
+        update_s=update_s(model, plan),
         budget_bytes=memory.device_budget_bytes,
         num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
         num_processes=num_processes,

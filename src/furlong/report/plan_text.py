@@ -47,6 +47,7 @@ def format_report(report: PlanReport) -> str:
     )
     each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
     whose = "" if alone else "ranks' "
+    update = report.update_s
     texts = {
         "chunks": _chunk_words(plan),
         "kept": _kept_words(plan),
@@ -56,7 +57,8 @@ def format_report(report: PlanReport) -> str:
         "moved": "\n".join(_traffic_words(report)),
         "layout": _layout_words(report),
         "step": f"{format_seconds(report.step_s)} predicted,"
-        f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}",
+        f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}"
+        + (f"\n{format_seconds(update)} more for the optimizer" if update else ""),
         "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
         f" backward\n{share_words(figures, alone=alone)}",
         "pool": _pool_words(report),

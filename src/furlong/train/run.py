@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.planners.predict import predict
+from furlong.planners.predict import predict_step
 from furlong.report.patience import patience
 from furlong.train.batches.fitting import lack_of_memory_told
 from furlong.train.checkpoints.checkpoint import one_process
@@ -111,7 +111,7 @@ def _train(
         figures = run_resumable(
             config, run, engines, model, decision, run_data(config, data), stop,
             num_steps=num_steps, architecture=architecture, base=base, reference=reference,
-            predict=None if model_cost is None else partial(predict, model_cost),
+            predict=None if model_cost is None else partial(predict_step, model_cost),
         )  # fmt: skip
         report = None
         if not figures.stopped:

@@ -65,6 +65,9 @@ class StageFlops:
     layer_linear_per_token: tuple[int, ...]
     windows: tuple[int | None, ...]
     """The window of each layer."""
+    layer_idle: tuple[tuple[float, int], ...]
+    """For each layer the share of its experts that a token does not visit, and the FLOPs per token
+    that their matrices would take."""
 
     def forward(self, num_tokens: float, keys: Mapping[int | None, float]) -> Flops:
         """FLOPs without the head; `keys`: attended keys for each window of the stage's layers."""
@@ -94,7 +97,14 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
         head_per_token=2 * shape.embedding_parameters if is_last else 0,
         layer_linear_per_token=linear,
         windows=tuple(shape.windows[layer] for layer in layers),
+        layer_idle=tuple(_idle(shape, layer) for layer in layers),
     )
+
+
+def _idle(shape: ModelShape, layer: int) -> tuple[float, int]:
+    mlp = shape.mlps[layer]
+    idle = mlp.num_experts - mlp.num_active
+    return mlp.unvisited, 2 * idle * mlp.num_matrices * shape.hidden_size * mlp.width
 
 
 def _tail_flops(shape: ModelShape, layer: int) -> int:

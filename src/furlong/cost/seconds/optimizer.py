@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from furlong.cost.model import CostModel
+from furlong.plan.values import ChunkPlan, Forward
 
 
 def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> float:
@@ -19,3 +20,13 @@ def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> fl
     )
     shards = num_alike * training.replicas if training.zero_stage else 1
     return trained / (training.tp_size * shards * model.hardware.optimizer_parameters_per_s)
+
+
+def update_s(model: CostModel, plan: ChunkPlan) -> float:
+    """Seconds of the optimizer's step behind a plan; none without a Backward."""
+    if not plan.trained:
+        return 0.0
+    held = [{a.stage for a in own if isinstance(a, Forward)} for own in plan.actions]
+    num_replicas = sum(0 in stages for stages in held)
+    layers = [sum(plan.stages[s] for s in own) for own in held[: len(held) // num_replicas]]
+    return optimizer_s(model, tuple(layers), num_replicas * plan.sp_size)

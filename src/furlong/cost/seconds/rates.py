@@ -4,10 +4,11 @@ One pass on one process of a pool:
 
     linear + max(all-to-alls, local attention) + shared attention + waits for streamed K,V
 
-The all-to-alls of slices on several processes, one for every size of places, hide behind the
-attention of slices on one (Skrull, Eq. 2). A pool is as slow as its slowest process. Efficiencies
-saturate with the process's tokens; under tensor parallelism with tokens / tp_size, since each
-device's matrices are that much narrower.
+The fixed time of matrices is that of reading them: of experts those that some token of a process
+visits. The all-to-alls of slices on several processes, one for every size of places, hide behind
+the attention of slices on one (Skrull, Eq. 2). A pool is as slow as its slowest process.
+Efficiencies saturate with the process's tokens; under tensor parallelism with tokens / tp_size,
+since each device's matrices are that much narrower.
 
     P parts, C chunks, S processes of a pool
 """
@@ -113,6 +114,7 @@ class StageRates:
             token_s=(linear / rate + passed / hardware.activation_bytes_per_s) / tp
             + layers * tp_token_s,
             process_s=linear * hardware.linear.half_tokens / rate + layers * tp_call_s,
+            idle_s=self._idle_s(parts),
             key_s={
                 window: np.array(
                     [
@@ -151,6 +153,20 @@ class StageRates:
             case _:
                 left_out = flops.tail_per_token if part.work == "to last kv" else 0
                 return flops.linear_per_token + lora - left_out, self._saved(part)
+
+    def _idle_s(self, parts: Sequence[PassPart]) -> dict[float, Array]:
+        """share of experts that a token does not visit -> (P,) seconds of reading those."""
+        hardware, frozen = self.hardware, self.training.lora is not None
+        read_s = hardware.linear.half_tokens / hardware.peak_flops_per_s / hardware.linear.best
+        found: dict[float, Array] = {}
+        for number, part in enumerate(parts):
+            layers = self._num_layers(part) - (part.work == "to last kv")
+            times = 2 if part.work == "backward" and not frozen else 1
+            for unvisited, flops in self.flops.layer_idle[:layers]:
+                if flops:
+                    own = found.setdefault(unvisited, np.zeros(len(parts)))
+                    own[number] += times * flops * read_s
+        return found
 
     def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""

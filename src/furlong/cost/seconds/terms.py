@@ -23,6 +23,9 @@ class Terms:
     token_s: Array
     process_s: Array
     """On each process that has a token."""
+    idle_s: Mapping[float, Array]
+    """share of experts that a token does not visit -> of a process with so many tokens that some
+    visit each of these experts, too."""
     key_s: Mapping[int | None, Array]
     """window -> per attended key, at the best efficiency."""
     half_tokens: Array
@@ -52,6 +55,10 @@ class Terms:
         )
         slower = 1 + over(self.half_tokens) / np.maximum(tokens, 1e-9)
         seconds: Array = over(self.token_s) * tokens + over(self.process_s) * busy
+        for unvisited, each in self.idle_s.items():
+            # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
+            visited = 1 - unvisited ** np.maximum(tokens - 1, 0)
+            seconds += over(each) * visited
         seconds += shared * slower
         seconds += np.maximum(local * slower, over(self.exchanges) * self._exchanges_s(table))
         seconds += waits_s

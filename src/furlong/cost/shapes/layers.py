@@ -50,6 +50,11 @@ class Mlp:
         routing = hidden * self.num_experts if self.router else 0
         return self.num_matrices * hidden * self.active_width + routing + self._gate(hidden)
 
+    @property
+    def unvisited(self) -> float:
+        """Share of the experts that a token does not visit."""
+        return 1 - self.num_active / self.num_experts
+
     def parameters(self, hidden: int, *, idle_only: bool = False) -> int:
         """All parameters; with `idle_only` those of the experts that a token does not visit."""
         biases = (self.num_matrices - 1) * self.width + hidden if self.bias and self.width else 0

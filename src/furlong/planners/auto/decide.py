@@ -29,7 +29,7 @@ from furlong.planners.auto.search import MARGIN, Budgets, Searched, search_devic
 from furlong.planners.auto.steps import whole_model
 from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothing_fits, why
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.predict import Prediction, predict
+from furlong.planners.predict import Prediction, predict_step
 from furlong.planners.sampling.rules import Sampling
 from furlong.units import format_bytes
 
@@ -87,7 +87,7 @@ class Decision:
 
     def predict(self, plan: ChunkPlan) -> Prediction | None:
         """Seconds and bytes of a plan's step; None where there is nothing to predict with."""
-        return None if self.model is None else predict(self.model, plan)
+        return None if self.model is None else predict_step(self.model, plan)
 
 
 def decide(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from furlong.cost.model import CostModel
+from furlong.cost.seconds.optimizer import update_s
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.planners.auto.candidates import Space
 from furlong.planners.chunks.balance import by_cost, sequence_work
@@ -103,16 +104,16 @@ def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
 
 
 def mean_step_s(space: Space, dealt: Dealt, options: ChunkOptions) -> float:
-    """Seconds of a step on average, of the plans of all replicas as a run joins them: they meet in
-    the last Backward of each stage. Where only a part of a step's sequences is there the time is
-    that part's share."""
+    """Seconds of a step on average, of the plans of all replicas as a run joins them, which meet in
+    the last Backward of each stage, and of the optimizer. Where only a part of a step's sequences
+    is there the time is that part's share."""
     model, num_replicas, total_s, first = whole_model(space.model), space.layout.dp, 0.0, 0
     for step in dealt:
         seq_lens = space.seq_lens[first : first + sum(map(len, step))]
         own_ids = [[i - first for i in own] for own in step]
         plans = [plan_of(space, options, [seq_lens[i] for i in own]) for own in own_ids]
         plan = join_kept(plans, own_ids, seq_lens, num_replicas)
-        total_s += step_s(model, plan)
+        total_s += step_s(model, plan) + update_s(model, plan)
         first += len(seq_lens)
     return total_s * space.sequences_per_step / len(space.seq_lens)
 

@@ -101,6 +101,11 @@ class Rates:
         floorless = replace(
             model,
             hardware=replace(model.hardware, layer_launch_s=0.0, pass_launch_s=0.0),
+            # experts are read once, whatever visits them
+            shape=replace(
+                model.shape,
+                mlps=tuple(replace(m, num_experts=m.num_active) for m in model.shape.mlps),
+            ),
             training=replace(model.training, zero_stage=zero_stage),
         )
         self._floorless = floorless.costs(probe)

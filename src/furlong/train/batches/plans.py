@@ -20,6 +20,7 @@ from hashlib import sha256
 from typing import Any
 
 from furlong.errors import ElsewhereError
+from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.saved import load_plan, save_plan
 from furlong.plan.values import ChunkPlan
