@@ -204,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=_RESULTS, help="what was found up to now")
     parser.add_argument("--page", type=Path, default=_DOCUMENT)
     given = parser.parse_args(argv)
-    results = load(given.results)
+    code = fingerprint()  # once: files may change while it runs
+    results = load(given.results, code)
     left = [
         (name, asked)
         for name in given.settings
@@ -216,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for future in as_completed(running):
             name, asked = running[future]
             found = results.setdefault(name, {})[asked] = future.result()
-            save(given.results, results)
+            save(given.results, results, code)
             console.print(f"{name}, {asked}: {_seconds(found['s'])}, {found['cpu_s']:.0f} s of CPU")
     rows = complete(results)
     if rows:
@@ -237,21 +238,21 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def load(path: Path) -> Results:
-    """What an earlier run found by the same code."""
+def load(path: Path, code: str) -> Results:
+    """What an earlier run found by the code of that fingerprint."""
     if not path.exists():
         return {}
     saved = json.loads(path.read_text(encoding="utf-8"))
-    found: Results = saved["results"] if saved["code"] == fingerprint() else {}
+    found: Results = saved["results"] if saved["code"] == code else {}
     return found
 
 
-def save(path: Path, results: Results) -> None:
+def save(path: Path, results: Results, code: str) -> None:
     ordered = {
         name: {asked: results[name][asked] for asked in searches(one) if asked in results[name]}
         for name, one in ALL.items() if name in results
     }  # fmt: skip
-    text = json.dumps({"code": fingerprint(), "results": ordered}, indent=1)
+    text = json.dumps({"code": code, "results": ordered}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 

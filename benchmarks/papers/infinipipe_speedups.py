@@ -95,9 +95,9 @@ def figure_8() -> Table:
 
 
 IDLE = (
-    "an open contradiction: FlexSP is too fast here. The paper measures that groups of unequal work "
-    "make the rest of its step 1.33 to 1.46 times InfiniPipe's, here its groups finish within a few "
-    "per cent of each other and it is 1.09 to 1.19"
+    "an open contradiction: FlexSP is too fast here. The paper measures that groups of unequal "
+    "work make the rest of its step 1.33 to 1.46 times InfiniPipe's, here its groups finish within "
+    "a few per cent of each other and it is 1.09 to 1.19"
 )
 TOO_FAST = "the open contradiction: see the first row of Figure 8"
 ZERO = (

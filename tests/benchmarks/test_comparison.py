@@ -2,9 +2,8 @@
 
 import json
 
-import comparison
 import pytest
-from comparison import ALL, main, save, searches
+from comparison import ALL, fingerprint, load, main, save, searches
 
 
 def answers(name, *, ours=1.0, best=1.1, bound=0.9):
@@ -20,7 +19,7 @@ def answers(name, *, ours=1.0, best=1.1, bound=0.9):
 
 def ran(tmp_path, results, *settings):
     """(exit status, page) with these results there, so that no search is left to be made."""
-    save(tmp_path / "results.json", results)
+    save(tmp_path / "results.json", results, fingerprint())
     page = tmp_path / "page.md"
     files = ["--results", str(tmp_path / "results.json"), "--page", str(page)]
     status = main(["--jobs", "1", *files, "--settings", *settings])
@@ -37,10 +36,11 @@ def test_settings_add_up(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["results"] == results
 
 
-def test_other_code_finds_anew(tmp_path, monkeypatch):
-    save(tmp_path / "results.json", {"github-32": answers("github-32")})
-    monkeypatch.setattr(comparison, "fingerprint", lambda: "other")
-    assert comparison.load(tmp_path / "results.json") == {}
+def test_other_code_finds_anew(tmp_path):
+    found = {"github-32": answers("github-32")}
+    save(tmp_path / "results.json", found, "this")
+    assert load(tmp_path / "results.json", "this") == found
+    assert load(tmp_path / "results.json", "other") == load(tmp_path / "none.json", "this") == {}
 
 
 @pytest.mark.parametrize(
