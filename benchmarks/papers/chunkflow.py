@@ -118,16 +118,30 @@ def fitted_5() -> tuple[float, float]:
     return factor, overhead
 
 
+GROWTH = (
+    "K,V and dK,dV of 224K tokens, both in bf16 on every device: the paper's growth is nearer to "
+    "K,V alone; unexplained"
+)
+
+
 def table_5() -> Table:
     """Qwen2.5-7B on TP 4, num_retained 1: framework overhead and one factor on the graphs."""
     factor, overhead = fitted_5()
+    gib = {case: peak_gib(case, factor, overhead) for case in TABLE_5}
+    # most of a total is what was fitted: what a longer context adds is the prediction
     rows = [
         Row(
-            case=f"context {case[0]:3}K, chunk {case[1]}K", paper=paper,
-            ours=peak_gib(case, factor, overhead), tolerance=0.06, fitted=case in FITTED_5,
+            case=f"context {case[0]:3}K, chunk {case[1]}K", paper=paper, ours=gib[case],
+            tolerance=0.06 if case[0] == 32 else None, fitted=case in FITTED_5,
+            on_line=case[0] == 32 and case not in FITTED_5,
         )
         for case, paper in TABLE_5.items()
     ]  # fmt: skip
+    for size in (2, 4, 8):
+        ours, paper = (of[256, size] - of[32, size] for of in (gib, TABLE_5))
+        cause = (GROWTH if size == 2 else "as the row above") if ours > 1.5 * paper else ""
+        rows.append(aggregate(f"from 32K to 256K, chunk {size}K", paper, ours, cause))
+    kv_gib = 224 * K * 2 * 2 * model_shape("Qwen2.5-7B").kv_size * 28 / 4 / GIB
     wide = {
         case: peak_gib(case, factor, overhead, gradient_bytes=4)
         for case in TABLE_5 if case[0] == 256
@@ -139,6 +153,8 @@ def table_5() -> Table:
         (
             f"fitted: activation factor {factor:.2f} over fused modules that tensor parallelism "
             f"shards alike, overhead {overhead:.1f} GiB",
+            f"K,V of 224K tokens are {kv_gib:.2f} GiB, dK,dV as much again; the paper's growth is "
+            f"{(4.0 + 3.3 + 4.5) / 3:.1f} GiB in the mean of its rows",
             f"dK,dV in bf16, as autograd hands them on; float32 sums would add {added:.1f} GiB at "
             f"256K and put those rows {min(off):.0%} to {max(off):.0%} above the paper's",
         ),

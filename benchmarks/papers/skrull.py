@@ -62,7 +62,7 @@ def table_3() -> Table:
         us_per_mb = (times[high] - times[low]) / (high - low)
         rows += [
             Row(case=f"{name}, {mb} MB", paper=us, ours=times[low] + us_per_mb * (mb - low),
-                tolerance=0.15, fitted=mb in FITTED_MB)
+                tolerance=0.15, fitted=mb in FITTED_MB, on_line=mb not in FITTED_MB)
             for mb, us in times.items() if mb >= low
         ]  # fmt: skip
     return Table(

@@ -1,6 +1,7 @@
 """Tables that put a paper's numbers beside ours, for a terminal and for a document.
 
-Every row says whether it was fitted, is promised within a tolerance, or is only shown. A row that
+Every row says whether it was fitted, is promised within a tolerance, or is only shown. A point on a
+line that was fitted to other points of its own table is no prediction, and counts apart. A row that
 misses its promise needs a cause, and a cause needs a miss: both are visible in the table.
 """
 
@@ -44,6 +45,8 @@ class Row:
     at_most: bool = False
     """Ours may be smaller by any amount: it is then the better one."""
     fitted: bool = False
+    on_line: bool = False
+    """A point on a line that was fitted to others of its table: a check of the form alone."""
     cause: str = ""
     """Why the row misses, known before it is printed."""
 
@@ -70,7 +73,8 @@ class Row:
             return "better"
         same = "the same" if isinstance(self.paper, str) else "exact"
         promise = self.promise or (f"{self.tolerance:.0%}" if self.tolerance else same)
-        return f"{'MISSED' if self.missed else 'met'} ({promise})"
+        met = "on the line" if self.on_line else "met"
+        return f"{'MISSED' if self.missed else met} ({promise})"
 
     def cells(self) -> tuple[str, str, str, str, str]:
         """case, paper, ours, error, verdict."""
@@ -98,8 +102,14 @@ class Table:
 
     @property
     def promised(self) -> list[Row]:
-        """Rows with a bound that nothing was fitted to."""
-        return [row for row in self.rows if row.tolerance is not None and not row.fitted]
+        """Predictions: rows with a bound that nothing of their table was fitted to."""
+        bounded = [row for row in self.rows if row.tolerance is not None and not row.fitted]
+        return [row for row in bounded if not row.on_line]
+
+    @property
+    def shown(self) -> list[Row]:
+        """Rows with a number of the paper and no bound."""
+        return [row for row in self.rows if row.tolerance is None and row.paper != ""]
 
     def text(self) -> str:
         """For a terminal."""

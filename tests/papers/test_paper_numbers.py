@@ -1,5 +1,7 @@
 """The document of the papers' numbers: what counts, and that no miss is written away."""
 
+from dataclasses import replace
+
 import paper_numbers
 import pytest
 from papers.tables import Row, Table, printed, speedup
@@ -11,6 +13,7 @@ NEEDLESS = Row(case="needless", paper=1, ours=1, tolerance=0.5, cause="known")
 BETTER = Row(case="faster", paper=56, ours=42, tolerance=0, at_most=True)
 FITTED = Row(case="fitted", paper=1, ours=2, tolerance=0.5, fitted=True)
 SHOWN = Row(case="shown", paper=1, ours=2)
+ON_LINE = Row(case="line", paper=1, ours=1, tolerance=0.5, on_line=True)
 
 
 def documented(monkeypatch, tmp_path, *rows):
@@ -35,9 +38,22 @@ def test_a_cause_needs_a_miss(monkeypatch, tmp_path, capsys):
 
 
 def test_the_first_line_counts_promises_alone(monkeypatch, tmp_path):
-    status, written = documented(monkeypatch, tmp_path, GOOD, KNOWN, BETTER, FITTED, SHOWN)
+    """Points on a line of their own table, fitted rows and rows without a bound count apart."""
+    rows = GOOD, KNOWN, BETTER, FITTED, SHOWN, ON_LINE, ON_LINE
+    status, written = documented(monkeypatch, tmp_path, *rows)
     assert status == 0
-    assert written.startswith("# The papers' numbers: 3 promised, 2 met, 1 missed\n")
+    words = "3 predictions, 2 met, 1 missed"
+    assert written.startswith(f"# The papers' numbers: {words}\n")
+    assert f"Counted: {words}; 2 points on lines fitted to their own tables; 1 fitted" in written
+    assert "; without a bound: 1 of t." in written
+    assert "| line | 1 | 1 | +0.0% | on the line (50%) |" in written
+
+
+def test_a_point_off_its_line_is_missed(monkeypatch, tmp_path):
+    off = replace(ON_LINE, ours=2, cause="bent")
+    status, written = documented(monkeypatch, tmp_path, GOOD, off)
+    assert status == 0 and "1 points on lines fitted to their own tables, 1 of them off" in written
+    assert "- missed: t: line" in written and "1 predictions, 1 met, 0 missed" in written
 
 
 def test_some_tables_alone_write_no_document(monkeypatch, tmp_path):

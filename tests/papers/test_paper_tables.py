@@ -15,19 +15,20 @@ def checked(table):
 @pytest.mark.parametrize(
     "make",
     [
-        chunkflow.bubbles, chunkflow.table_5, infinipipe.table_3, skrull.text, skrull.table_3,
-        skrull.buckets, seco.times, seco.lengths,
+        chunkflow.bubbles, infinipipe.table_3, skrull.text, skrull.table_3, skrull.buckets,
+        seco.times, seco.lengths,
     ],
 )  # fmt: skip
 def test_tables_without_a_miss(make):
     table = make()
-    assert checked(table) and table.promised and not table.missed
+    assert checked(table) and not table.missed
 
 
 @pytest.mark.parametrize(
     ("make", "missed"),
     [
         (chunkflow.figure_1, ["micro-steps that need 45 GB or more"]),
+        (chunkflow.table_5, ["from 32K to 256K, chunk 2K", "from 32K to 256K, chunk 4K"]),
         (
             infinipipe.table_2,
             ["balance time and length: time", "balance time and length: length"],
@@ -42,10 +43,23 @@ def test_tables_with_known_misses(make, missed):
     assert [row.case for row in table.missed] == missed
 
 
-def test_infinipipes_appendix_a_is_predicted_from_three_cells():
-    rows = infinipipe.table_3().promised
-    seconds = [row for row in rows if "all-to-all" not in row.case]
+def test_points_on_lines_fitted_to_their_own_tables_are_no_predictions():
+    tables = infinipipe.table_3(), skrull.table_3()
+    assert not any(table.promised for table in tables)
+    on_lines = [[row for row in table.rows if row.on_line] for table in tables]
+    assert list(map(len, on_lines)) == [24, 20]
+    seconds = [row for row in on_lines[0] if "all-to-all" not in row.case]
     assert len(seconds) == 12 and max(abs(row.off) for row in seconds) < 0.03
+    assert sum(row.on_line for row in chunkflow.table_5().rows) == 1
+
+
+def test_infinipipes_appendix_a_is_possible_as_a_forward():
+    """12.6e9 parameters, 40 layers of 5,120: 66 % of eight A800 at 32K, by hand."""
+    flops = 2 * 12.6e9 * 32 * 1024 + 40 * 4 * 5120 * (32 * 1024) ** 2
+    by_hand = flops / (8 * 312e12 * 1.128 * (1 - 0.074))
+    assert infinipipe.forward_share(8, 0, 312e12) == pytest.approx(by_hand, rel=0.02)
+    shares = [infinipipe.forward_share(n, at, 312e12) for n in (8, 16, 32) for at in range(5)]
+    assert min(shares) > 0.4 and max(shares) < 0.67
 
 
 def test_fpdts_mfu_is_predicted_from_one_row():
@@ -84,21 +98,18 @@ def test_more_devices_lose_performance():
 
 
 def test_chunkflows_chunk_sizes_of_one_model():
-    some = chunkflow_times.TABLE_4[:2]
-    for table in (
-        chunkflow_times.table_4(some, num_batches=1),
-        chunkflow_times.table_6(num_batches=1),
-    ):
-        assert not table.missed
-        checked(table)
+    table = chunkflow_times.table_4(chunkflow_times.TABLE_4[:2], num_batches=1)
+    assert checked(table) and not table.missed
+    absolute = chunkflow_times.table_6(num_batches=1)
+    checked(absolute)
+    assert [row.paper for row in absolute.missed] == [29.81, 23.774, 28.942]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
-        chunkflow_times.table_4, chunkflow_times.table_6, chunkflow_speedups.over_megatron,
-        chunkflow_speedups.more_devices,
+        chunkflow_times.table_4, chunkflow_speedups.over_megatron, chunkflow_speedups.more_devices,
     ],
 )  # fmt: skip
 def test_chunkflows_chunk_sizes_and_speedups(make):

@@ -167,9 +167,11 @@ def assemble(
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
+    checked: bool = True,
 ) -> ChunkPlan:
-    """The checked plan of every rank's list; a Reduce ends each that has a Backward. K,V that no
-    later chunk reads are not built again: a group's chunks need not be pieces of one sequence."""
+    """The plan of every rank's list, checked unless told otherwise; a Reduce ends each that has a
+    Backward. K,V that no later chunk reads are not built again: a group's chunks need not be pieces
+    of one sequence."""
     chunks: list[Chunk] = [chunk for group in groups for chunk in group]
     plan = ChunkPlan(
         seq_lens=tuple(seq_lens),
@@ -189,7 +191,8 @@ def assemble(
             for own in plan.actions
         )
         plan = replace(plan, actions=tuple(needed))
-    check(plan)
+    if checked:
+        check(plan)
     return plan
 
 

@@ -116,9 +116,9 @@ class ReplicaPlans:
         return passes * most / (devices * hardware.peak_flops_per_s * best)
 
     def plan_busiest(self, dials: Dials, beat_s: float) -> tuple[ChunkPlan, float]:
-        """Its plan, which may not fit, with its seconds. Raises UserError where there is none;
-        `beat_s` as for `build`."""
-        plan = self._build(dials.planned_first(), self.busiest(dials), beat_s)
+        """Its plan, which may not fit and is not checked, with its seconds. Raises UserError where
+        there is none; `beat_s` as for `build`."""
+        plan = self._build(dials.planned_first(), self.busiest(dials), beat_s, checked=False)
         costs = replica_model(dials, self._model).costs(plan)
         return plan, time_actions(plan, costs).duration_s
 
@@ -218,9 +218,13 @@ class ReplicaPlans:
         lens: Sequence[int],
         beat_s: float = inf,
         like: tuple[float, int] | None = None,
+        *,
+        checked: bool = True,
     ) -> ChunkPlan:
         model = replica_model(dials, self._model)
-        return build(dials, lens, model, self._limit_bytes, beat_s=beat_s, like=like)
+        return build(
+            dials, lens, model, self._limit_bytes, beat_s=beat_s, like=like, checked=checked
+        )
 
     def _lens(self, own: Sequence[int]) -> list[int]:
         return [self._seq_lens[i] for i in own]
