@@ -18,14 +18,19 @@ OPTIONS = {
     "small chunks": furlong.ChunkOptions(size=16, keep="kv"),
     "odd chunks": furlong.ChunkOptions(size=7, num_retained=1, keep="attention"),
 }
+KEEPS = ("input", "kv", "attention", "all")
 MATRIX = [
-    furlong.ChunkOptions(size=size, num_retained=num_retained, keep=keep, hybrid=hybrid)
-    for size, num_retained, keep, hybrid in [
-        (1, 0, "kv", True), (1, 1, "attention", True), (7, 0, "input", True),
-        (7, 3, "kv", False), (7, 1, "kv", True), (16, 0, "attention", True),
-        (16, 1, "input", False), (16, 3, "all", True), (48, 0, "kv", True),
-    ]
+    (
+        name,
+        furlong.ChunkOptions(
+            size=(1, 7, 16, 48)[j], keep=KEEPS[(i + j) % 4],
+            num_retained=(0, 1, 3)[(i + 2 * j) % 3], hybrid=(i + j // 2) % 2 == 1,
+        ),
+    )
+    for i, name in enumerate(TWINS)
+    for j in range(4)
 ]  # fmt: skip
+"""Every pair of values of a family, a size, a keep, a number retained and hybrid chunks or not."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -50,8 +55,7 @@ def test_gradients_are_those_of_the_whole_forward(name, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MATRIX, ids=str)
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize(("name", "options"), MATRIX, ids=str)
 def test_the_matrix(name, options):
     check(name, options)
 

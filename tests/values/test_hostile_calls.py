@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.gradients import Batch, take_grads, worst_relative_error
+from helpers.nightly import SEED
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from hypothesis import given, settings
@@ -83,7 +84,7 @@ def test_any_calls_under_one_loss(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if SEED else 40, deadline=None)
 @given(CALLS, OPTIONS, USES, GRADIENTS)
 def test_many_calls_under_one_loss(
     calls: list[Any], options: furlong.ChunkOptions, uses: list[str], gradients: Any

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.gradients import batch, take_grads, worst_relative_error
+from helpers.nightly import SEED
 from helpers.tiny_families import build
 from helpers.wide_norms import widen_norms
 from hypothesis import given, settings
@@ -112,7 +113,7 @@ def test_any_polynomial_of_log_probs(drawn: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if SEED else 40, deadline=None)
 @given(CALLS)
 def test_many_polynomials_of_log_probs(drawn: tuple[Any, ...]) -> None:
     check_polynomial(*drawn)
