@@ -10,7 +10,7 @@ the way down, none drops its own modules.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -169,6 +169,19 @@ def called_within(module: nn.Module) -> ConfigError:
         change="call the model before or after, or a copy.deepcopy of it; where no step runs, set "
         "its attention implementation to sdpa",
     )
+
+
+@contextmanager
+def hooked(module: nn.Module, hook: Callable[[nn.Module, object], None]) -> Iterator[None]:
+    """Within it a hook runs before each call of a module. It goes by its value, not by a handle: an
+    interrupt may come before there is one."""
+    try:
+        module.register_forward_pre_hook(hook)
+        yield
+    finally:
+        hooks = module._forward_pre_hooks
+        for key in [key for key, other in hooks.items() if other == hook]:
+            del hooks[key]
 
 
 def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:

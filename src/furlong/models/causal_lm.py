@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.families import for_all_layers
-from furlong.models.attention import called_within
+from furlong.models.attention import called_within, hooked
 from furlong.models.entrance import enter
 from furlong.models.head_stub import HeadStub
 from furlong.models.held import Skip, decoder_of, held_layers, layer_list
@@ -210,11 +210,10 @@ class CausalLM:
         probed = self.probed
         with chunked_attention(self.base, self.max_seq_len), relaying(probed.mixers, probed.shared):
             self._relays = bool(probed.mixers)
-            hook = self.decoder.register_forward_pre_hook(self._refuse_others)
             try:
-                yield
+                with hooked(self.decoder, self._refuse_others):
+                    yield
             finally:
-                hook.remove()
                 self._relays = False
 
     def _refuse_others(self, decoder: nn.Module, _: object) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from furlong.errors import ConfigError, LinkError, UnsupportedModelError
+from furlong.models.attention import hooked
 from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
@@ -107,12 +108,11 @@ class FollowedModel:
                 )
             base = bare_model(self.given)
             _refuse_rivals(base, self.kept)
-            hook = base.register_forward_pre_hook(refuse_call)
-            try:
-                with torch.autocast(device_type(self.given), enabled=False):
-                    yield
-            finally:
-                hook.remove()
+            with (
+                hooked(base, refuse_call),
+                torch.autocast(device_type(self.given), enabled=False),
+            ):
+                yield
 
     def follow(self, *, notes: bool = True) -> None:
         """Adapt to the model as it is now; check it if that is new, and divide it among the ranks

@@ -89,9 +89,9 @@ class Kept:
         if not self.busy.acquire(blocking=False):
             yield False
             return
-        if self.process != os.getpid():
-            self.pooled = threading.Lock()  # a thread of the parent may have held it
         try:
+            if self.process != os.getpid():
+                self.pooled = threading.Lock()  # a thread of the parent may have held it
             with self.pooled:  # a sweep of another thread is over soon
                 self.thread = threading.get_ident()
                 try:
