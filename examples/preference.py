@@ -43,6 +43,7 @@ def main() -> int:
 
 def prepare() -> None:
     """Writes pairs of training files and of held-out files, the tokenizer and config.json."""
+    print("making pairs of Python's standard library, and a tokenizer ...", flush=True)
     files = sorted(quickstart.standard_library(), key=lambda file: hash_of(file[0]))
     pairs: list[dict[str, str]] = []
     for _, text in files:

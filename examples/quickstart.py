@@ -29,6 +29,7 @@ EOS = "<|endoftext|>"
 
 def prepare() -> None:
     """Writes train.jsonl and eval.jsonl (split by file), the tokenizer and config.json."""
+    print("reading Python's standard library and training a tokenizer on it ...", flush=True)
     files = list(standard_library())
     # A hash of its path puts a file into its place: the same split wherever Python is installed.
     files.sort(key=lambda file: hashlib.sha256(file[0].encode()).hexdigest())

@@ -284,7 +284,7 @@ def test_a_wrong_file_is_told_in_four_parts(
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_run(file)
-    assert given in caught.value.given
+    assert given in caught.value.given and "^" not in caught.value.given
     assert source in caught.value.source
     assert change in caught.value.change
 

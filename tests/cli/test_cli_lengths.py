@@ -153,7 +153,7 @@ def test_a_long_reading_of_data_gives_signs_of_life(
         time.sleep(0.2)
         raise ConfigError(given="read", required="", source="", change="")
 
-    monkeypatch.setattr(patience.__wrapped__, "__kwdefaults__", {"every_s": 0.02})
+    monkeypatch.setattr(patience.__wrapped__, "__kwdefaults__", {"every_s": 0.02, "speaks": True})
     monkeypatch.setattr(prepare, "load_splits", read)
     monkeypatch.setattr(trained, "load_splits", read)
     LlamaConfig(vocab_size=300, max_position_embeddings=2**17).save_pretrained(tokenizer)

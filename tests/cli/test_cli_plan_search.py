@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path
     assert "runs here  no, it needs " in printed
     assert main(["plan", file, "--model.name", "Qwen2.5-7B"]) == 2
     refused(capsys, "a model of 28 layers", "one of 24 layers")
+
+
+def test_the_progress_of_a_search_goes_one_way(lengths, monkeypatch, capsys):
+    said = []
+
+    @contextmanager
+    def noted(what):
+        yield said.append
+
+    monkeypatch.setattr("furlong.report.patience.patience", noted)
+    assert plan(lengths, *QUICK, "--devices", "2", "--zero", "1") == 0
+    found = [re.fullmatch(r"(\d+) tried(?:, best .*)?", words) for words in said]
+    tried = [int(one[1]) for one in found if one]
+    assert len(tried) > 1 and tried == sorted(tried)
+    assert any("; what is left takes at least" in words for words in said)
 
 
 def test_a_saved_plan_is_drawn_with_the_title_that_it_was_made_with(lengths, tmp_path, capsys):

@@ -248,6 +248,8 @@ def test_long_work_says_that_it_goes_on(capsys: Any) -> None:
     assert re.search(r"counting sheep: [\d.]+ ms so far, 12 of 30\n", printed)
     with patience("counting sheep", every_s=0.02):
         pass
+    with patience("counting sheep", every_s=0.01, speaks=False):
+        time.sleep(0.03)
     assert capsys.readouterr().err == ""
 
 

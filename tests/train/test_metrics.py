@@ -15,6 +15,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.planners.predict import Prediction
 from furlong.train.evaluation import Evaluation, PositionBucket
 from furlong.train.figures import metrics, trackers
 from furlong.train.figures.metrics import MetricsLog, format_position, open_bar
@@ -89,6 +90,18 @@ def test_one_line_and_one_record_per_step_and_evaluation(tmp_path: Path) -> None
     assert tracker.seen[1][1] == {
         "eval_loss": 2.0, "eval_loss_at_0": 2.5, "eval_loss_at_1024": 1.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("load", "told"), [(30.0, 1), (0.5, 0)])
+def test_a_late_first_step_tells_of_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, told: int
+) -> None:
+    monkeypatch.setattr(metrics.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(metrics.os, "cpu_count", lambda: 2)
+    lines: list[str] = []
+    with MetricsLog(tmp_path / "metrics.jsonl", 100, lines.append) as log:
+        log.predicted(1, FIGURES, Prediction(0.2, 2**29, 0, 0))
+    assert lines[0].count("busy machine (load 30 on 2 cores)") == told
 
 
 def test_the_lines_of_steps_are_short_columns(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ Tell = Callable[[str], None]
 
 
 @contextmanager
-def patience(what: str, *, every_s: float = 10.0) -> Iterator[Tell]:
+def patience(what: str, *, every_s: float = 10.0, speaks: bool = True) -> Iterator[Tell]:
     """Print `what` to stderr every `every_s` seconds while the block runs, with the seconds so far
-    and the words that the function it yields was last told."""
+    and the words that the function it yields was last told. `speaks`: whether this process does."""
     last = [""]
     over = threading.Event()
     started_s = time.monotonic()
@@ -30,9 +30,11 @@ def patience(what: str, *, every_s: float = 10.0) -> Iterator[Tell]:
             print(f"{what}: {took} so far" + (f", {last[0]}" if last[0] else ""), file=sys.stderr)
 
     thread = threading.Thread(target=report, daemon=True)
-    thread.start()
+    if speaks:
+        thread.start()
     try:
         yield tell
     finally:
         over.set()
-        thread.join()
+        if speaks:
+            thread.join()

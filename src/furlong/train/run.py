@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -75,7 +75,7 @@ def _train(
     storage, architecture, tokenizer = processes.together(
         lambda: checked(config, run, device, launch)
     )
-    with patience("reading the data") if processes.is_first else nullcontext():
+    with patience("reading the data", speaks=processes.is_first):
         data = processes.first_of_each_machine(
             partial(load_splits, config.data, tokenizer, config.train.loss)
         )

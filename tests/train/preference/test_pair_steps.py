@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import furlong
 from furlong.cli.main import main
 from furlong.errors import DataError
+from furlong.report.patience import patience
 from furlong.runtime.executor import Executor
 
 STEPS = ("--train.steps=2", "--train.epochs=null", "--model.dtype=float64", "--chunks.keep=kv")
@@ -30,11 +31,17 @@ def final(run: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 @pytest.mark.parametrize("failing", [1, 6], ids=["first phase", "second phase"])
 def test_a_step_that_does_not_fit(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing: int,
 ) -> None:
-    flags = (*pair_flags(tiny_run, tmp_path), *STEPS)
+    monkeypatch.setattr(patience.__wrapped__, "__kwdefaults__", {"every_s": 5e-3, "speaks": True})
+    flags = (*pair_flags(tiny_run, tmp_path), *STEPS, f"--data.cache_dir={tmp_path / 'cache'}")
     small = tiny_run.arguments(tmp_path / "small", *flags, "--chunks.size=64")
     assert main(small) == 0
+    assert "data.train: the reference: " in capsys.readouterr().err
     original, count = Executor._obey, iter(range(10**9))
 
     def obey(executor: Executor, action: Any, what: Any) -> None:

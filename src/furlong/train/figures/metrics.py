@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,9 +17,11 @@ from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.figures.trackers import Tracker
 from furlong.train.sample_check import SampleCheck
 from furlong.train.step import TrainedStep
-from furlong.units import format_bytes, format_count, format_seconds
+from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 Say = Callable[[str], None]
+_BUSY_LOAD = 1.5
+"""Processes that want to compute, per core, from which a machine counts as busy."""
 _TOLD_SHARE = 0.05
 """Share of a step's time from which recomputation and the wait for data are told."""
 
@@ -116,6 +119,9 @@ class MetricsLog:
                 parts.append(
                     f"{tier} {format_bytes(used or 0)} (predicted {format_bytes(expected)})"
                 )
+        load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+        if figures.gradients_s > 1.5 * prediction.step_s and load > _BUSY_LOAD * num_cores:
+            parts.append(f"on a busy machine (load {load:.0f} on {count_words(num_cores, 'core')})")
         self._say(f"first step: {', '.join(parts)}")
 
     def sample_check(self, step: int, check: SampleCheck | None, seconds: float) -> None:

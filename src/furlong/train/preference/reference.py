@@ -21,6 +21,7 @@ import xxhash
 
 from furlong.data.dataset import DataSet
 from furlong.data.reference import ReferenceLogProbs
+from furlong.report.patience import patience
 from furlong.train.batches.fitting import Fitting
 from furlong.train.checkpoints.fingerprints import checksum
 from furlong.train.evaluation import evaluating
@@ -72,7 +73,8 @@ def referenced(
     is_wide = next(model.parameters()).dtype == torch.float64
     references: dict[int, ReferenceLogProbs] = {}
     num_computed = 0
-    with torch.no_grad(), evaluating(model), _as_it_begins(engines):
+    waiting = patience(f"{key}: the reference", speaks=processes.is_first)
+    with torch.no_grad(), evaluating(model), _as_it_begins(engines), waiting as tell:
         for number, group in _groups(data):
             if number not in references:
                 opened = partial(
@@ -91,6 +93,7 @@ def referenced(
             if processes.launch.local_number == 0:
                 references[number].write(dict(zip(rows, found, strict=True)))
             num_computed += len(group)
+            tell(f"{num_computed:,} of at most {len(data.seq_lens):,} answers")
     processes.together(lambda: None)  # what one has written the others of its machine read
     seconds = format_seconds(time.perf_counter() - started_s)
     said = f"{count_words(num_computed, 'answer')} computed in {seconds}"
