@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_families import config_of
 from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
 
 from furlong.errors import ConfigError, UnsupportedModelError
@@ -107,3 +108,9 @@ def test_missing_weights_are_not_made_up(config_folder: Path, tmp_path: Path) ->
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights, model\.norm\.weight"):
         build_model(str(folder))
+
+
+def test_experts_compute_in_float64(tmp_path: Path) -> None:
+    config_of("mixtral", num_local_experts=4).save_pretrained(tmp_path)
+    model = build_model(str(tmp_path), init="random", dtype=torch.float64)
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.dtype == torch.float64
