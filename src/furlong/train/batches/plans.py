@@ -80,8 +80,11 @@ def plan_batch(
     replica meets the others then only where gradients are added up, and one that fails in between
     can tell them.
     """
+
+    def make(replica: int) -> BatchPlan:
+        return plan_own(wanted, replica, layout=layout, work=work, **dials)
+
     dealt = _dealt(wanted, layout, work)
-    make = partial(plan_own, wanted, layout=layout, work=work, **dials)
     found = [make(0), *map(elsewhere or make, range(1, len(dealt)))]
     plans = [own.plan for own in found]
     num_idle = layout.dp - len(dealt)

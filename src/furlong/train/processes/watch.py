@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """What a process tells of itself."""
+    """The position of a process, as it tells the others."""
 
     number: int
     """Its beats so far."""
