@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_families import config_of
 from transformers import AutoModelForCausalLM, BertConfig, Qwen2Config
 
 from furlong.errors import ConfigError, UnsupportedModelError
@@ -145,3 +146,9 @@ def test_merged_adapters_of_one_of_two_tied_weights_are_those_that_were_trained(
     merged = export_model(merge_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     torch.testing.assert_close(logits(loaded, torch.float32), wanted)
+
+
+def test_experts_compute_in_float64(tmp_path: Path) -> None:
+    config_of("mixtral", num_local_experts=4).save_pretrained(tmp_path)
+    model = build_model(str(tmp_path), init="random", dtype=torch.float64)
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.dtype == torch.float64

@@ -76,6 +76,8 @@ def build_model(
             draw_weights(model, seed, torch.device("cpu"))
         else:
             model = _load_weights(source, config, loaded_dtype, layers)
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the others know no float64
         if lora is not None and layers is None:
             model = add_adapters(model, lora)
         elif lora is not None:

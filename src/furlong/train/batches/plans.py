@@ -78,8 +78,11 @@ def plan_batch(
     sequence, or whatever else is to be dealt out evenly. `dials`: see `plan_own`. Where there are
     fewer sequences than replicas some have a dummy.
     """
+
+    def make(replica: int) -> BatchPlan:
+        return plan_own(wanted, replica, layout=layout, work=work, **dials)
+
     dealt = _dealt(wanted, layout, work)
-    make = partial(plan_own, wanted, layout=layout, work=work, **dials)
     found = [make(0), *map(elsewhere or make, range(1, len(dealt)))]
     plans = [own.plan for own in found]
     plan = join_kept(plans, dealt, wanted.seq_lens, layout.dp)

@@ -85,13 +85,18 @@ def save_checkpoint(
         folder.mkdir(exist_ok=True)
         aside.mkdir()
 
+    own: dict[str, dict[str, Any]] = {}
+    """Size and checksum of each file that this process has written."""
+
     def write() -> None:
         _write_tensors(aside, tensors, sizes, is_alone=processes.num_processes == 1)
+        own.update(measure_files(aside, f"shard-{processes.launch.number + 1:05d}-"))
 
     def complete() -> None:
         _check_whole(aside, sizes)
         write_json(aside / STATE, state)
-        write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": measure_files(aside)})
+        files = own | measure_files(aside, known=own)
+        write_json(aside / MANIFEST, {"version": FORMAT_VERSION, "files": files})
         os.rename(aside, checkpoint)
         for parent in (folder, folder.parent):
             sync_folder(parent)
@@ -102,6 +107,9 @@ def save_checkpoint(
                 processes.together(partial(_writing, part, checkpoint, num_bytes))
             else:
                 processes.together(lambda: None)
+            if part is write:
+                for text in processes.to_first(json.dumps(own)):
+                    own |= json.loads(text)
     except CheckpointError:
         if processes.is_first:
             shutil.rmtree(aside, ignore_errors=True)

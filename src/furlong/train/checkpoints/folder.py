@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,11 +172,14 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def measure_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file but the manifest."""
+def measure_files(
+    checkpoint: Path, prefix: str = "", known: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file whose name begins so, but for the manifest and the `known`
+    ones."""
     measured = {}
-    for file in sorted(checkpoint.iterdir()):
-        if file.name != MANIFEST:
+    for file in sorted(checkpoint.glob(f"{prefix}*")):
+        if file.name != MANIFEST and file.name not in known:
             checksum = xxhash.xxh3_128()
             with file.open("rb") as opened:
                 while block := opened.read(2**20):
