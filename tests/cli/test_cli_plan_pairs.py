@@ -48,6 +48,19 @@ def test_the_plan_of_the_longest_pair(run_file: Path, tmp_path: Path, capsys: An
     assert (figures["method"], figures["dials"]["keep"]) == ("two phases", "kv")
 
 
+@pytest.mark.parametrize("lengths", ["file", "github"])
+def test_lengths_alone_are_planned_as_pairs(lengths: str, tmp_path: Path, capsys: Any) -> None:
+    name = str(tmp_path / "lens.json") if lengths == "file" else lengths
+    (tmp_path / "lens.json").write_text('{"version": 1, "lengths": [700, 300]}')
+    flags = ["plan", f"--lengths={name}", "--model.name=Qwen2.5-0.5B", "--hardware=A100-80"]
+    flags += ["--train.loss=dpo", "--chunks.size=512", "--data.max_seq_len=1024"]
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "two phases" and found["batch"]["num_sequences"] == 2
+    assert main([*flags, "--devices=2"]) == 2
+    assert "2 devices with train.loss: dpo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "given"),
     [

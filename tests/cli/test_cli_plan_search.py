@@ -234,7 +234,8 @@ def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
         assert values["budget_bytes"] == 20 * 10**9
         weights[flags] = values["memory"][0]["parts"]["weights"]
     assert weights["--zero=3"] == pytest.approx(weights["--zero=0"] / 2, rel=1e-3)
-    assert weights["--model.lora.rank=8"] < weights["--zero=0"] / 2
+    # frozen weights whole, and shards of them, of 2 bytes; trained ones of 2 and 4
+    assert weights["--model.lora.rank=8"] == pytest.approx(weights["--zero=0"] / 2, rel=0.02)
 
 
 def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
@@ -337,7 +338,7 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
     flags = [*QUICK, "--memory.device", "1GB", "--devices", "2"]
     assert plan(lengths, *flags, "--zero", "1") == 2
-    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 5%", "ZeRO-3", "LoRA")
+    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 10%", "ZeRO-3", "LoRA")
     for more in ([], ["--zero", "3"]):  # all of it is shared already
         assert plan(lengths, *flags, *more) == 2
         message = refused(capsys, "needs", "use more devices, train LoRA adapters")

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from furlong.cost.calibration.file import calibrated, calibration_file, machine_of
 from furlong.cost.calibration.fitting import relative_fit, relative_line
 from furlong.cost.calibration.values import Calibration, load_calibration
 from furlong.cost.devices.hardware import Efficiency, hardware
 from furlong.cost.devices.links import Link
+from furlong.cost.devices.names import spec_of_card
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.heap import Heap
 from furlong.cost.model import CostModel
@@ -28,6 +30,25 @@ MEASURED = Calibration(
         "all_to_all between nodes": Link(2e-4, 1e9),
     },
 )  # fmt: skip
+
+
+def test_a_calibration_holds_for_the_card_that_was_measured(tmp_path, monkeypatch):
+    """An unknown card has the figures of the one with the nearest memory, and a calibration of its
+    own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known, other = (
+        CostModel(model_shape("Qwen2.5-0.5B"), spec_of_card(name, 45 * 2**30))
+        for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA L40S")
+    )
+    assert known.hardware == replace(other.hardware, card="") == hardware("A100-40")
+    place = calibration_file("A100-40", "bfloat16")
+    place.parent.mkdir()
+    for own, wrong in ((known, other), (other, known)):
+        machine = machine_of(own.hardware.name, own.hardware.card)
+        replace(MEASURED, hardware="A100-40", machine=machine).save(place)
+        assert calibrated(own, "bfloat16").calibration is not None
+        found = calibrated(wrong, "bfloat16")
+        assert found.calibration is None and "on another machine" in found.words
 
 
 def test_what_is_saved_is_read(tmp_path):

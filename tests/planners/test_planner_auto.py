@@ -15,7 +15,7 @@ from furlong.plan.values import Tiers
 from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide
-from furlong.planners.auto.search import MARGIN, SLACK
+from furlong.planners.auto.search import SLACK
 from furlong.planners.auto.steps import (
     busiest_groups,
     deal_steps,
@@ -23,6 +23,7 @@ from furlong.planners.auto.steps import (
     one_list,
     plan_of,
 )
+from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders.one_device import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,7 @@ from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide, sample_steps
 from furlong.planners.auto.estimate import TimeEstimate
 from furlong.planners.auto.layouts import space_of
-from furlong.planners.auto.search import MARGIN, SLACK, bounds_of
+from furlong.planners.auto.search import SLACK, Budgets, bounds_of
 from furlong.planners.auto.steps import (
     busiest_groups,
     busiest_s,
@@ -31,10 +32,12 @@ from furlong.planners.auto.steps import (
     plan_of,
     whole_model,
 )
+from furlong.planners.budget import MARGIN
 from furlong.planners.chunks.balance import sequence_work
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
+from furlong.planners.search.problem import Problem
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
@@ -210,6 +213,12 @@ def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
             fastest_s = min(fastest_s, mean_step_s(space, deal_steps(space), options))
     assert fastest_s < float("inf")
     assert chosen_s <= fastest_s * (1 + SLACK) ** 2
+
+
+def test_one_and_several_devices_leave_as_much_free() -> None:
+    asked = Problem(seq_lens=(9,), model=H100, num_devices=4)
+    assert asked.limit_bytes == Budgets(H100.hardware.budget_bytes).limit_bytes
+    assert signature(decide).parameters["margin"].default == asked.margin == MARGIN
 
 
 @pytest.mark.parametrize("layout", layouts(4, SHAPE), ids=str)

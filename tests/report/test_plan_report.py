@@ -11,7 +11,7 @@ from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.plan.layout import Layout
-from furlong.plan.text import format_action, parse_chunk
+from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.plan.values import Backward, ChunkPlan, Forward, Tiers
 from furlong.planners.chunks.groups import group_chunks
 from furlong.planners.chunks.placement import shard
@@ -245,6 +245,15 @@ def test_one_device_has_no_words_of_many():
     assert "adding gradients up" in format_figures(figures, alone=True)
     assert "bubble" not in scene.title
     assert Dials(method="x").layout_words() == "one device"
+
+
+def test_equal_ranks_share_a_line_of_the_memory_table():
+    own = "F0.0 all, B0.0, reduce 0", "F1.0 all, B1.0, reduce 0", "F2.0 all, B2.0, reduce 0"
+    walks = tuple(tuple(map(parse_action, texts.split(", "))) for texts in own)
+    chunks = tuple(map(parse_chunk, ("0:0-300", "1:0-300", "2:0-90")))
+    page = format_report(report_plan(ChunkPlan((300, 300, 90), chunks, (24,), walks), model()))
+    table = page[page.index("  rank  stages") :].splitlines()
+    assert [row.split()[0] for row in table[1:]] == ["0-1", "2"]
 
 
 def test_padding_is_no_throughput():

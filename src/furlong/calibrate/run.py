@@ -20,8 +20,8 @@ from furlong.calibrate.subject import build, narrow_config, own_config
 from furlong.calibrate.trials import Trial, TrialModel, trials
 from furlong.cost.calibration.file import machine_of
 from furlong.cost.calibration.values import Calibration
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, this_cpu
-from furlong.cost.devices.names import nearest_hardware
+from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, this_cpu
+from furlong.cost.devices.names import spec_of_card
 from furlong.cost.memory.heap import Heap
 from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
@@ -160,7 +160,7 @@ def spec_of(device: torch.device) -> HardwareSpec:
     if device.type != "cuda":
         return this_cpu(measured=False)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return hardware(nearest_hardware(torch.cuda.get_device_name(device), total_bytes))
+    return spec_of_card(torch.cuda.get_device_name(device), total_bytes)
 
 
 def largest_chunk(subject: TrialModel, model: CostModel, device: torch.device) -> int:
@@ -224,7 +224,7 @@ def _fitted(
     memory = _fit_memory(fitted, models, is_cpu=is_cpu)
     calibration = Calibration(
         hardware=spec.name,
-        machine=machine_of(spec.name),
+        machine=machine_of(spec.name, spec.card),
         dtype=dtype,
         measured_on=_measured_on(models["own"].shape, dtype, device),
         peak_flops_per_s=spec.peak_flops_per_s if spec.name == THIS_CPU else None,

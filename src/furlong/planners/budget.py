@@ -12,11 +12,11 @@ from furlong.plan.values import ChunkPlan
 from furlong.report.words import PART_WORDS
 from furlong.units import format_bytes
 
-MARGIN = 0.05
-"""Share of a device's budget that plans leave free unless a calibration says what its own
-predictions lacked: of twelve steps that no fit had seen, measured on a CPU, predicted peaks lacked
-5.2 % at most (docs/benchmarks.md). Gaps between allocated blocks are the hardware's
-`reserved_bytes`."""
+MARGIN = 0.10
+"""Share of a device's budget that plans leave free, on one device and on several, unless a
+calibration says what its own predictions lacked: of twelve steps that no fit had seen, measured on
+a CPU, predicted peaks lacked 5.2 % at most (docs/benchmarks.md), and a run has more that no plan
+counts. Gaps between allocated blocks are the hardware's `reserved_bytes`."""
 _STATE: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _SMALLER = ("use smaller chunks (chunks.size)",)
 _SHORTER = ("use shorter sequences (data.max_seq_len)",)

@@ -219,8 +219,8 @@ def _memory_words(report: PlanReport) -> str:
 
 
 def _memory_table(report: PlanReport) -> list[str]:
-    """A row per rank: the parts at its peak, their sum, the peaks of host and disk."""
-    shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+    """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of host and
+    disk."""
     parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
     lower = {
         name: values
@@ -228,14 +228,20 @@ def _memory_table(report: PlanReport) -> list[str]:
         if any(values := [getattr(rank, f"{name}_bytes") for rank in report.memory])
     }
     names = [PART_WORDS.get(part, part) for part in parts]
-    rows = [["rank", "stages", *names, "device", *lower]]
-    stages = held_stages(report.plan)
-    for rank in shown:
-        own, held = report.memory[rank], stages[rank]
+    head = ["rank", "stages", *names, "device", *lower]
+    ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, held in enumerate(held_stages(report.plan)):
+        own = report.memory[rank]
         values = [*(own.parts[part] for part in parts), own.device_bytes]
         values += [of_ranks[rank] for of_ranks in lower.values()]
         span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
-        rows.append([str(rank), span, *map(format_bytes, values)])
+        ranks[span, *map(format_bytes, values)].append(rank)
+    note = ""
+    if len(ranks) > _MAX_RANKS:
+        shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+        kept = {row: [rank for rank in own if rank in shown] for row, own in ranks.items()}
+        ranks = defaultdict(list, {row: own for row, own in kept.items() if own})
+    rows = [head, *([_spans(own), *row] for row, own in ranks.items())]
     if is_alone(report.plan):
         rows = [row[2:] for row in rows]
     return [*align(rows), *([f"({note})"] if note else [])]
@@ -243,14 +249,17 @@ def _memory_table(report: PlanReport) -> list[str]:
 
 def _named(noun: str, numbers: list[int], plural: str = "") -> str:
     """`stage 4`, `stages 0, 3-5`; the numbers ascend."""
+    return f"{noun if len(numbers) == 1 else plural or noun + 's'} {_spans(numbers)}"
+
+
+def _spans(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"{noun if len(numbers) == 1 else plural or noun + 's'} {shown}"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _forwards(plan: ChunkPlan) -> list[Forward]:

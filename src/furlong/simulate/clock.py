@@ -8,9 +8,9 @@ cell copies to or from its tier runs beside it, and the rank goes on when both a
 
 Where a plan gathers weights with every pass, the passes of a stage are collectives too: the n-th of
 each of its ranks begins when the last of them has come to it, and none goes on before the slowest
-is through. A rank's record ends with its own work, so that the rest shows as waiting. Else this is
-so of its first pass and its last Backward alone, after which each rank goes its own way: weights
-are gathered in the first and gradients are added up in the last.
+is through. A rank's record ends with its own work, so that the rest shows as waiting. Else the
+ranks of a stage start together in its first pass, in which weights are gathered, and in its last
+Backward, in which gradients are added up; each goes on when it is through itself.
 
 The semantics of messages are a choice:
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from furlong.cli.flag_types import MAX_BATCH, refusal
-from furlong.plan.lengths import Lengths, draw_lengths, read_lengths, write_lengths
+from furlong.plan.lengths import Lengths, count_lengths, draw_lengths, read_lengths, write_lengths
 from furlong.units import count_words, format_count, plural
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         count = config.train.sequences_per_step
     name = own.lengths
     if name is not None and not os.path.exists(name) and not name.endswith(".json"):
-        return _of_preset(name, count or _OF_A_PRESET, seed, limit)
+        batch = _of_preset(name, count or _OF_A_PRESET, seed, limit)
+        lengths = count_lengths(batch.seq_lens)
+        return batch if config.train.loss == "sft" else _of_pair(lengths, batch.source, limit)
     if name is None:
         name, lengths = _counted(own.subject, config)
     else:
@@ -74,7 +76,7 @@ def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
         for seq_len, times in lengths.counts:
             counts[min(seq_len, limit)] += times
         lengths = Lengths(tuple(sorted(counts.items())))
-    if is_run and config.train.loss == "dpo":
+    if config.train.loss == "dpo":
         return _of_pair(lengths, name, limit)
     return _draw(lengths, name, count, seed, limit)
 

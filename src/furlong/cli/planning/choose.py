@@ -42,7 +42,7 @@ def run(flags: RunFlags, tell: Tell) -> None:
     tell("reading what is to be planned")
     subject = subject_of(flags)
     tell("")
-    if subject.is_run and subject.config.train.loss == "dpo":
+    if subject.config.train.loss == "dpo":
         pairs.run(flags, subject)
     else:
         _run(flags, subject, methods, tell)

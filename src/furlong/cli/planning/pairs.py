@@ -62,8 +62,8 @@ def run(flags: RunFlags, subject: PlanSubject) -> None:
 
 
 def require_one_pair(flags: RunFlags, subject: PlanSubject) -> None:
-    """Raise ConfigError for a run on pairs, asked for more than one pair on one device."""
-    if not subject.is_run or subject.config.train.loss == "sft":
+    """Raise ConfigError for training on pairs, asked for more than one pair on one device."""
+    if subject.config.train.loss == "sft":
         return
     own, count = flags.own, subject.problem.num_devices
     for given in (

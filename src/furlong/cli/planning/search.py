@@ -15,7 +15,7 @@ from furlong.plan.lengths import count_lengths
 from furlong.plan.text import tiers_in_words
 from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
-from furlong.planners.auto.search import MARGIN
+from furlong.planners.budget import MARGIN
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict

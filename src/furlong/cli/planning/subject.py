@@ -22,7 +22,6 @@ from furlong.cost.shapes.shape import ModelShape
 from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.values import Tier
 from furlong.planners.auto.decide import given_dials
-from furlong.planners.auto.search import MARGIN as MARGIN_OF_ONE
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.sampling.use import check_sampling
@@ -177,7 +176,7 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     problem = Problem(
         seq_lens=batch.seq_lens, model=figures.model, num_devices=num_devices, zeros=zeros,
         budget_bytes=budget_bytes, tiers=tiers,
-        margin=figures.margin(MARGIN if num_devices > 1 else MARGIN_OF_ONE), **sizes,
+        margin=figures.margin(MARGIN), **sizes,
     )  # fmt: skip
     given_sizes = {
         name: size

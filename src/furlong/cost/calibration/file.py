@@ -41,10 +41,11 @@ def check_place(file: Path, source: str) -> None:
         ) from error
 
 
-def machine_of(hardware: str) -> str:
-    """The one machine that a calibration of this hardware holds for: its CPU and its threads."""
+def machine_of(hardware: str, card: str = "") -> str:
+    """The one machine that a calibration of this hardware holds for: its CPU and its threads; of a
+    GPU its `HardwareSpec.card`."""
     if hardware != THIS_CPU:
-        return ""
+        return card
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     return f"{_cpu_name()}, {cores} cores, threads: {threads}"
@@ -73,10 +74,10 @@ def calibrated(model: CostModel, dtype: str) -> Calibrated:
     file = calibration_file(name, dtype)
     if not os.path.exists(file):
         return uncalibrated(model)
-    found, own = load_calibration(file), machine_of(name)
+    found, own = load_calibration(file), machine_of(name, model.hardware.card)
     if (found.hardware, found.dtype) != (name, dtype) or found.machine != own:
         other = found.machine or found.hardware
-        words = f"assumed: {file} was measured on another machine ({other}; this is {own})"
+        words = f"assumed: {file} was measured on another machine ({other}; this is {own or name})"
         return Calibrated(model, None, words)
     errors = [
         f"{what} within {error:.0%}"

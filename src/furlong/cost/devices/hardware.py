@@ -81,6 +81,9 @@ class HardwareSpec:
     device_type: str = "cuda"
     """Type, cuda or cpu: it decides the sizes of tiles and segments, and whether collectives run
     beside the computation (those of a CPU do not)."""
+    card: str = ""
+    """The driver's name of a card that is not this one, but has the memory that is nearest: what is
+    measured on one holds for it alone."""
 
     @property
     def budget_bytes(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from furlong.cost.devices.hardware import HardwareSpec, hardware
 from furlong.cost.devices.known_hardware import KNOWN
 
 # The driver's whole names: cards of one family and another form have other peaks.
@@ -25,3 +28,9 @@ def nearest_hardware(device_name: str, memory_bytes: int) -> str:
     if device_name in EXACT_NAMES:
         return EXACT_NAMES[device_name]
     return min(KNOWN, key=lambda name: abs(KNOWN[name].memory_bytes - memory_bytes))
+
+
+def spec_of_card(device_name: str, memory_bytes: int) -> HardwareSpec:
+    """The figures of `nearest_hardware`, with the card's own name if they are another one's."""
+    spec = hardware(nearest_hardware(device_name, memory_bytes))
+    return spec if device_name in EXACT_NAMES else replace(spec, card=device_name)

@@ -25,9 +25,10 @@ from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.values import ChunkPlan
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.layouts import SearchedLayouts, search_layouts, space_of
-from furlong.planners.auto.search import MARGIN, Budgets, Searched, search_device
+from furlong.planners.auto.search import Budgets, Searched, search_device
 from furlong.planners.auto.steps import whole_model
 from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothing_fits, why
+from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.predict import Prediction, predict_step
 from furlong.planners.sampling.rules import Sampling

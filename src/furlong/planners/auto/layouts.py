@@ -131,7 +131,7 @@ def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> S
 def _joined(space: Space, dealt: Dealt, searched: Searched) -> FittingLayout:
     """The layout with the plan first whose replicas together are fastest, of the best one and the
     fastest of each other walk: the more stages a walk has, the more often replicas meet."""
-    walks: dict[tuple[Order, int], Tried] = {}
+    walks: dict[tuple[Order, int | None], Tried] = {}
     for tried in searched.tried if space.layout.dp > 1 else searched.tried[:1]:
         walks.setdefault((tried.options.order, tried.options.stage_layers), tried)
     some = list(walks.values())[:_MOST_WALKS]

@@ -31,15 +31,13 @@ from furlong.planners.auto.steps import (
     one_list,
     plan_of,
 )
+from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders.one_device import stages_of
 from furlong.planners.predict import Needs, needs_of
 
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
-MARGIN = 0.10
-"""Share of the device's budget that plans leave free: what a prediction of peak memory may miss.
-A calibration whose residuals are smaller sets a smaller one."""
 _NEAR = 0.005
 """Share by which the size named in a message of what would fit may be wrong."""
 _MAX_ACTIONS = 16_000

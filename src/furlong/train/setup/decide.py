@@ -13,12 +13,11 @@ from furlong.cost.calibration.file import calibrated
 from furlong.cost.devices.hardware import (
     HardwareSpec,
     free_ram_budget_bytes,
-    hardware,
     one_of,
     rounded_budget,
     this_cpu,
 )
-from furlong.cost.devices.names import nearest_hardware
+from furlong.cost.devices.names import spec_of_card
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.shape import ModelShape
 from furlong.data.dataset import DataSet
@@ -36,7 +35,8 @@ from furlong.planners.auto.decide import (
 )
 from furlong.planners.auto.pairs import decide_pairs
 from furlong.planners.auto.rivals import Rivals
-from furlong.planners.auto.search import MARGIN, Budgets
+from furlong.planners.auto.search import Budgets
+from furlong.planners.budget import MARGIN
 from furlong.planners.layout import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.sampling.use import check_sampling
@@ -266,6 +266,7 @@ def _device(device: torch.device, num_local: int = 1) -> tuple[HardwareSpec, int
         words = FREE_RAM if num_local == 1 else f"{FREE_RAM} over {num_local} processes"
         return this_cpu(measured=False), free_ram_budget_bytes() // num_local, words
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    name = nearest_hardware(torch.cuda.get_device_name(device), total_bytes)
+    spec = spec_of_card(torch.cuda.get_device_name(device), total_bytes)
     # gaps between the allocator's blocks
-    return hardware(name), rounded_budget(free_bytes * 19 // 20), f"95% of what is free, as {name}"
+    budget_bytes = rounded_budget(free_bytes * 19 // 20)
+    return spec, budget_bytes, f"95% of what is free, as {spec.name}"
