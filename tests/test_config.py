@@ -607,6 +607,18 @@ def test_all_foreign_flags_are_told_at_once() -> None:
     ]  # fmt: skip
 
 
+def test_a_table_of_wrong_keys_says_which_are_flags(run_file: Path) -> None:
+    flags = ["--train.lr=0", "--train.eps=0"]
+    with pytest.raises(ConfigError, match=r"\(the flag --train\.lr\)") as caught:
+        parse_run([str(run_file), *flags])
+    assert caught.value.source == "the command line"
+    run_file.write_text("modle: {}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_run([str(run_file), *flags])
+    *_, last = caught.value.change.splitlines()
+    assert caught.value.source == str(run_file) and "(the flag --train." in last
+
+
 def test_every_number_has_an_example_that_it_takes() -> None:
     for key in NUMBERS:
         example = example_of(key)

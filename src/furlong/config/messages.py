@@ -55,13 +55,14 @@ def config_error(errors: Sequence[ErrorDetails], file: str, flags: set[str]) -> 
     wrong = [_wrong(key, own, file, flags) for key, own in by_key.items()]
     if len(wrong) == 1:
         return ConfigError(**wrong[0]._asdict())
-    rows = [
-        (one.given.removesuffix(_UNKNOWN), one.change)
-        if one.given.startswith("no ") or one.given.endswith(_UNKNOWN)
-        else (one.given, f"required: {one.required}; {one.change}")
-        for one in wrong
-    ]
-    return table_of_keys(rows, "the command line" if file == NO_FILE else file)
+    rows = []
+    for one in wrong:
+        says_all = one.given.startswith("no ") or one.given.endswith(_UNKNOWN)
+        change = one.change if says_all else f"required: {one.required}; {one.change}"
+        by_flag = one.source.startswith("the flag ")
+        rows.append((one.given.removesuffix(_UNKNOWN), change + f" ({one.source})" * by_flag))
+    own = any(not one.source.startswith("the flag ") for one in wrong) and file != NO_FILE
+    return table_of_keys(rows, file if own else "the command line")
 
 
 def table_of_keys(rows: Sequence[tuple[str, str]], source: str) -> ConfigError:
