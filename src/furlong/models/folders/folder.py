@@ -38,9 +38,9 @@ def check_name(name: str, source: str = "model.name") -> None:
         parts = name.partition("://")[2].split("/")
         if parts[0] in ("huggingface.co", "hf.co") and len(parts) >= 3:
             change = f"write {'/'.join(parts[1:3])}"
-    elif path.is_file():
+    elif os.path.isfile(path):
         given, change = f"{name}, a file", f"name its folder: {path.parent}"
-    elif "@" in name and not path.exists() and name.count("/") == 1:
+    elif "@" in name and not os.path.exists(path) and name.count("/") == 1:
         owned, _, revision = name.partition("@")
         given = f"{name}, an id with a revision"
         change = f"hf download {owned} --revision {revision} --local-dir DIR, and name DIR"
