@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 import furlong
 from furlong.plan.values import Backward, Chunk, Place, Slice
 from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.planners.orders.replica import plan_replica
 from furlong.runtime.parallel.ranks import make_ranks
 
 BOUND = 1e-10
@@ -87,31 +89,40 @@ def test_weights_gathered_with_each_pass():
     assert min(of.num_gathers for of in found.values()) > 20
 
 
-def in_a_pool(rank: int) -> tuple[float, int, int]:
-    """A pool with sequences of one process and of both: the worst error, and the collectives."""
-    model, both = llama(), Place(0, 2)
-    sequences = batch([21, 13, 9])
+def in_a_pool(rank: int) -> list[tuple[float, int, int]]:
+    """Plans of a pool, each with the worst error and its collectives."""
+    model, both, lens = llama(), Place(0, 2), (21, 13, 9)
+    sequences = batch(lens)
     reference_loss(model, sequences)
     truth = take_grads(model)
-    chunks = [
+    places = [
         Chunk((Slice(0, 0, 21, both), Slice(2, 0, 9, Place(1, 1)))),
         Chunk((Slice(1, 0, 13, Place(0, 1)),)),
     ]
-    plan = chunk_by_chunk(
-        (21, 13, 9), [chunks], num_layers=NUM_LAYERS, sp_size=2, regathers=True,
-    )  # fmt: skip
+    options = furlong.ChunkOptions(size=64, keep="kv", order="layer-first", stage_layers=1)
+    layered = plan_replica(lens, options, num_layers=NUM_LAYERS, sp_size=2)
+    plans = [
+        chunk_by_chunk(lens, [places], num_layers=NUM_LAYERS, sp_size=2),
+        layered,
+    ]
     engine = furlong.Engine(model, ranks=make_ranks(1, 2, 1, "cpu"))
-    with Counted() as counted:
-        engine.run(plan, sequences)
-    error = worst_relative_error(whole_grads(model), truth)
-    return error, counted.num_gathers, counted.num_sums
+    evaluated = plan_replica(lens, options, num_layers=NUM_LAYERS, sp_size=2, backward=False)
+    engine.run(evaluated, sequences)  # checks the model in these stages
+    found = []
+    for plan in plans:
+        with Counted() as counted:
+            engine.run(replace(plan, regathers=True), sequences)
+        error = worst_relative_error(whole_grads(model), truth)
+        found.append((error, counted.num_gathers, counted.num_sums))
+    return found
 
 
 def test_weights_gathered_with_each_pass_of_a_pool():
-    for error, num_gathers, num_sums in run_ranks(in_a_pool, num_ranks=2, limit_s=180):
-        assert 0 < error <= BOUND
+    for places, layered in run_ranks(in_a_pool, num_ranks=2, limit_s=180):
+        assert 0 < places[0] <= BOUND and 0 < layered[0] <= BOUND
         # forward and backward of two chunks, and once what is beside the layers
-        assert (num_gathers, num_sums) == (4 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 1)
+        assert places[1:] == (4 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 1)
+        assert layered[1] > 2 * NUM_LAYERS and layered[2] == NUM_LAYERS + 1  # one chunk
 
 
 def test_a_tied_head():
