@@ -278,8 +278,9 @@ time), ZeRO-1 or 3, and 5 % of the memory left free. All share one cost model an
 layers into stages. *furlong* is the search over all of these methods and over their combinations,
 as `furlong plan` runs it.
 
-Groups of devices may be larger than the heads of a model allow, for everybody: K,V are then
+Whoever shares whole sequences has groups larger than the heads of a model allow, too: K,V are then
 gathered. (InfiniPipe's own runs share sequences of a model of 40 heads among 16 and 32 devices.)
+Chunks in such groups are not tried: neither for the published methods nor for *furlong*.
 *Hybrid CP* is Megatron-Core's hybrid context parallelism, `--hybrid-context-parallel`: the next
 power of two of length / `max_seqlen_per_dp_cp_rank` devices for every sequence, by its commit
 d98e8a6; the number is searched here, its sequences share micro-batches, and places are chosen by

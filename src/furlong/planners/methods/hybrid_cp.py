@@ -11,7 +11,9 @@ each other; and N is searched, which Megatron leaves to the user.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, log2
+from math import inf
+
+import numpy as np
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
@@ -39,15 +41,23 @@ def plan_hybrid_cp(
 
 
 def hybrid_cp_divisions(division: Division) -> Iterator[Spots]:
-    """The division of each number of tokens per device that gives other sizes; only those that
-    fit."""
-    batch = division.rates.batch
-    longest, last = max(batch.seq_lens), len(batch.sizes) - 1
-    seen: set[tuple[int, ...]] = set()
+    """The divisions of numbers of tokens per device that give other sizes, those first whose
+    sequences take least: as long as the others may be faster, and only what fits."""
+    rates, batch = division.rates, division.rates.batch
+    lens, last = np.array(batch.seq_lens), len(batch.sizes) - 1
+    queue: dict[tuple[int, ...], float] = {}
     for step in range(_STEPS_PER_DOUBLING * last + 1):
-        most = longest / 2 ** (step / _STEPS_PER_DOUBLING)
-        kinds = tuple(min(last, max(0, ceil(log2(n / most)))) for n in batch.seq_lens)
-        found = None if kinds in seen else earliest_first(division, kinds)
-        seen.add(kinds)
+        most = lens.max() / 2 ** (step / _STEPS_PER_DOUBLING)
+        kinds = np.ceil(np.log2(lens / most)).clip(0, last).astype(int)
+        alone_s = rates.alone_s[range(len(lens)), kinds]
+        spread_s = (alone_s * np.array(batch.sizes)[kinds]).sum() / batch.pool_size
+        queue[tuple(kinds.tolist())] = max(spread_s, (alone_s + rates.fixed_s[kinds]).max())
+    best_s = inf
+    for sizes, bound_s in sorted(queue.items(), key=lambda one: one[1]):
+        if bound_s >= best_s:
+            break
+        found = earliest_first(division, sizes)
         if found is not None:
+            division.reset(found)
+            best_s = min(best_s, division.step_s())
             yield found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
@@ -12,10 +13,19 @@ from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.least import Least
 from furlong.planners.places.rates import PoolBatch
-from furlong.planners.places.setting import settings
+from furlong.planners.places.setting import Setting, settings
 
 _TRIED_COUNTS = 4
 """Numbers of micro-batches that are tried, from the fewest that fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    step_s: float
+    recompute_layers: int
+    spots: Spots
+    is_roomy: bool
+    """Whether no process holds half of what it could."""
 
 
 def plan_fastest(
@@ -37,22 +47,34 @@ def plan_fastest(
     batch = PoolBatch.of(seq_lens, model, pool_size)
     few = recompute_choices(model.shape.num_layers)
     tried = few if recompute_layers is None else [recompute_layers]
-    best: tuple[float, int, Spots] | None = None
-    for setting in settings(batch, budget_bytes, tried):
-        found = 0
-        for count in range(setting.fewest, len(seq_lens) + 1):
-            if best is not None and Least.of(setting, count).step_s >= best[0]:
-                break
-            division = Division(setting, count)
-            ways = list(divide(division))
-            for spots in ways:
-                division.reset(spots)
-                step_s = division.step_s()
-                if best is None or step_s < best[0]:
-                    best = step_s, setting.rates.recompute_layers, spots
-            found += bool(ways)
-            if found == _TRIED_COUNTS:
-                break
+    best: _Best | None = None
+    for layers in tried:
+        for setting in settings(batch, budget_bytes, [layers]):
+            best = _fastest_in(setting, divide, best)
+        if best is not None and best.is_roomy:
+            break  # what more recomputation adds to the room is not needed
     if best is None:
         raise nothing_fits(batch, tried[-1], budget_bytes)
-    return plan_of(batch, best[2], best[1], budget_bytes)
+    return plan_of(batch, best.spots, best.recompute_layers, budget_bytes)
+
+
+def _fastest_in(
+    setting: Setting, divide: Callable[[Division], Iterator[Spots]], best: _Best | None
+) -> _Best | None:
+    """The fastest division of a setting, where it is faster than the best one of others."""
+    found = 0
+    for count in range(setting.fewest, len(setting.rates.batch.seq_lens) + 1):
+        if best is not None and Least.of(setting, count).step_s >= best.step_s:
+            break
+        division = Division(setting, count)
+        ways = list(divide(division))
+        for spots in ways:
+            division.reset(spots)
+            step_s = division.step_s()
+            if best is None or step_s < best.step_s:
+                roomy = 2 * setting.held(division.loads).max() <= setting.device_tokens
+                best = _Best(step_s, setting.rates.recompute_layers, spots, bool(roomy))
+        found += bool(ways)
+        if found == _TRIED_COUNTS:
+            break
+    return best

@@ -16,6 +16,7 @@ from furlong.cost.model import CostModel
 from furlong.plan.values import ChunkPlan
 from furlong.planners.chunks.groups import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
+from furlong.planners.methods.hybrid_cp import hybrid_cp_divisions
 from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.exact import fastest_spots
@@ -131,7 +132,7 @@ def _starts_of(setting: Setting, num_micro_batches: int) -> list[_Start]:
     division, batch = Division(setting, num_micro_batches), setting.rates.batch
     num_spots = len(batch.seq_lens) * batch.pool_size * num_micro_batches
     found: list[_Start] = []
-    for way in (by_targets, flexsp_divisions, greedy):
+    for way in (by_targets, flexsp_divisions, hybrid_cp_divisions, greedy):
         if way is greedy and found and num_spots > _MOST_SPOTS:
             continue
         own: list[_Start] = []

@@ -1,8 +1,8 @@
 """Published methods and baselines, each as the dials that its paper or its public code has.
 
-Every one has every way to deal sequences to replicas, every ZeRO stage, and groups larger than the
-heads allow, which gather K,V: all three come with the room. InfiniPipe itself runs Ulysses' groups
-of 16 and 32 devices on a model of 40 heads.
+Every one has every way to deal sequences to replicas and every ZeRO stage: both come with the room.
+Those that share whole sequences also have groups larger than the heads allow, which gather K,V
+(InfiniPipe runs Ulysses' groups of 16 and 32 devices on a model of 40 heads).
 """
 
 from __future__ import annotations
@@ -180,6 +180,10 @@ PUBLISHED: dict[str, Method] = {
     "Seq1F1B": seq1f1b,
     "Seq1F1B packed": seq1f1b_packed,
 }
+
+SHARING_WHOLE = (skrull, flexsp, hybrid_cp, ulysses, packed_1f1b, padded_1f1b)
+"""Methods of whole sequences in groups: of layouts whose groups are larger than the heads allow
+they alone are asked. Combinations have places of one pool instead."""
 
 SEARCHED: dict[str, Method] = {"furlong": combined, **PUBLISHED}
 """All methods that are searched: the published ones, and the combinations of none."""

@@ -42,6 +42,9 @@ class Room:
     """A number of retained chunks that is tried besides the others."""
     is_pool: bool = False
     """Whether all devices are one pool, on whose places whole sequences are."""
+    gathers: bool = False
+    """Whether sp groups are larger than the heads allow, though there are layouts with smaller
+    ones."""
 
     def dials(self, method: str, **values: Any) -> Dials:
         """Dials of this room."""
@@ -118,10 +121,12 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
     if model.shape.whole:
         heights = ()
     cuts: dict[int, tuple[int, ...]] = {}
-    for layout in layouts(
+    found = layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
         tp_size=model.training.tp_size, idle=True, gathers=True,
-    ):  # fmt: skip
+    )  # fmt: skip
+    larger = {layout for layout in found if model.shape.num_heads % layout.sp}
+    for layout in found:
         if layout.dp > len(lens):
             continue
         if layout.pp not in cuts:
@@ -132,6 +137,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
                 layout=layout, stages=cuts[layout.pp], zero=zero, balance=balance, sizes=sizes,
                 longest_tokens=longest, heights=heights, tiers=problem.tiers,
                 num_retained=None if number is None else int(str(number)),
+                gathers=layout in larger and len(larger) < len(found),
             )  # fmt: skip
 
 

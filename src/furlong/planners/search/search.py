@@ -26,7 +26,7 @@ from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe.plan import NotFasterError
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
-from furlong.planners.search.catalogue import Method
+from furlong.planners.search.catalogue import SHARING_WHOLE, Method
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.late import improve
 from furlong.planners.search.pools import pool_dials
@@ -188,7 +188,7 @@ class _Search:
         """The ladders that have the given dials and were not there yet."""
         given, strict = self._problem.given, self._problem.strict
         for method in self._methods.values():
-            for ladder in method(room):
+            for ladder in method(room) if not room.gathers or method in SHARING_WHOLE else ():
                 rungs = tuple(d for d in ladder if d.agree(given, strict=strict))
                 if not rungs or rungs[0] in self._seen:
                     continue
