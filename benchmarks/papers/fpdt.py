@@ -209,7 +209,9 @@ def cost_of(s: Strategy, node_bytes_per_s: float | None) -> CostModel:
         between = Link(spec.links.between_nodes.latency_s, node_bytes_per_s / 4)
         links = replace(spec.links, devices_per_node=4, between_nodes=between)
         spec = replace(spec, links=links)
-    training = Training(tp_size=s.tp_size, zero_stage=s.zero_stage, gradient_bytes=2)
+    # the two nodes are those on which nothing is hidden
+    training = Training(tp_size=s.tp_size, zero_stage=s.zero_stage, gradient_bytes=2,
+                        overlaps=node_bytes_per_s is None)  # fmt: skip
     return CostModel(model_shape(MODEL), spec, training)
 
 

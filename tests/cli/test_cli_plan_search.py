@@ -170,6 +170,22 @@ def test_one_device_shares_its_state_with_nobody(lengths, tmp_path, capsys):
     refused(capsys, "--zero 1 on one device")
 
 
+def test_a_saved_plan_says_itself_what_it_gathers(lengths, tmp_path, capsys):
+    file, flags = tmp_path / "plan.json", ["--devices", "2", "--parallel.sp", "2", "--json"]
+    for zero, other in (("3", "1"), ("1", "3")):
+        assert plan(lengths, *QUICK, *flags, "--zero", zero, "--out", str(file)) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert json.loads(file.read_text())["regathers"] == (zero == "3")
+        assert main(["plan", str(file), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"] == found["memory"]
+        assert main(["plan", str(file), "--zero", other]) == 2
+        refused(capsys, f"--zero {other} for a plan that gathers weights", "leave --zero out")
+    # whatever it was made for
+    file.write_text(file.read_text().replace('"zero": 1', '"zero": 3'))
+    assert main(["plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == found["memory"]
+
+
 def test_a_plan_that_leaves_devices_idle_is_shown_again(tmp_path, capsys):
     """One token: the best plan for two devices under ZeRO-3 has one of them."""
     lengths, file = tmp_path / "lens.json", str(tmp_path / "plan.json")

@@ -178,8 +178,9 @@ def test_a_reduction_hides_behind_the_last_backward_and_a_gather_behind_the_firs
         )
     assert exposed_s(LONG, zero_stage=1, lora=Lora(8))[1] == 0
     on_cpu = replace(EXACT, name="a measured CPU", device_type="cpu")
-    costs, long_s = exposed_s(LONG, spec=on_cpu, zero_stage=0)
-    assert long_s == pytest.approx(costs.reduce_s(0))
+    for changes in ({"spec": on_cpu}, {"overlaps": False}):
+        costs, long_s = exposed_s(LONG, zero_stage=0, **changes)
+        assert long_s == pytest.approx(costs.reduce_s(0))
     assert CostModel(SHAPE, on_cpu).memory().device_type == "cpu"
 
 

@@ -145,9 +145,9 @@ def on_an_older_torch(rank: int, steps: Sequence[Step]) -> list[Found]:
 
 def test_a_head_without_a_label_on_one_process_before_torch_2_13():
     names = "no label", "masked", "no label", "layer-first"
-    steps = [KEPT[name] for name in names]
+    steps = [*(KEPT[name] for name in names), REGATHERED["in step"]]
     for found in run_ranks(on_an_older_torch, steps, num_ranks=2, limit_s=180):
-        assert_exact(dict(zip(range(4), found, strict=True)))
+        assert_exact(dict(zip(range(5), found, strict=True)))
         assert {of.num_sums for of in found} == {NUM_LAYERS + 1}
 
 

@@ -224,7 +224,7 @@ class PlanCosts:
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
         """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
         collectives beside it."""
-        if self._model.device_type == "cpu":
+        if self._model.device_type == "cpu" or not self._model.training.overlaps:
             return 0.0
         return max(
             (

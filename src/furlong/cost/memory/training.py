@@ -81,6 +81,10 @@ class Training:
     """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
     the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
     ones. The plan says whether they are kept for the step or come with every pass."""
+    overlaps: bool = True
+    """Whether gradients that wait for the last Backward are reduced behind it, and weights gathered
+    behind the first Forward: not so where DeepSpeed's overlap_comm is off, its default below
+    ZeRO-3."""
     kv_gradient_bytes: int = 4
     """Bytes of a number in dK,dV while they wait for their own chunk."""
 
