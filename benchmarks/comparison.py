@@ -37,6 +37,7 @@ from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
+from furlong.planners.budget import MARGIN
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search
@@ -274,9 +275,9 @@ is measured.
 Every method takes the fastest of its own plans on the same devices: any layout of data, sequence
 and pipeline parallelism that it knows, the dials that its paper or its public code has, sequences
 dealt to replicas in turn, by tokens, by FLOPs or by the time of its plans (InfiniPipe: not by
-time), ZeRO-1 or 3, and 5 % of the memory left free. All share one cost model and one cut of the
-layers into stages. *furlong* is the search over all of these methods and over their combinations,
-as `furlong plan` runs it.
+time), ZeRO-1 or 3, and {margin} of the memory left free. All share one cost model and one cut of
+the layers into stages. *furlong* is the search over all of these methods and over their
+combinations, as `furlong plan` runs it.
 
 Whoever shares whole sequences has groups larger than the heads of a model allow, too: K,V are then
 gathered. (InfiniPipe's own runs share sequences of a model of 40 heads among 16 and 32 devices.)
@@ -299,7 +300,7 @@ def document(rows: Sequence[Row]) -> str:
     missing = [name for name in ALL if name not in {row.setting.name for row in rows}]
     known = [row for row in rows if row.setting in SETTINGS]
     held_out = [row for row in rows if row.setting in HELD_OUT]
-    parts = [_HEAD]
+    parts = [_HEAD.format(margin=f"{MARGIN:.0%}")]
     if missing:
         parts += [f"**Not run** of {len(ALL)} settings: {', '.join(missing)}.", ""]
     if known:
