@@ -13,6 +13,7 @@ from furlong.cost.devices.links import Link
 from furlong.cost.devices.names import spec_of_card
 from furlong.cost.memory.cells import stage_bytes
 from furlong.cost.memory.heap import Heap
+from furlong.cost.memory.training import Training
 from furlong.cost.model import CostModel
 from furlong.cost.shapes.known_models import model_shape
 from furlong.errors import ConfigError
@@ -49,6 +50,33 @@ def test_a_calibration_holds_for_the_card_that_was_measured(tmp_path, monkeypatc
         assert calibrated(own, "bfloat16").calibration is not None
         found = calibrated(wrong, "bfloat16")
         assert found.calibration is None and "on another machine" in found.words
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "slower"),
+    [
+        ("H100", "float32", 989 / 67),
+        ("H100", "bfloat16", 1),
+        ("A100-80", "float64", 312 / 19.5),
+        ("RTX3090", "float64", 71 / 0.556),
+    ],
+)
+def test_assumed_rates_are_those_of_the_dtype(name, dtype, slower, tmp_path, monkeypatch):
+    """A calibration's are shares of the peak in 16 bits, whatever its dtype."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = model_shape("Qwen2.5-0.5B")
+    model = CostModel(shape, hardware(name), Training.in_dtype(dtype))
+    plan = plan_on_device([2**17], ChunkOptions(size=2**17), num_layers=24)
+    sixteen, wide = (
+        sum(costs.compute_s(action, 0) for action in plan.actions[0])
+        for costs in (model.costs(plan), calibrated(model, dtype).model.costs(plan))
+    )
+    assert wide / sixteen == pytest.approx(slower, rel=0.05)
+    place = calibration_file(name, dtype)
+    place.parent.mkdir()
+    replace(MEASURED, hardware=name, dtype=dtype, machine=machine_of(name, "")).save(place)
+    measured = calibrated(model, dtype).model.hardware
+    assert measured.peak_flops_per_s == model.hardware.peak_flops_per_s
 
 
 def test_what_is_saved_is_read(tmp_path):

@@ -196,6 +196,12 @@ def test_zero_3_without_unshards_gathers_with_every_pass():
     costs = sharded.costs(short)
     assert costs.compute_s(Backward(0, 0), 0) >= costs.unshard_s(0) + costs.reduce_s(0)
     assert costs.compute_s(Reduce(0), 0) == 0  # every backward has reduced its gradients
+    # in this runtime but those of the embedding and the head, which wait for the step's end
+    own = CostModel(SHAPE, A100, Training(zero_stage=3, gathers=True)).costs(short)
+    late_s = 2 * SHAPE.embedding_parameters / SHAPE.num_parameters * own.reduce_s(0)
+    assert own.compute_s(Reduce(0), 0) == pytest.approx(late_s)
+    backward_s = (each.compute_s(Backward(0, 0), 0) for each in (costs, own))
+    assert next(backward_s) - next(backward_s) == pytest.approx(late_s)
 
 
 def test_first_pass_savings_and_known_attention():

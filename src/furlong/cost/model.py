@@ -205,21 +205,24 @@ class PlanCosts:
         """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
         also gather each other's new weights, as far as the next first Forward does not hide that,
         unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
-        already."""
-        training, shape, gathered_s = self._model.training, self._model.shape, 0.0
+        already, in this runtime all but the gradients of the embedding and the head."""
+        training, gathered_s = self._model.training, 0.0
+        late_s = self._late_share(stage) * self.reduce_s(stage)
         if self._passes_gather(stage):
-            return 0.0
-        stages, held = self._plan.stages, frozenset((stage,))
-        trained = training.trained_parameters(shape, stages, held)
-        late = training.beside_parameters(shape, stages, held) / max(1, trained)
+            return late_s if training.gathers else 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
             gathered_s = self._collective_s(
                 "all_gather", stage, training.compute_bytes, trained_only=True
             )
             gathered_s = max(0.0, gathered_s - self._layers_s(self._firsts, stage))
-        reduced_s = self.reduce_s(stage)
-        layers_s = max(0.0, (1 - late) * reduced_s - self._layers_s(self._lasts, stage))
-        return late * reduced_s + layers_s + gathered_s
+        layers_s = self.reduce_s(stage) - late_s - self._layers_s(self._lasts, stage)
+        return late_s + max(0.0, layers_s) + gathered_s
+
+    def _late_share(self, stage: int) -> float:
+        """Share of a stage's gradients that are of the embedding and the head."""
+        training, shape, held = self._model.training, self._model.shape, frozenset((stage,))
+        trained = training.trained_parameters(shape, self._plan.stages, held)
+        return training.beside_parameters(shape, self._plan.stages, held) / max(1, trained)
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
         """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
@@ -289,6 +292,8 @@ class PlanCosts:
         key = backward, stage
         if key not in self._gathering:
             reduced = self.reduce_s(stage) if backward else 0.0
+            if self._model.training.gathers:
+                reduced *= 1 - self._late_share(stage)
             self._gathering[key] = self.unshard_s(stage) + reduced
         return self._gathering[key]
 

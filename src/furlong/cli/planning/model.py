@@ -88,7 +88,7 @@ def figures_of(
     stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
     training = replace(training_of(config.model), zero_stage=stage, gathers=num_devices > 1)
     model = CostModel(_model_shape_of(config.model.name), spec, training)
-    return calibrated(model, config.model.dtype) if calibrate else uncalibrated(model)
+    return (calibrated if calibrate else uncalibrated)(model, config.model.dtype)
 
 
 def check_zero(zero: int | None, num_devices: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,12 +74,12 @@ def calibrated(model: CostModel, dtype: str) -> Calibrated:
     name = model.hardware.name
     file = calibration_file(name, dtype)
     if not os.path.exists(file):
-        return uncalibrated(model)
+        return uncalibrated(model, dtype)
     found, own = load_calibration(file), machine_of(name, model.hardware.card)
     if (found.hardware, found.dtype) != (name, dtype) or found.machine != own:
         other = found.machine or found.hardware
         words = f"assumed: {file} was measured on another machine ({other}; this is {own or name})"
-        return Calibrated(model, None, words)
+        return uncalibrated(model, dtype)._replace(words=words)
     errors = [
         f"{what} within {error:.0%}"
         for what, error in (("times", found.time_error), ("peaks", found.memory_error))
@@ -88,9 +89,11 @@ def calibrated(model: CostModel, dtype: str) -> Calibrated:
     return Calibrated(found.apply_to(model), found, words)
 
 
-def uncalibrated(model: CostModel) -> Calibrated:
-    """The model as it is."""
-    return Calibrated(model, None, "assumed; furlong calibrate measures them")
+def uncalibrated(model: CostModel, dtype: str) -> Calibrated:
+    """The model with what is assumed of its hardware in this dtype. A calibration's rates are
+    shares of the peak in 16 bits, in whatever dtype it measured them."""
+    assumed = replace(model, hardware=model.hardware.computing_in(dtype))
+    return Calibrated(assumed, None, "assumed; furlong calibrate measures them")
 
 
 def _cpu_name() -> str:

@@ -60,6 +60,8 @@ class HardwareSpec:
     layer_launch_s: float
     """Least time of one layer's forward, however few its tokens: the kernels are launched."""
     links: ClusterLinks
+    wide_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """dtype wider than 16 bits -> FLOPs per second of dense matrices in it."""
     pass_launch_s: float = 0.0
     """Least time of one pass over a stage, beside its layers': what a family does around them."""
     slice_launch_s: float = 0.0
@@ -89,6 +91,20 @@ class HardwareSpec:
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
 
+    def computing_in(self, dtype: str) -> HardwareSpec:
+        """The device at its peak in `dtype`; as it is where no other peak is known (16 bits, and a
+        CPU). The bytes of a wider matrix take longer to read, so more tokens hide that."""
+        peak = self.wide_flops_per_s.get(dtype)
+        if peak is None:
+            return self
+        longer = peak / self.peak_flops_per_s * {"float32": 2, "float64": 4}[dtype]
+        changed = {
+            name: replace(of, half_tokens=of.half_tokens * longer)
+            for name in ("linear", "attention_forward", "attention_backward")
+            if (of := getattr(self, name))
+        }
+        return replace(self, peak_flops_per_s=peak, **changed)
+
 
 def hardware(name: str) -> HardwareSpec:
     """A device by name: a key of `known_hardware.KNOWN`, or `cpu` for this machine, measured now.
@@ -105,6 +121,10 @@ def _build(name: str, figures: Figures) -> HardwareSpec:
     return HardwareSpec(
         name=name,
         peak_flops_per_s=figures.peak_flops_per_s,
+        wide_flops_per_s={
+            "float32": figures.float32_flops_per_s,
+            "float64": figures.float64_flops_per_s,
+        },
         memory_bytes=figures.memory_bytes,
         reserved_bytes=figures.reserved_bytes,
         linear=Efficiency(figures.linear_best, figures.half_tokens),

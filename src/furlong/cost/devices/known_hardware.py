@@ -1,6 +1,7 @@
 """Figures of devices by name, each with its source.
 
-Peaks are dense bfloat16 from the vendor's data sheets; bandwidths are per device and direction;
+Peaks are dense from the vendor's data sheets: of bfloat16, of float32 outside the tensor cores
+(torch's default; no TF32), and the best of float64. Bandwidths are per device and direction;
 memory is what the driver reports, a little less or more than a data sheet's round number.
 What a data sheet does not say (efficiencies, launch times, reserved memory, how a node is cabled)
 is an assumption and says so; `furlong calibrate` replaces it by measurements.
@@ -36,6 +37,8 @@ _ASSUMED = {
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     peak_flops_per_s: float
+    float32_flops_per_s: float
+    float64_flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
     within_bytes_per_s: float
@@ -72,7 +75,7 @@ class Figures:
 
 def _sources(sheet: str, node: str, host: str = "") -> dict[str, str]:
     return {
-        "peak_flops_per_s, memory_bytes_per_s, within_bytes_per_s": sheet,
+        "peak_flops_per_s, float*_flops_per_s, memory_bytes_per_s, within_bytes_per_s": sheet,
         "memory_bytes": "nvidia-smi on such a device",
         "between_bytes_per_s, devices_per_node": node,
         "node_host_bytes": host or node,
@@ -98,18 +101,21 @@ def _skrull_links() -> dict[tuple[Collective, bool], Link]:
 
 
 _A100 = Figures(
-    peak_flops_per_s=312e12, memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
+    peak_flops_per_s=312e12, float32_flops_per_s=19.5e12, float64_flops_per_s=19.5e12,
+    memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
     within_bytes_per_s=300e9, between_bytes_per_s=25e9, host_bytes_per_s=25e9,
     node_host_bytes=2 * TIB,
 )  # fmt: skip
 _H100 = Figures(
-    peak_flops_per_s=989e12, memory_bytes=81559 * MIB, memory_bytes_per_s=3.35e12,
+    peak_flops_per_s=989e12, float32_flops_per_s=67e12, float64_flops_per_s=67e12,
+    memory_bytes=81559 * MIB, memory_bytes_per_s=3.35e12,
     within_bytes_per_s=450e9, between_bytes_per_s=50e9, host_bytes_per_s=50e9,
     linear_best=0.55, attention_forward_best=0.50, attention_backward_best=0.42,
     node_host_bytes=2 * TIB,
 )  # fmt: skip
 _CARD = Figures(
-    peak_flops_per_s=165.2e12, memory_bytes=24 * GIB, memory_bytes_per_s=1008e9,
+    peak_flops_per_s=165.2e12, float32_flops_per_s=82.6e12, float64_flops_per_s=1.29e12,
+    memory_bytes=24 * GIB, memory_bytes_per_s=1008e9,
     within_bytes_per_s=20e9, between_bytes_per_s=1.25e9, host_bytes_per_s=25e9,
     node_host_bytes=512 * GIB,
 )  # fmt: skip
@@ -144,16 +150,18 @@ KNOWN: dict[str, Figures] = {
         sources=_sources("NVIDIA H200 SXM data sheet", _DGX_H100),
     ),
     "B200": replace(
-        _H100, peak_flops_per_s=2.25e15, memory_bytes=183359 * MIB, memory_bytes_per_s=8e12,
+        _H100, peak_flops_per_s=2.25e15, float32_flops_per_s=75e12, float64_flops_per_s=37e12,
+        memory_bytes=183359 * MIB, memory_bytes_per_s=8e12,
         within_bytes_per_s=900e9, linear_best=0.50, attention_forward_best=0.45,
         attention_backward_best=0.38,
         sources=_sources(
-            "NVIDIA DGX B200 data sheet, per device",
+            "NVIDIA DGX B200 data sheet, per device (float32, float64: HGX B200)",
             "DGX B200: 400 Gb/s per device, 2 TB of memory (up to 4 TB)",
         ),
     ),
     "RTX3090": replace(
-        _CARD, peak_flops_per_s=71e12, memory_bytes_per_s=936e9,
+        _CARD, peak_flops_per_s=71e12, float32_flops_per_s=35.6e12, float64_flops_per_s=0.556e12,
+        memory_bytes_per_s=936e9,
         sources=_sources("NVIDIA GA102 white paper, bf16 with float32 sums", _PC),
     ),
     "RTX4090": replace(
