@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,55 @@ def test_what_is_put_into_a_checked_model_is_checked(change: str) -> None:
     else:
         del mlp.forward
     assert_right(engine, model)
+
+
+def scale_by_norm(module: Any, grads_in: Any, grads_out: Any) -> Any:
+    return tuple(grad / grad.norm() for grad in grads_in)
+
+
+def add_before(module: Any, inputs: Any, out: Any, *, share: float = 0.0) -> Any:
+    return out + share * out.roll(1, dims=1)
+
+
+@pytest.mark.parametrize("change", ["backward hook", "every module", "partial", "closure", "class"])
+def test_what_is_exchanged_in_a_checked_model_is_checked(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check has passed with what does the same code with other numbers."""
+    model = build("llama")
+    mlp, everywhere = model.model.layers[1].mlp, torch.nn.modules.module
+    kind = type(mlp)
+
+    def put_in(share: float) -> Any:
+        match change:
+            case "backward hook":
+                return share and mlp.register_full_backward_hook(scale_by_norm)
+            case "every module":
+                return share and everywhere.register_module_forward_hook(
+                    lambda module, _, out: out + out.roll(1, dims=1) if module is mlp else None
+                )
+            case "partial":
+                return mlp.register_forward_hook(partial(add_before, share=share))
+            case "closure":
+                return mlp.register_forward_hook(lambda *call: add_before(*call, share=share))
+            case _:
+                forward = kind.forward
+                another = lambda self, x: add_before(self, x, forward(self, x), share=share)  # noqa: E731
+                return monkeypatch.setattr(kind, "forward", another)
+
+    handle: Any = put_in(0.0)
+    engine = furlong.Engine(model)
+    assert_right(engine, model)
+    if handle:
+        handle.remove()
+    del handle
+    handle = put_in(1.0)
+    try:
+        with pytest.raises(UnsupportedModelError, match="in chunks than whole"):
+            engine.forward_backward(batch([29]), OPTIONS)
+    finally:
+        if handle:
+            handle.remove()
 
 
 def test_hooks_put_in_for_each_step_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from furlong.errors import ConfigError, DataError, UnsupportedModelError
 from furlong.models.head_stub import DecoderOutput
@@ -34,7 +35,8 @@ from furlong.runtime.tokens.rows import IMPLIED, BatchRow, is_carried_on, rows_o
 from furlong.runtime.tokens.values import hidden_states
 
 _DOOR = "furlong_door"
-_SET = (_DOOR, "forward")  # what a door adds to a decoder
+_LABELS = "furlong_labels"
+_SET = (_DOOR, "forward", _LABELS)  # what a door adds to a decoder
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
 # logits_to_keep is for a head: no decoder reads it, but some trainers pass it on
 _HARMLESS = {
@@ -98,6 +100,9 @@ def chunked(
     )
     decoder.__dict__[_DOOR] = _Door(followed, options, share_prompts)
     decoder.__dict__["forward"] = MethodType(forward, decoder)
+    if _LABELS not in decoder.__dict__:
+        hook = bare_model(model).register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+        decoder.__dict__[_LABELS] = hook
     with followed.alone(takes_autocast=True):
         try:
             followed.follow(notes=False)
@@ -128,8 +133,9 @@ def chunked_within(
     try:
         yield
     finally:
-        _remove(decoder)
         decoder.__dict__.update(before)
+        if not before:
+            _remove(decoder)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +161,7 @@ def _decoder(model: nn.Module) -> nn.Module:
 def _remove(decoder: Any) -> None:
     if decoder.__dict__.pop(_DOOR, None) is not None:
         decoder.__dict__.pop("forward", None)
+        decoder.__dict__.pop(_LABELS).remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +175,7 @@ class _Door:
 
     def __call__(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         given = _named(decoder, args, kwargs)
-        if self.followed.kept.is_inside or self._is_plain(decoder, given):
+        if self.is_plain(decoder, given):
             return type(decoder).forward(decoder, *args, **kwargs)
         _refuse_unknown(decoder, given)
         rows = rows_of_batch(
@@ -187,15 +194,19 @@ class _Door:
         output = DecoderOutput(last_hidden_state=_joined(given["input_ids"], rows, states))
         return output.to_tuple() if given.get("return_dict") is False else output
 
-    def _is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
-        """Whether the call goes to the decoder's own forward: it makes no gradient, and wants a
-        cache or might."""
-        wants_gradients = torch.is_grad_enabled() and any(
+    def wants_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(
             p.requires_grad for p in self.followed.given.parameters()
         )
+
+    def is_plain(self, decoder: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the call goes to the decoder's own forward: it is one of ours, or makes no
+        gradient, and wants a cache or might."""
+        if self.followed.kept.is_inside:
+            return True
         use_cache, past = given.get("use_cache"), given.get("past_key_values")
         is_new = use_cache is None and not decoder.training  # None is True to transformers
-        if not wants_gradients:
+        if not self.wants_gradients():
             return bool(use_cache) or past is not None or is_new or given.get("input_ids") is None
         if use_cache or past is not None:
             raise _refusal(decoder, "a cache together with gradients", "pass use_cache=False")
@@ -254,32 +265,65 @@ def _joined(input_ids: Tensor, rows: list[BatchRow], states: list[Tensor]) -> Te
     num_columns = input_ids.shape[1]
     if len(rows) == 1 and input_ids.shape == (1, len(states[0])):
         return states[0][None]
-    parts, end = [], 0
-    for row, own in zip(rows, states, strict=True):
-        start = row.index * num_columns + row.start
-        parts += [_padding(start - end, own), own]
-        end = row.index * num_columns + row.stop
-    parts.append(_padding(input_ids.numel() - end, states[0]))
-    return torch.cat(parts).view(*input_ids.shape, -1)
+    starts = [row.index * num_columns + row.start for row in rows]
+    # where a head alone trains, a gradient by padding must arrive somewhere, too
+    leaf = states[0].new_empty(0, requires_grad=torch.is_grad_enabled())
+    cells: Tensor = _Joined.apply(input_ids.numel(), starts, leaf, *states)  # type: ignore[no-untyped-call]
+    return cells.view(*input_ids.shape, -1)
 
 
-def _padding(num_tokens: int, like: Tensor) -> Tensor:
-    """Zeros (num_tokens, D), of which no loss may be made."""
-    zeros = like.new_zeros((num_tokens, like.shape[1]))
-    if like.requires_grad and num_tokens:
-        zeros.requires_grad_().register_hook(_refuse_read_padding)  # type: ignore[no-untyped-call]
-    return zeros
+class _Joined(torch.autograd.Function):
+    """The cells (B * T, D) of a batch, made of its sequences, and 0 at padding.
+
+    It lies on every gradient's way to the sequences, so that none passes by the refusal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, num_cells: int, starts: list[int], _: Tensor, *states: Tensor) -> Tensor:
+        stops = [start + len(own) for start, own in zip(starts, states, strict=True)]
+        ctx.starts, ctx.stops = starts, stops
+        cells = states[0].new_zeros((num_cells, states[0].shape[1]))
+        for start, stop, own in zip(starts, stops, states, strict=True):
+            cells[start:stop] = own
+        return cells
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Raises DataError for a gradient by padding; one that overflowed has none."""
+        gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
+        padding = torch.cat([grad[start:stop] for start, stop in gaps])
+        if bool(padding.nan_to_num(0, 0, 0).any()):
+            raise _read_padding()
+        own = (grad[start:stop] for start, stop in zip(ctx.starts, ctx.stops, strict=True))
+        return None, None, None, *own
 
 
-def _refuse_read_padding(grad: Tensor) -> None:
-    """Raise DataError where a loss has a gradient by padding; one that overflowed has none."""
-    if bool(grad.nan_to_num(0, 0, 0).any()):
-        raise DataError(
-            given="a loss of what tokens of padding predict",
-            required="a loss of real tokens alone: padding does not go through the chunks",
-            source="labels of padding, or of the first token of a row that is padded in front",
-            change="give padding, and such first tokens, the label -100, or pad behind",
-        )
+def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a language model's forward. Without a gradient a loss would not tell that it
+    was made of padding: raise DataError for the labels that make it so."""
+    decoder: Any = decoder_of(model)
+    door: _Door | None = decoder.__dict__.get(_DOOR)
+    given = _named(model, args, kwargs)
+    labels, mask = given.get("labels"), given.get("attention_mask")
+    if (
+        door is None or door.wants_gradients() or door.is_plain(decoder, given)
+        or model.get_output_embeddings() is None  # labels of something else than the next token
+        or not (isinstance(labels, Tensor) and isinstance(mask, Tensor))
+        or labels.ndim != 2 or labels.shape != mask.shape
+    ):  # fmt: skip
+        return
+    if bool(((labels[:, 1:] != IGNORE_INDEX) & (mask[:, :-1] == 0)).any()):
+        raise _read_padding()
+
+
+def _read_padding() -> DataError:
+    return DataError(
+        given="a loss of what tokens of padding predict",
+        required="a loss of real tokens alone: padding does not go through the chunks",
+        source="labels of padding, or of the first token of a row that is padded in front",
+        change="give padding, and such first tokens, the label -100, or pad behind",
+    )
 
 
 def _refusal(decoder: Any, what: str, change: str, why: str | None = None) -> ConfigError:

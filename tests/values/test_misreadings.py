@@ -137,16 +137,46 @@ def chunked() -> Any:
     return furlong.chunked(build("llama"), OPTIONS)
 
 
+@pytest.mark.parametrize("way", ["backward", "backward of inputs", "autograd.grad", "no_grad"])
 @pytest.mark.parametrize("mask", [MASK, MASK.flip(1)], ids=["behind", "in front"])
-def test_a_loss_of_padding_is_refused(chunked: Any, mask: Tensor) -> None:
-    with pytest.raises(DataError, match="what tokens of padding predict"):
-        chunked(input_ids=IDS, attention_mask=mask, labels=IDS).loss.backward()
+def test_a_loss_of_padding_is_refused(chunked: Any, mask: Tensor, way: str) -> None:
+    weights = list(chunked.parameters())
+    with (
+        torch.set_grad_enabled(way != "no_grad"),
+        pytest.raises(DataError, match="what tokens of padding predict"),
+    ):
+        loss = chunked(input_ids=IDS, attention_mask=mask, labels=IDS).loss
+        if way == "autograd.grad":
+            torch.autograd.grad(loss, weights)
+        else:
+            loss.backward(inputs=weights if way == "backward of inputs" else None)
     assert all(p.grad is None for n, p in chunked.named_parameters() if "layers" in n)
     chunked.zero_grad()
     labels = IDS.masked_fill(mask == 0, -100)
     labels[1, int(mask[1].nonzero()[0])] = -100
     chunked(input_ids=IDS, attention_mask=mask, labels=labels).loss.backward()
     chunked.zero_grad()
+
+
+def test_labels_of_padding_without_chunks(chunked: Any) -> None:
+    """What goes the old way has the model's own values at padding."""
+    call = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
+    chunked.eval()
+    with torch.no_grad():
+        found = chunked(**call).loss
+        with pytest.raises(DataError, match="what tokens of padding predict"):
+            chunked(**call, use_cache=False)
+        furlong.unchunked(chunked)
+        assert found == chunked(**call).loss == chunked(**call, use_cache=False).loss
+    furlong.chunked(chunked.train(), OPTIONS)
+
+
+def test_a_head_that_trains_alone_reads_no_padding() -> None:
+    model = furlong.chunked(build("llama").requires_grad_(False), OPTIONS)
+    head = torch.nn.Linear(32, 1, bias=False).double()
+    states = model.get_decoder()(input_ids=IDS, attention_mask=MASK, use_cache=False)[0]
+    with pytest.raises(DataError, match="what tokens of padding predict"):
+        head(states).sum().backward()
 
 
 def test_noise_on_embeddings_is_refused(chunked: Any) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
+
+_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 
 def fingerprint(model: nn.Module) -> tuple[int, int]:
@@ -13,8 +16,8 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     on which its check depends besides: which modules train.
 
     The first is of the config, every module and its type, its active adapters, what was put into it
-    (hooks, a forward of its own), and the shape, dtype and device of every parameter. Comparable
-    within one process.
+    or into all modules (hooks, another forward), and the shape, dtype and device of every
+    parameter. Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
@@ -24,7 +27,8 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     kernel = getattr(config, "_attn_implementation", None)
     modes = hash(tuple(module.training for module in model.modules()))
-    return hash((text, kernel, modules, weights)), modes
+    everywhere = _hooks(vars(nn.modules.module), "_global_")
+    return hash((text, kernel, modules, weights, everywhere)), modes
 
 
 def adapter_states(model: nn.Module) -> tuple[Any, ...]:
@@ -38,11 +42,40 @@ def adapter_states(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _put_in(module: nn.Module) -> tuple[Any, ...]:
-    """The code of hooks and of a forward of its own: the same hook, put in anew, is the same."""
-    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if "forward" in module.__dict__:
-        functions.append(module.forward)
-    return tuple(getattr(f, "__code__", type(f)) for f in functions)
+    """Hooks, a forward of its own, and that of the class, which may have been replaced."""
+    own = module.__dict__.get("forward")
+    return (
+        _hooks(vars(module), "_"),
+        own if own is None else _code(own, (id(getattr(own, "__self__", own)), *_holds(own))),
+        _code(type(module).forward, id(type(module).forward)),
+    )
+
+
+def _hooks(names: dict[str, Any], prefix: str) -> tuple[Any, ...]:
+    """The hooks among the names of a module of the model, or of torch's that has those of all. Each
+    time that one is put in has a number of its own; an address may come again."""
+    return tuple(
+        (kind, *(_code(hook, number) for number, hook in hooks.items()))
+        for kind in _KINDS
+        if (hooks := names.get(prefix + kind))
+    )
+
+
+def _code(function: Any, place: Any) -> tuple[Any, ...]:
+    """The code of a function, which is all that a plain one does: the same one, put in anew, is the
+    same. Else `place` too."""
+    is_plain = isinstance(function, FunctionType) and not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    )
+    code = getattr(function, "__code__", type(function))
+    return (code,) if is_plain else (code, place)
+
+
+def _holds(function: Any) -> tuple[Any, ...]:
+    """The contents of a closure: numbers and texts, and the addresses of all else."""
+    cells = getattr(function, "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != CellType())  # an empty one has none
+    return tuple(x if isinstance(x, int | float | str) else id(x) for x in held)
 
 
 def _adapters(module: nn.Module) -> tuple[str, bool]:

@@ -105,7 +105,8 @@ def left_out(model: nn.Module, bare: nn.Module, *, is_shared: bool = False) -> l
                 f"{size} processes: gradients are this process's own and nobody adds them up"
             )
     for module in around(model, bare):
-        before = [hook for hook in module._forward_pre_hooks.values() if hook is not refuse_call]
+        given = module._forward_pre_hooks.values()
+        before = [h for h in given if not getattr(h, "__module__", "").startswith("furlong.")]
         hooks = () if is_sharded(module) else (module._forward_hooks, before)
         if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
             notes.append(_NOT_RUN.format(f"hooks on {type(module).__name__} itself do"))
