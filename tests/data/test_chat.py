@@ -157,7 +157,11 @@ def test_contents_in_parts_are_their_text(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}, {"loss_mask": 0},
+     {"trainable": False}],
+)  # fmt: skip
 def test_an_answer_that_is_marked_is_not_learnt(template: str, mark: dict[str, Any]) -> None:
     marked = [TURNS[0], TURNS[1] | mark, TURNS[2], TURNS[3] | {"weight": 1}]
     text, answers = learnt(marked, template)
@@ -177,13 +181,14 @@ def test_what_the_template_does_not_write_is_told() -> None:
     turns = [
         {"role": "user", "content": "2 + 2?", "name": "x"},
         {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1},
-        {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}},
+        {"role": "assistant", "content": "4", "reasoning": "hm", "audio": {}, "mask": 0},
         {"role": "assistant", "content": " ", "weight": 0},
     ]
     record = SourceRecord({"messages": turns, "tools": [{"type": "function"}]}, 0, 3, "a.jsonl:3")
     found = render_conversation(record, byte_tokenizer(ANSWER_ALONE))
     assert found is not None
     assert found.told == (
+        "conversations with mask in a message",
         "conversations with name in a message",
         "conversations with tool_calls in a message",
         "conversations with tools",
@@ -192,3 +197,47 @@ def test_what_the_template_does_not_write_is_told() -> None:
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     whole = render_conversation(record, byte_tokenizer(writing))
     assert whole is not None and whole.told == ()
+
+
+USERS_AND_LATE_THOUGHTS = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}"
+    "{% elif m.role == 'assistant' %}A{% if loop.index > 4 %}{{ m.thoughts }}{% endif %}"
+    "{{ m.tool_calls or m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+def test_what_the_template_writes_of_some_messages_alone_is_told() -> None:
+    called = {"role": "assistant", "content": "U", "tool_calls": [CALL], "thoughts": "t"}
+    turns = [
+        SYSTEM, {"role": "developer", "content": "2"}, TURNS[2], TURNS[3] | {"thoughts": "t"},
+        {"role": "tool", "content": "4"}, called,
+    ]  # fmt: skip
+    record = SourceRecord({"messages": turns}, 0, 3, "a.jsonl:3")
+    rendered = render_conversation(record, byte_tokenizer(USERS_AND_LATE_THOUGHTS))
+    assert rendered is not None and rendered.text.startswith("U2 + 2?A4.At[{")
+    told = ["thoughts in a message"]
+    told += [f"content of role {role}" for role in ("assistant", "developer", "system", "tool")]
+    assert rendered.told == tuple(f"conversations with {what}" for what in told)
+
+
+IN_TAGS = "{%- generation -%}\n {{ m.content }}<|im_end|>\n {%- endgeneration %}\n"
+WITHIN = "{% for m in messages %}{% if m.role == 'user' %}Q{{ m.content }}{% else %}"
+BEHIND = "{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro say(m) %}A" + IN_TAGS + "{% endmacro %}" + WITHIN + "{{ say(m) }}" + BEHIND,
+        WITHIN + "{% set said %}" + IN_TAGS + "{% endset %}A{{ said }}" + BEHIND,
+        WITHIN + "{% filter trim %}A" + IN_TAGS + "{% endfilter %}" + BEHIND,
+    ],
+    ids=["macro", "set", "filter"],
+)
+def test_tags_are_found_where_the_template_writes_them(template: str) -> None:
+    text, answers = learnt(TURNS, template)
+    assert text == "QHello thereAHi! How can I help?<|im_end|>Q2 + 2?A4.<|im_end|>"
+    assert answers == ["Hi! How can I help?<|im_end|>", "4.<|im_end|>"]
+    with pytest.raises(DataError, match="works on the text between its"):
+        learnt(TURNS, "{% filter upper %}" + template + "{% endfilter %}")

@@ -173,12 +173,18 @@ def test_content_of_parts_is_their_text(content: list[Any], text: str) -> None:
     assert turn == {**USER, "content": text}
 
 
+def test_content_beside_calls_is_a_text_too() -> None:
+    turn = {"role": "assistant", "content": {"a": 1}, "tool_calls": [{}]}
+    assert "content is of type dict" in refused(messages_of, record(messages=[turn]), "").given
+
+
 @pytest.mark.parametrize(
     ("part", "given"),
     [
         ({"type": "image_url", "image_url": {}}, "message 1 of chosen, part 2: of type image_url"),
         ({"type": "input_audio"}, "message 1 of chosen, part 2: of type input_audio"),
         ({"type": "text", "text": None}, "message 1 of chosen, part 2: of type dict"),
+        ({"text": "a", "image": "x.png"}, "message 1 of chosen, part 2: with image"),
         (5, "message 1 of chosen, part 2: of type int"),
     ],
 )

@@ -213,6 +213,14 @@ def test_conversations_without_a_choice(
             {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
             "a prompt that chosen alone repeats", "remove the prompt's messages",
         ),
+        (
+            {"prompt": [MORE, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            "a prompt that both repeat in part", "remove the prompt's messages",
+        ),
+        (
+            {"prompt": [ASK], "chosen": [MORE, ASK, GOOD], "rejected": [MORE, ASK, BAD]},
+            "a prompt that both repeat in part", "remove the prompt's messages",
+        ),
         ({"chosen": [ASK, GOOD], "rejected": [MORE, BAD]}, "begin differently", "add the prompt"),
         (ULTRA | {"prompt": "who?"}, "a prompt 'who\\?' that is no turn", "write prompt as"),
         (ULTRA | {"chosen": [GOOD], "rejected": [BAD]}, "begin differently", "add the prompt"),

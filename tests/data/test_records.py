@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,32 @@ def test_columns_that_are_not_needed_may_be_of_any_type(tmp_path: Path) -> None:
     table = pa.table({"meta": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
     pq.write_table(table.append_column("text", pa.array(["x"])), tmp_path / "a.parquet")
     assert found(tmp_path / "a.parquet") == [({"text": "x", "meta": None}, "a.parquet, row 1")]
+
+
+def test_keys_that_a_table_fills_with_null_are_absent(tmp_path: Path) -> None:
+    calls = [[{"name": "f", "arguments": a}] for a in ({"city": "Rome"}, {"zone": [None, "CET"]})]
+    turns = [[{"role": "assistant", "content": None, "tool_calls": call}] for call in calls]
+    rows = [
+        {"messages": turn, "tools": [{"a": i} if i else {"b": i}]} for i, turn in enumerate(turns)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "d")
+    del turns[0][0]["content"], turns[1][0]["content"]
+    for path in (tmp_path / "a.parquet", tmp_path / "d"):
+        assert [fields for fields, _ in found(path)] == rows
+
+
+def test_times_in_a_call_are_refused(tmp_path: Path) -> None:
+    at = datetime(2024, 5, 1)
+    call = {"role": "assistant", "tool_calls": [{"arguments": {"at": at}}]}
+    row = {"messages": [{"role": "user", "content": "x", "at": at}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert found(tmp_path / "a.parquet")[0][0] == row
+    pq.write_table(pa.Table.from_pylist([row, {"messages": [call]}]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a datetime within messages[\s\S]*a.parquet, row 2"):
+        found(tmp_path / "a.parquet")
+
+
+def test_the_mark_of_windows_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert found(tmp_path / "a.txt") == [({"text": "hello"}, "a.txt")]

@@ -250,6 +250,14 @@ def test_folders_of_records_that_are_read_as_one_are_told(tmp_path: Path) -> Non
     assert left_out(tmp_path) == ["records of 2 folders as one source (de, en)"]
 
 
+def test_a_split_that_no_file_names_is_not_proposed_again(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    for key in ("data", "data.train"):
+        with pytest.raises(DataError, match="which holds files without a split") as caught:
+            list_files(Source(str(tmp_path), split="train"), key)
+        assert caught.value.change == "remove split, or name the files that are meant"
+
+
 def test_the_verb_that_takes_data_is_told_its_own_flag(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", "test.jsonl")
     with pytest.raises(DataError) as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer, word_tokenizer
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 from furlong.data import tokenize
 from furlong.data.formats import Format
@@ -107,6 +107,23 @@ def test_a_completion_and_its_end_are_learnt(post_processor: str | None) -> None
     assert one.input_ids.tolist() == [*begin, 2, 3, 4, 3, 1]
     assert one.labels.tolist() == [-100] * len(begin) + [-100, -100, 4, 3, 1]
     assert empty.labels.tolist() == [-100] * len(begin) + [-100, 1]
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_white_space_of_answers_is_learnt(trims: bool) -> None:
+    """Offsets that are trimmed, as GPT-NeoX has them, leave nothing of a token of spaces."""
+    tokenizer = byte_tokenizer()
+    added = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 258)])
+    own = processors.Sequence([processors.ByteLevel(trim_offsets=trims), added])
+    tokenizer.backend_tokenizer.post_processor = own
+    code = "f():\n    x  =\n"
+    (one,), _ = run([{"prompt": "a b\n", "completion": code}], tokenizer, "completion")
+    assert learnt(one, tokenizer) == code + "<end>"
+    turns = [TURNS[0], {"role": "assistant", "content": code}]
+    (two,), _ = run([{"messages": turns}], tokenizer, "chat")
+    assert learnt(two, tokenizer) == code + "<|im_end|>\n"
+    left = tokenizer.backend_tokenizer.post_processor.__getstate__()
+    assert left == own.__getstate__()
 
 
 def test_a_token_on_the_border_is_learnt() -> None:

@@ -40,7 +40,9 @@ from furlong.errors import ConfigError, DataError
 # 2: the manifest has a checksum of the tokens. 3: notes have the rows of a record. 4: texts of a
 # pair that repeat their prompt are whole texts, and learnt from the first token that differs. 5:
 # contents of parts are texts, marked answers are not learnt; the manifest has checksums of files.
-VERSION = 5
+# 6: white space of answers is learnt with every tokenizer, tags of templates are found wherever
+# they write, keys that a table fills with null are absent, and more marks are known.
+VERSION = 6
 
 _SOURCE = "data.cache_dir, by default furlong in the user's cache directory"
 _PARTIAL = ".partial"

@@ -1,7 +1,8 @@
 """Conversations as text, by the tokenizer's own template, and which of it the assistant says.
 
-A template with `{% generation %}` tags says it itself. With any other, an answer is what the text
-of the conversation up to it has more than the prompt for it. That is right only if both begin the
+A template with `{% generation %}` tags says it itself: marks are written where the tags stand, and
+taken out of the text. With any other, an answer is what the text of the conversation up to it has
+more than the prompt for it. That is right only if both begin the
 text of the whole conversation, which is checked every time: a template may, for instance, drop the
 reasoning of earlier answers.
 """
@@ -17,13 +18,17 @@ from furlong.data.formats import MARKS, check_size, may_be_learnt, messages_of
 from furlong.data.records import SourceRecord
 from furlong.errors import ConfigError, DataError
 
-_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 UNWRITTEN, EMPTY_ANSWERS = "conversations with {}", "empty answers"
 """Counted with what is left out: conversations of which the template does not write all, and
 answers that are learnt as they are."""
+# A template may write the time.
+_NUMBER = re.compile("[0-9]")
 _SHOWN_CHARS = 24
 # No template has it in a text of its own.
 _PROBE = "furlong-3f9c"
+_OPEN, _CLOSE = f"{_PROBE}(", f"){_PROBE}"
+_MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 _READ = frozenset(("role", "content", *MARKS))
 _REASON_CHARS = 200
 
@@ -74,7 +79,9 @@ class Conversation:
         return replace(found, told=tuple(self._told(written, found.text)))
 
     def by_tags(self) -> Rendered:
-        text, ranges = self._render(len(self.turns), tags=True)
+        (text, _), (marked, ranges) = (self._render(len(self.turns), tags=t) for t in (False, True))
+        if _NUMBER.sub("0", marked) != _NUMBER.sub("0", text):
+            raise self._cannot_be_masked("it works on the text between its {% generation %} tags")
         if not any(start < stop for start, stop in ranges) and any(
             turn["role"] == "assistant" and turn.get("content") for turn in self.turns
         ):
@@ -134,22 +141,59 @@ class Conversation:
 
     def _told(self, written: Conversation, text: str) -> Iterator[str]:
         """Name what has no part in the text of the conversation, and its empty answers."""
-        keys = {key for turn in self.turns for key, value in turn.items() if value} - _READ
-        unread = keys
-        if keys and not written._without(keys)._writes(text):
-            unread = {key for key in keys if written._without({key})._writes(text)}
-        yield from (UNWRITTEN.format(f"{key} in a message") for key in sorted(unread))
+        unread = self._unread(written, text)
+        yield from (UNWRITTEN.format(f"{k} in a message") for k in sorted({k for _, k in unread}))
         if self.tools and replace(written, tools=None)._writes(text):
             yield UNWRITTEN.format("tools")
-        for turn in self.turns[self.first :]:
+        for role in sorted(self._unwritten_roles(text, in_parts=written is not self)):
+            yield UNWRITTEN.format(f"content of role {role}")
+        for number, turn in enumerate(self.turns[self.first :], start=self.first):
             says = turn.get("content", "").strip() or any(
-                value for key, value in turn.items() if key not in _READ | unread
+                v for k, v in turn.items() if k not in _READ and (number, k) not in unread
             )
             if turn["role"] == "assistant" and may_be_learnt(turn) and not says:
                 yield EMPTY_ANSWERS
 
-    def _without(self, keys: set[str]) -> Conversation:
-        turns = [{k: v for k, v in turn.items() if k not in keys} for turn in self.turns]
+    def _unread(self, written: Conversation, text: str) -> set[tuple[int, str]]:
+        """Numbers and keys of what messages have beside role and content, and the text has not."""
+        filled = {
+            (n, key) for n, turn in enumerate(self.turns) for key, value in turn.items()
+            if key not in _READ and value not in ("", [], {})
+        }  # fmt: skip
+        unread: set[tuple[int, str]] = set()
+        if not filled:
+            return unread
+        keys = {key for _, key in filled}
+        for some in [keys] if written._without(filled)._writes(text) else [{k} for k in keys]:
+            own = {at for at in filled if at[1] in some}
+            is_unread = written._without(own)._writes(text)
+            unread |= own if is_unread else {a for a in own if written._without({a})._writes(text)}
+        return unread
+
+    def _unwritten_roles(self, text: str, *, in_parts: bool) -> set[str]:
+        """Roles of messages whose content has no part in the text of the conversation."""
+        filled = {n for n, turn in enumerate(self.turns) if turn.get("content", "").strip()}
+
+        def probed(numbers: set[int]) -> Conversation:
+            turns = [
+                turn | {"content": f"{_PROBE}-{n}-{turn['content']}{_PROBE}-{n}-"}
+                if n in numbers else turn for n, turn in enumerate(self.turns)
+            ]  # fmt: skip
+            asked = replace(self, turns=turns)
+            return asked._in_parts() if in_parts else asked
+
+        try:
+            found = probed(filled)._render(len(self.turns))[0]
+        except DataError:  # the template looks into contents
+            found = ""
+        missing = [n for n in filled if f"{_PROBE}-{n}-" not in found]
+        return {self.turns[n]["role"] for n in missing if probed({n})._writes(text)}
+
+    def _without(self, keys: set[tuple[int, str]]) -> Conversation:
+        turns = [
+            {key: value for key, value in turn.items() if (n, key) not in keys}
+            for n, turn in enumerate(self.turns)
+        ]
         return replace(self, turns=turns)
 
     def _writes(self, text: str) -> bool:
@@ -161,16 +205,16 @@ class Conversation:
     def _render(
         self, num_turns: int, *, prompt: bool = False, tags: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The first turns as text, and the ranges between tags."""
+        """The first turns as text, and the ranges between tags, wherever the template writes what
+        they enclose: transformers counts characters where it renders them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self.before()
         try:
-            texts, ranges = render_jinja_template(
+            texts, _ = render_jinja_template(
                 conversations=[self.turns[:num_turns]],
                 tools=self.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=tags,
+                chat_template=_TAG.sub(_with_mark, self.template) if tags else self.template,
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
@@ -181,7 +225,7 @@ class Conversation:
         check_size(
             self.record, f"a text by the chat template of {self.tokenizer.name_or_path}", texts[0]
         )
-        return texts[0], ranges[0] if tags else []
+        return _unmarked(texts[0]) if tags else (texts[0], [])
 
     def _fails(self, reason: str) -> DataError:
         return DataError(
@@ -229,6 +273,29 @@ def tools_of(record: SourceRecord) -> list[dict[str, Any]] | None:
             change="write tools as objects, not as text",
         )
     return tools
+
+
+def _with_mark(tag: re.Match[str]) -> str:
+    """A tag with what writes its mark. The assignment stands where the template trims the white
+    space beside the tag, which it would not do beside the mark."""
+    before, is_end, behind = tag.groups()
+    if is_end:
+        return f"{{%{before} set furlong = 0 %}}{{{{ '{_CLOSE}' }}}}{{% endgeneration {behind}%}}"
+    return f"{{%{before} generation %}}{{{{ '{_OPEN}' }}}}{{% set furlong = 0 {behind}%}}"
+
+
+def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and the ranges that they enclosed."""
+    pieces, opened, ranges, num_chars = [], [], [], 0
+    for piece in _MARK.split(marked):
+        if piece == _OPEN:
+            opened.append(num_chars)
+        elif piece == _CLOSE and opened:
+            ranges.append((opened.pop(), num_chars))
+        else:
+            pieces.append(piece)
+            num_chars += len(piece)
+    return "".join(pieces) + _OPEN * len(opened), ranges
 
 
 def _reason(error: Exception) -> str:

@@ -42,7 +42,7 @@ OPTIONAL_FIELDS: dict[Format, tuple[str, ...]] = {
 IGNORE_INDEX = -100
 """The label of a token that adds no loss."""
 
-MARKS = ("weight", "train", "training")
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Fields of a message by which other trainers choose what is learnt."""
 
 _MAYBE_RECORDS = frozenset((".json", ".csv", ".tsv"))
@@ -150,7 +150,7 @@ def messages_of(
                 source=record.origin,
                 change="rename the role; what the model is to learn is said by the assistant",
             )
-        if not isinstance(content, str | list) and "tool_calls" not in turn:
+        if not isinstance(content, str | list) and ("content" in turn or "tool_calls" not in turn):
             kind = _kind(content) if "content" in given else "missing"
             raise _bad_turn(record, f"message {number} whose content is {kind}", field)
         if isinstance(content, list):
@@ -170,13 +170,15 @@ def _text_of_parts(record: SourceRecord, parts: Items[Any], message: str) -> str
     """The text of a content of parts. Raises DataError for parts that are no text."""
     texts = []
     for number, part in enumerate(parts, start=1):
-        is_text = isinstance(part, dict) and part.get("type") in ("text", None)
+        others = [k for k, v in part.items() if v and k != "text"] if isinstance(part, dict) else []
+        is_text = isinstance(part, dict) and (part.get("type") == "text" or not others)
         text = part.get("text") if is_text else part
         if not isinstance(text, str):
-            is_other = isinstance(part, dict) and not is_text
+            kind = _kind(part)
+            if isinstance(part, dict) and not is_text:
+                kind = f"of type {part['type']}" if part.get("type") else f"with {others[0]}"
             raise DataError(
-                given=f"{message}, part {number}:"
-                f" {'of type ' + str(part['type']) if is_other else _kind(part)}",
+                given=f"{message}, part {number}: {kind}",
                 required='content as a string, or parts such as {"type": "text", "text": "..."}',
                 source=record.origin,
                 change="remove the record, or the part: images and sound are not trained on",

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -200,12 +200,16 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
         first = len(turns)
         if not turns:
             raise _without_prompt(record, "a prompt of no message", "messages")
-        repeats = [answer[:first] == turns for answer in (chosen, rejected)]
-        if all(repeats):  # the whole conversations after all
+        whole = [answer[:first] == turns for answer in (chosen, rejected)]
+        if all(whole):  # the whole conversations after all
             return chosen, rejected, first
-        if any(repeats):
+        repeats = [_repeats(answer, turns) for answer in (chosen, rejected)]
+        if any(whole) or any(repeats):
+            which = "both repeat in part" if all(repeats) and not any(whole) else (
+                f"{'chosen' if whole[0] or repeats[0] else 'rejected'} alone repeats"
+            )  # fmt: skip
             raise _refusal(
-                record, f"a prompt that {'chosen' if repeats[0] else 'rejected'} alone repeats",
+                record, f"a prompt that {which}",
                 "two answers behind the prompt, or two whole conversations",
                 "remove the prompt's messages from both answers",
             )  # fmt: skip
@@ -224,6 +228,13 @@ def _conversations(record: SourceRecord, template: str) -> tuple[_Turns, _Turns,
             " the record",
         )  # fmt: skip
     return chosen, rejected, first
+
+
+def _repeats(answer: _Turns, prompt: _Turns) -> bool:
+    """Whether what precedes the first answer of the assistant holds a message of the prompt."""
+    said = {(turn["role"], str(turn.get("content")).strip()) for turn in prompt}
+    head = takewhile(lambda turn: turn["role"] in ("system", "developer", "user"), answer)
+    return any((turn["role"], str(turn.get("content")).strip()) in said for turn in head)
 
 
 def _repeated(prompt: str, chosen: str, rejected: str) -> int:

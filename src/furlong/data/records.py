@@ -39,9 +39,12 @@ RAW = "texts that begin with a JSON record"
 
 _READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
 _COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
+_MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
+_FIELD_DEPTH = 2
+_NESTED = frozenset(("messages", "tools", "prompt", "chosen", "rejected"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def _read_text(
             if num_bytes > MAX_TEXT_BYTES:
                 raise too_large(str(file.path), f"a text of {format_bytes(num_bytes)}")
             content += opened.read()
-    text, num_replaced = _decode(content)
+    text, num_replaced = _decode(content.removeprefix(_MARK))
     if is_binary or num_replaced > _MAX_REPLACED_SHARE * len(text):
         if file.named:
             raise _binary(file, key)
@@ -138,7 +141,7 @@ def _read_json_lines(
                 more = f"a line of more than {format_bytes(MAX_LINE_BYTES)}"
                 raise too_large(file.origin(number), more)
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(_MARK)
             if line.strip():
                 text, num_replaced = _decode(line)
                 left_out[REPLACED] += num_replaced
@@ -215,7 +218,9 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
         others = dict.fromkeys(column for column in columns if column not in FIELDS)
         for number, row in enumerate(rows, start=1):
-            yield number, dict(row) | others
+            at = file.origin(number)
+            own = {k: _plain(v, k, at) if k in _NESTED else v for k, v in dict(row).items()}
+            yield number, own | others
     except (
         pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError,
         datasets.exceptions.DatasetsError,
@@ -226,6 +231,28 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
             source=str(file.path),
             change="write the file again, or remove it",
         ) from error
+
+
+def _plain(value: Any, column: str, origin: str, depth: int = 0) -> Any:
+    """A cell without the keys that a table fills with null where other rows alone have them.
+
+    Raises DataError for what no template writes, within a field of a message or tool.
+    """
+    match value:
+        case dict():
+            return {
+                k: _plain(v, column, origin, depth + 1) for k, v in value.items() if v is not None
+            }
+        case list():
+            return [_plain(item, column, origin, depth + 1) for item in value]
+    if depth > _FIELD_DEPTH and not isinstance(value, str | int | float | None):
+        raise DataError(
+            given=f"a {type(value).__name__} within {column}",
+            required="texts, numbers, lists and objects, as JSON has them",
+            source=origin,
+            change="write it as a string: pyarrow and pandas make times of texts that look so",
+        )
+    return value
 
 
 def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:

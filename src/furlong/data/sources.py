@@ -282,15 +282,15 @@ def _choose_split(splits: Items[str], source: Source, key: str) -> str:
     wanted = "" if source.split is None else f"split {source.split} of "
     # What is trained on is called train, what is held out is called something else.
     likely = sorted(filter(None, splits), key=lambda split: (split == "train") == ("eval" in key))
-    first = next(iter(likely), "train")
-    # the verb that is handed data has a flag for all of them
-    change = f"write {{path: {source.path}, split: {first}}}"
-    change = f"add --split {first}" if key == "data" else change
+    change = "remove split, or name the files that are meant"
+    if likely:  # the verb that is handed data has a flag for all of them
+        change = f"write {{path: {source.path}, split: {likely[0]}}}"
+        change = f"add --split {likely[0]}" if key == "data" else change
     raise DataError(
         given=f"{wanted}{source.path}, which holds {listed}",
         required="one split of a folder that holds several",
         source=key,
-        change=change if splits else "remove split",
+        change=change,
     )
 
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,15 +221,17 @@ def _batches(
 def _encode_batch(
     batch: list[tuple[SourceRecord, Rendered]], tokenizer: Any, format: Format
 ) -> Iterator[Encoded]:
+    needs_chars = format != "text"
     try:
-        encoded = tokenizer(
-            [rendered.text for _, rendered in batch],
-            add_special_tokens=format != "chat",
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=format != "text",
-            verbose=False,
-        )
+        with _whole_tokens(tokenizer) if needs_chars else nullcontext():
+            encoded = tokenizer(
+                [rendered.text for _, rendered in batch],
+                add_special_tokens=format != "chat",
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                return_offsets_mapping=needs_chars,
+                verbose=False,
+            )
     except BaseException as error:
         # The tokenizers' Rust code panics, with a class that has no name to import, where its
         # regular expressions give up: on millions of spaces in a row, for instance.
@@ -253,6 +256,25 @@ def _encode_batch(
             learnt[-1:] |= eos is not None and bool(rendered.ranges)
             labels = np.where(learnt, ids, np.int32(IGNORE_INDEX))
         yield Encoded(ids, labels, record.file, record.line)
+
+
+@contextmanager
+def _whole_tokens(tokenizer: Any) -> Iterator[None]:
+    """Within it the characters of a token are all of them: with `trim_offsets` a post-processor
+    leaves out the white space, and of white space alone (the indents of code) nothing stays."""
+    backend = tokenizer.backend_tokenizer
+    own = backend.post_processor
+    state = b"" if own is None else own.__getstate__()
+    if (trims := b'"trim_offsets":true') not in state:
+        yield
+        return
+    whole = copy(own)
+    whole.__setstate__(state.replace(trims, b'"trim_offsets":false'))
+    backend.post_processor = whole
+    try:
+        yield
+    finally:
+        backend.post_processor = own
 
 
 def _cannot_tokenize(record: SourceRecord, rendered: Rendered, error: BaseException) -> DataError:
