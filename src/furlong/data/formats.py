@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.data.records import FIELDS, MAX_TEXT_BYTES, SourceRecord, too_large
-from furlong.data.sources import SourceFile, printable
+from furlong.data.sources import CARD_NAMES, SourceFile, printable
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
@@ -60,15 +60,16 @@ _TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
 def check_endings(files: Items[SourceFile], format: Format | Literal["auto"] = "auto") -> None:
-    """Raises DataError for a source of files that may be texts or hold records."""
+    """Raises DataError for a source of files, but for what describes them, that may be texts or
+    hold records."""
     or_text = ", or set data.format: text to read every such file as one text"
-    ending = files[0].path.suffix.lower()
-    if {file.path.suffix.lower() for file in files} <= _MAYBE_RECORDS:
+    described = [file for file in files if file.path.stem.lower() not in CARD_NAMES] or files
+    if {file.path.suffix.lower() for file in described} <= _MAYBE_RECORDS:
+        origin, ending = described[0].origin(0), described[0].path.suffix.lower()
         raise DataError(
-            given=f"{files[0].origin(0)}: a {ending} file, which may hold records or be a text"
-            " itself",
+            given=f"{origin}: a {ending} file, which may hold records or be a text itself",
             required="records as .jsonl (one JSON object in a line) or .parquet",
-            source=files[0].origin(0),
+            source=origin,
             change="convert it" + or_text * (format != "preference"),
         )
 
