@@ -210,6 +210,9 @@ def test_a_mark_that_is_no_yes_or_no_is_named(role: str, mark: str, value: Any) 
         ({"messages": [USER], "system": "s"}, "chat", "system beside messages"),
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, "completion", "history"),
         ({"prompt": "a", "completion": "b", "label": False}, "completion", "label: false"),
+        ({"prompt": "a", "completion": "b", "label": 0}, "completion", "label: 0"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "completion", "label: false"),
+        ({"messages": [], "label": False}, "chat", "label: false"),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"},
             "preference",

@@ -101,12 +101,14 @@ def check_fields(record: SourceRecord, format: Format) -> None:
                 source=record.origin,
                 change=f"write {field} {where}, and remove the field",
             )
-    if format == "completion" and record.fields.get("label") is False:
+    label = record.fields.get("label")
+    if format in ("completion", "chat") and str(label).lower() in ("false", "0", "0.0"):
         raise DataError(
-            given="label: false, a completion that is not to be learnt",
-            required="completions that are learnt: answers of two kinds are pairs",
+            given=f"label: {str(label).lower()}, which says of answers that they are not learnt",
+            required="answers that are learnt: those of two kinds are pairs",
             source=record.origin,
-            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo",
+            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo;"
+            " a label that says something else needs another name",
         )
 
 

@@ -39,6 +39,7 @@ RAW = "texts that begin with a JSON record"
 
 _READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
 _COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
+_ARROW_FILE = b"ARROW1"
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
@@ -210,6 +211,7 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
             case "parquet":
                 columns, rows = _parquet_rows(file.path)
             case "arrow":
+                _refuse_arrow_file(file.path)
                 columns, rows = _dataset_rows(datasets.Dataset.from_file(str(file.path)))
             case _:
                 columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
@@ -226,6 +228,19 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
             source=str(file.path),
             change="write the file again, or remove it",
         ) from error
+
+
+def _refuse_arrow_file(path: Path) -> None:
+    """Raises DataError for the other one of Arrow's two formats, which `datasets` does not read."""
+    with path.open("rb") as opened:
+        if opened.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            raise DataError(
+                given=f"{path}: Arrow's file format (pyarrow.ipc.new_file, Feather)",
+                required="Arrow's stream format, which datasets writes, or Parquet",
+                source=str(path),
+                change="convert it: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE),"
+                " 'FILE.parquet')",
+            )
 
 
 def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
