@@ -72,11 +72,13 @@ def test_a_record_must_have_the_fields_of_its_shape() -> None:
 def test_what_may_hold_records_is_not_taken_for_a_text(ending: str) -> None:
     file, other = SourceFile(Path(f"a{ending}"), "text"), SourceFile(Path("c.md"), "text", False)
     found = SourceFile(Path(f"b{ending}"), "text", False)
-    for files in ([file], [found, found]):
+    readme = SourceFile(Path("README.md"), "text", False)  # of a download, and no text of its own
+    for files in ([file], [found, found], [readme, file]):
         with pytest.raises(DataError) as caught:
             check_endings(files)
-        assert f"a {ending.lower()} file" in caught.value.given
+        assert f"{files[-1].path}: a {ending.lower()} file" in caught.value.given
         assert "convert it" in caught.value.change
+    check_endings([readme])
     check_endings([found, other])
 
 
@@ -214,6 +216,9 @@ def test_a_mark_that_is_no_yes_or_no_is_named(role: str, mark: str, value: Any) 
         ({"messages": [USER], "system": "s"}, "chat", "system beside messages"),
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, "completion", "history"),
         ({"prompt": "a", "completion": "b", "label": False}, "completion", "label: false"),
+        ({"prompt": "a", "completion": "b", "label": 0}, "completion", "label: 0"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "completion", "label: false"),
+        ({"messages": [], "label": False}, "chat", "label: false"),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"},
             "preference",

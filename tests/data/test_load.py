@@ -109,9 +109,13 @@ def test_another_tokenizer_content_or_format_is_another_entry(tmp_path: Path, te
     assert num_entries() == 2
     load(tmp_path, texts, format="text")
     assert num_entries() == 3
+    splitting = word_tokenizer()
+    splitting.split_special_tokens = True
+    load(tmp_path, texts, tokenizer=splitting)
+    assert num_entries() == 4
     texts.write_text('{"text": "a"}')
     assert len(load(tmp_path, texts)) == 1
-    assert num_entries() == 4
+    assert num_entries() == 5
 
 
 def test_a_broken_record_leaves_no_entry(tmp_path: Path, texts: Path) -> None:
@@ -381,6 +385,17 @@ def test_what_a_conversation_loses_is_told_from_the_cache_as_well(tmp_path: Path
         line = load(tmp_path, chats, tokenizer=byte_tokenizer()).describe()[0]
         assert "1 conversations with name in a message that the template does not write" in line
         assert "1 empty answers learnt as they are" in line
+
+
+def test_a_tokenizer_without_eos_is_told(tmp_path: Path, texts: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = None
+    answers = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    pairs = write_lines(tmp_path / "pairs.jsonl", answers)
+    for source, options in ((texts, {}), (pairs, {"format": "preference"})):
+        data = load(tmp_path, source, tokenizer=tokenizer, **options)
+        told = f", {len(data)} sequences without EOS, which the tokenizer lacks, learnt as they are"
+        assert told in data.describe()[0]
 
 
 def test_a_json_file_is_to_be_converted_whatever_the_loss(tmp_path: Path) -> None:

@@ -172,6 +172,15 @@ def test_folders_and_files_of_datasets_are_read(tmp_path: Path) -> None:
     assert [fields for fields, _ in found(tmp_path / "other")] == [{"id": None}] * 3
 
 
+def test_the_other_format_of_arrow_is_refused_by_name(tmp_path: Path) -> None:
+    table = pa.table({"text": ["x"]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as opened:
+        opened.write_table(table)
+    with pytest.raises(DataError, match="Arrow's file format") as caught:
+        read(tmp_path / "a.arrow")
+    assert "pyarrow.parquet.write_table" in caught.value.change
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'])
 def test_a_damaged_folder_of_datasets_is_told(tmp_path: Path, content: str) -> None:
     datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "disk")

@@ -231,6 +231,11 @@ def test_a_part_of_a_split_that_is_missing_is_an_error(tmp_path: Path) -> None:
         ("my_train.jsonl", "my_test.jsonl"),
         ("train.jsonl", "test_gen.jsonl"),
         ("my-train/a.jsonl", "Test2/a.jsonl"),
+        ("mytrain.jsonl", "mytest.jsonl"),
+        ("train/en/a.jsonl", "test/en/a.jsonl"),
+        ("train/a.txt", "test/a.txt"),
+        ("train.txt", "test.txt", "README.md"),
+        ("mytrain.txt", "mytest.txt"),
     ],
 )
 def test_words_of_splits_in_names_are_asked_about(tmp_path: Path, files: tuple[str, ...]) -> None:
@@ -243,6 +248,21 @@ def test_words_of_splits_in_names_are_asked_about(tmp_path: Path, files: tuple[s
 def test_words_alone_make_no_splits(tmp_path: Path) -> None:
     write(tmp_path, "train_a.jsonl", "train_b.jsonl", "contest.jsonl")
     assert len(names(tmp_path)) == 3
+
+
+def test_of_texts_some_of_which_name_a_split_all_are_read_and_told(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "test.py", "main.py", "README.md")
+    assert len(names(tmp_path)) == 4
+    assert left_out(tmp_path) == ["texts of several splits as one source (test, train)"]
+    assert names(tmp_path, "train") == [("train.py", "text")]
+
+
+def test_records_beside_records_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", "a.parquet", "b.jsonl", "more.json", "README.md")
+    assert left_out(tmp_path) == [
+        "files beside the records: 1 left out (more.json)",
+        "records of one name in two formats, read twice if they are the same (a.jsonl, a.parquet)",
+    ]
 
 
 def test_folders_of_records_that_are_read_as_one_are_told(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ PATHS_AND_KEYS = [
     (["--model.name={home}/broken"], "broken, config.json: "),
     (["--model.name={home}/list"], "list, config.json: no JSON object"),
     (["--out={home}"], "which is not empty"),
+    (["--out={home}/own"], "own, which is not empty"),
+    (["--data.train={home}", "--out={home}/runs/a"], "runs/a, within {home} of data.train"),
+    (["--data.train={home}/own", "--data.cache_dir={home}/own/c"], "own/c, within {home}/own of"),
     (["--out={home}/file"], "is no folder"),
     (["--out={home}/file/run"], "is no folder"),
     (["--train.lr=-1"], "train.lr = '-1'"),
@@ -79,6 +82,8 @@ PATHS_AND_KEYS = [
 
 def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "options.json").write_text("{}")
     for name, text in (("broken", '{"model_type": '), ("list", "[1]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
@@ -91,7 +96,7 @@ def test_paths_and_keys(tiny_run: TinyRun, tmp_path: Path) -> None:
         )
     )
     for (flags, part), message in zip(PATHS_AND_KEYS, messages, strict=True):
-        assert part in message, flags
+        assert part.replace("{home}", str(tmp_path)) in message, flags
     assert not (tmp_path / "run").exists()
 
 

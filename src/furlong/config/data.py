@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from furlong.config.numbers import Number, Positive
 from furlong.config.paths import require_plain
+from furlong.config.tiers import told
 from furlong.config.words import words_of
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -55,7 +56,10 @@ def _read_source(value: object) -> object:
         match first["type"]:
             case "extra_forbidden":
                 close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.75)
-                reason = f"{key} is none of them" + (f", did you mean {close[0]}?" if close else "")
+                raise told(
+                    required=f"paths, or mappings of path, weight and split: {key} is none of them",
+                    change=f"write {close[0]} for {key}" if close else f"remove {key}",
+                ) from None
             case "missing":
                 reason = f"{key} is missing"
             case _ if isinstance(value, int | float) and not isinstance(value, bool):

@@ -126,7 +126,7 @@ def _refuse_no_sections(values: Mapping[Any, Any], key: tuple[str, ...], source:
 
 def suggest(key: str, known: Sequence[str], prefix: str = "") -> str:
     """Advice for an unknown key, with its section in front; `known` are whole keys too."""
-    key = key.replace("-", "_")
+    key = key.lower().replace("-", "_")
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, beside, n=1, cutoff=_NEAR)

@@ -186,7 +186,9 @@ class LogConfig(BaseModel):
 class RunConfig(BaseSettings):
     """A run, to be trained or planned."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, case_sensitive=True
+    )
 
     model: ModelConfig
     data: DataConfig

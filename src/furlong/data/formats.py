@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from furlong.data.records import FIELDS, MAX_TEXT_BYTES, SourceRecord, too_large
-from furlong.data.sources import SourceFile, printable
+from furlong.data.sources import CARD_NAMES, SourceFile, printable
 from furlong.errors import DataError
 from furlong.units import format_bytes
 
@@ -60,15 +60,16 @@ _TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
 def check_endings(files: Items[SourceFile], format: Format | Literal["auto"] = "auto") -> None:
-    """Raises DataError for a source of files that may be texts or hold records."""
+    """Raises DataError for a source of files, but for what describes them, that may be texts or
+    hold records."""
     or_text = ", or set data.format: text to read every such file as one text"
-    ending = files[0].path.suffix.lower()
-    if {file.path.suffix.lower() for file in files} <= _MAYBE_RECORDS:
+    described = [file for file in files if file.path.stem.lower() not in CARD_NAMES] or files
+    if {file.path.suffix.lower() for file in described} <= _MAYBE_RECORDS:
+        origin, ending = described[0].origin(0), described[0].path.suffix.lower()
         raise DataError(
-            given=f"{files[0].origin(0)}: a {ending} file, which may hold records or be a text"
-            " itself",
+            given=f"{origin}: a {ending} file, which may hold records or be a text itself",
             required="records as .jsonl (one JSON object in a line) or .parquet",
-            source=files[0].origin(0),
+            source=origin,
             change="convert it" + or_text * (format != "preference"),
         )
 
@@ -100,12 +101,14 @@ def check_fields(record: SourceRecord, format: Format) -> None:
                 source=record.origin,
                 change=f"write {field} {where}, and remove the field",
             )
-    if format == "completion" and record.fields.get("label") is False:
+    label = record.fields.get("label")
+    if format in ("completion", "chat") and str(label).lower() in ("false", "0", "0.0"):
         raise DataError(
-            given="label: false, a completion that is not to be learnt",
-            required="completions that are learnt: answers of two kinds are pairs",
+            given=f"label: {str(label).lower()}, which says of answers that they are not learnt",
+            required="answers that are learnt: those of two kinds are pairs",
             source=record.origin,
-            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo",
+            change="remove the record, or write prompt, chosen and rejected for train.loss: dpo;"
+            " a label that says something else needs another name",
         )
 
 

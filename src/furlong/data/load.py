@@ -19,7 +19,7 @@ from furlong.data.formats import (
     decide_format,
     unused_fields,
 )
-from furlong.data.pairs import LeftOut, encode_pairs, require_pair
+from furlong.data.pairs import NO_EOS, LeftOut, encode_pairs, require_pair
 from furlong.data.records import SourceRecord, read_records
 from furlong.data.sources import (
     Listing,
@@ -159,7 +159,11 @@ def _encoded(
         encoded = encode_pairs(whole, tokenizer, LeftOut(left_out, notes["first"]))
     else:
         encoded = encode(whole, tokenizer, decided, left_out)
+    of_texts = decided == "preference" and isinstance(first.fields.get("chosen"), str)
+    ends = of_texts or decided in ("text", "completion")
+    lacks_eos = ends and tokenizer.eos_token_id is None
     for sequence in encoded:
+        left_out[NO_EOS] += lacks_eos
         highest = max(int(sequence.input_ids.max()), int(sequence.labels.max()))
         notes["highest"] = max(notes["highest"], highest)
         yield sequence

@@ -44,6 +44,7 @@ REPEATED = "pairs of texts that repeat their prompt"
 """Counted with what is left out, though they are not: they are read as whole texts."""
 
 TOOLS_OF_TEXTS = "pairs of texts with tools"
+NO_EOS = "sequences without EOS, which the tokenizer lacks,"
 
 # Other programs' names of a prompt: beside texts without `prompt` they would be lost.
 _PROMPTS = (
@@ -142,7 +143,7 @@ def handled(what: str) -> str:
     """The words for what was done with records that a source did not take as they are."""
     if what == REPEATED:
         return "read as whole texts"
-    if what == EMPTY_ANSWERS:
+    if what in (EMPTY_ANSWERS, NO_EOS):
         return "learnt as they are"
     if what == RAW:
         return "read as they stand (records are .jsonl)"

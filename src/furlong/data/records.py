@@ -40,6 +40,7 @@ RAW = "texts that begin with a JSON record"
 _READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
 _COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
 _MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
+_ARROW_FILE = b"ARROW1"
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
@@ -213,6 +214,7 @@ def _read_table(file: SourceFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
             case "parquet":
                 columns, rows = _parquet_rows(file.path)
             case "arrow":
+                _refuse_arrow_file(file.path)
                 columns, rows = _dataset_rows(datasets.Dataset.from_file(str(file.path)))
             case _:
                 columns, rows = _dataset_rows(datasets.load_from_disk(str(file.path)))
@@ -253,6 +255,19 @@ def _plain(value: Any, column: str, origin: str, depth: int = 0) -> Any:
             change="write it as a string: pyarrow and pandas make times of texts that look so",
         )
     return value
+
+
+def _refuse_arrow_file(path: Path) -> None:
+    """Raises DataError for the other one of Arrow's two formats, which `datasets` does not read."""
+    with path.open("rb") as opened:
+        if opened.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            raise DataError(
+                given=f"{path}: Arrow's file format (pyarrow.ipc.new_file, Feather)",
+                required="Arrow's stream format, which datasets writes, or Parquet",
+                source=str(path),
+                change="convert it: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE),"
+                " 'FILE.parquet')",
+            )
 
 
 def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ _SPLIT_NAMES = frozenset(
     ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 )
 # Of a folder of data files these describe the data and are none of it.
-_CARD_NAMES = ("readme", "license", "licence", "notice", "citation")
+CARD_NAMES = frozenset(("readme", "license", "licence", "notice", "citation"))
 _CARD_ENDINGS = frozenset((".md", ".json", ".yaml", ".yml", ".gitattributes"))
 _MAX_NAMED = 3
 
@@ -136,11 +137,13 @@ def _files_of(folder: Path, source: Source, key: str) -> Listing:
     if not records:
         if not found.files:
             raise _empty_folder(folder, left_out, key)
-        _choose_split((), source, key)
-        files = tuple(SourceFile(file, "text", named=False) for file in found.files)
-        return Listing(files, left_out)
+        texts = _texts_of(folder, found.files, source, left_out, key)
+        return Listing(tuple(SourceFile(file, "text", named=False) for file in texts), left_out)
     _refuse_missing(found.left_out.get(DANGLING, []), key)
     _refuse_mixture(folder, records, found.files, key)
+    if beside := [file for file in found.files
+                  if _kind_of(file) == "text" and file.stem.lower() not in CARD_NAMES]:  # fmt: skip
+        left_out.append(_count("files beside the records", beside, folder))
     by_split = _splits_of(folder, records)
     split = _choose_split(sorted(set(by_split.values())), source, key)
     chosen = [file for file in records if by_split[file] == split]
@@ -149,8 +152,31 @@ def _files_of(folder: Path, source: Source, key: str) -> Listing:
         names = [printable(parent.relative_to(folder)) for parent in parents[:_MAX_NAMED]]
         listed = ", ".join(names) + ", ..." * (len(parents) > _MAX_NAMED)
         left_out.append(f"records of {len(parents):,} folders as one source ({listed})")
+    by_stem = {file.with_suffix(""): file for file in chosen}
+    if twice := [file for file in chosen if by_stem[file.with_suffix("")] != file]:
+        one, other = twice[0].name, by_stem[twice[0].with_suffix("")].name
+        left_out.append(f"records of one name in two formats, read twice if they are the same"
+                        f" ({printable(one)}, {printable(other)})")  # fmt: skip
     files = tuple(SourceFile(file, _kind_of(file), named=False) for file in chosen)
     return Listing(files, left_out)
+
+
+def _texts_of(
+    folder: Path, files: Items[Path], source: Source, told: list[str], key: str
+) -> Items[Path]:
+    """The texts of a folder, or of one split where the name of each says one; to `told` goes a line
+    where some do not."""
+    texts = [file for file in files if file.stem.lower() not in CARD_NAMES]
+    by_split = _splits_of(folder, texts)
+    splits = sorted(set(by_split.values()))
+    if not (_TRAIN_NAMES.intersection(splits) and set(splits) - _TRAIN_NAMES - {""}):
+        _choose_split((), source, key)
+    elif source.split is not None or "" not in splits:
+        split = _choose_split(splits, source, key)
+        return [file for file in texts if by_split[file] == split]
+    else:
+        told.append(f"texts of several splits as one source ({', '.join(filter(None, splits))})")
+    return files
 
 
 def _no_file(given: str, exists: bool, key: str) -> DataError:
@@ -209,7 +235,7 @@ def _refuse_mixture(folder: Path, records: Items[Path], files: Iterable[Path], k
 
 
 def _is_card(file: Path) -> bool:
-    return file.suffix.lower() in _CARD_ENDINGS or file.stem.lower() in _CARD_NAMES
+    return file.suffix.lower() in _CARD_ENDINGS or file.stem.lower() in CARD_NAMES
 
 
 def _refuse_missing_shards(files: Iterable[Path], key: str) -> None:
@@ -235,7 +261,8 @@ def _splits_of(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
     A name that only holds a word such as test says it where another one holds train.
     """
     by_split = {file: _split_of(file.relative_to(folder)) for file in files}
-    words = {file: split or _word_of_split(file.relative_to(folder))
+    others = _counterparts([file.relative_to(folder) for file in by_split])
+    words = {file: split or _word_of_split(own := file.relative_to(folder)) or others.get(own)
              for file, split in by_split.items()}  # fmt: skip
     found = set(words.values()) & _SPLIT_NAMES
     if found & _TRAIN_NAMES and found - _TRAIN_NAMES:
@@ -247,13 +274,25 @@ def _split_of(file: Path) -> str | None:
     """The split that a file's name or folder says: `test-00000-of-00003`, `train.jsonl`, `dev/`."""
     if match := _SPLIT_FILE.fullmatch(file.stem):
         return match[1]
-    return next((name for name in (file.stem, file.parent.name) if name in _SPLIT_NAMES), None)
+    names = (file.stem, *reversed(file.parent.parts))
+    return next((name for name in names if name in _SPLIT_NAMES), None)
 
 
 def _word_of_split(file: Path) -> str | None:
     """The first word of a file's name or folder that is one of a split: `my_train`, `test-sft`."""
     words = re.split("[^a-z]+", f"{file.stem} {file.parent.name}".lower())
     return next((word for word in words if word in _SPLIT_NAMES), None)
+
+
+def _counterparts(files: Items[Path]) -> dict[Path, str]:
+    """The splits of files whose names differ by one alone, such as `mytrain` and `mytest`."""
+    by_name = {str(file).lower(): file for file in files}
+    splits = {}
+    for name, file in by_name.items():
+        for train, other in product(_TRAIN_NAMES, _SPLIT_NAMES - _TRAIN_NAMES):
+            if train in name and (found := by_name.get(name.replace(train, other))):
+                splits |= {file: train, found: other}
+    return splits
 
 
 def _splits_on_disk(folder: Path) -> list[str]:

@@ -124,6 +124,8 @@ def fingerprint(tokenizer: Any) -> str:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # Every call sets these two anew.
         parts["backend"] = {k: v for k, v in backend.items() if k not in ("truncation", "padding")}
+        if tokenizer.split_special_tokens:  # which transformers sets at a call
+            parts["split_special_tokens"] = True
     else:
         unnamed = ("name_or_path", "vocab_file", "merges_file")
         parts["vocab"] = tokenizer.get_vocab()

@@ -301,7 +301,8 @@ def _check_empty(path: Path, out: str) -> None:
 def _is_leftover(entry: Path) -> bool:
     """Whether a process that was killed before its run began may have left the entry."""
     is_unfinished = entry.name.startswith(".") and entry.name.endswith(".tmp")
-    return is_unfinished or entry.name in (_LOCK, OPTIONS, FLIGHT)
+    of_a_run = (_LOCK, OPTIONS, FLIGHT) if (entry.parent / _LOCK).exists() else (_LOCK,)
+    return is_unfinished or entry.name in of_a_run
 
 
 def _decided(

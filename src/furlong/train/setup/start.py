@@ -74,6 +74,24 @@ def _check(config: RunConfig, num_processes: int) -> None:
             # Folders are listed when they are read: that may take its time.
             if not os.path.isdir(os.path.expanduser(source.path)):
                 list_files(source, key)
+            elif key == "data.train":
+                _check_apart(source.path, config)
+
+
+def _check_apart(data: str, config: RunConfig) -> None:
+    """Raises ConfigError for a folder of data in which the run writes: with its files the data
+    would be others when it is resumed."""
+    folder = Path(data).expanduser().resolve()
+    for key, written in (("out", config.out), ("data.cache_dir", config.data.cache_dir)):
+        path = Path(written or os.devnull).expanduser().resolve()
+        # what is hidden in a folder is no data
+        if path.is_relative_to(folder) and "/." not in f"/{path.relative_to(folder)}":
+            raise ConfigError(
+                given=f"{key} = {written}, within {data} of data.train",
+                required="a folder outside the data, whose files the run's own would join",
+                source=key,
+                change=f"set {key} to a folder elsewhere, or name the files of data.train",
+            )
 
 
 def _plain(run: RunFolder) -> dict[str, Any]:
