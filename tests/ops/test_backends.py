@@ -199,8 +199,14 @@ CUDNN_CASES = CASES | {
     "keys of two calls": (34, 24, Block(24, 0.3)),
     "one call": (16, 12, Block(12, 0.3, window=64)),
 }
-NUM_CALLS = {"cuDNN square": (1, 0), "square beyond the limit": (0, 1), "one call": (1, 0),
-             "odd keys, even rows": (6, 2), "keys of two calls": (6, 0), "causal square": (0, 1)}  # fmt: skip
+NUM_CALLS = {
+    "cuDNN square": (1, 0),
+    "square beyond the limit": (0, 1),
+    "one call": (1, 0),
+    "odd keys, even rows": (6, 2),
+    "keys of two calls": (6, 0),
+    "causal square": (0, 1),
+}
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])

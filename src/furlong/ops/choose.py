@@ -123,15 +123,16 @@ def candidates(kind: Kind) -> list[Backend]:
     return [CUDAFlash(), CUDNN()] if is_trusted(kind.device) else [CUDAFlash()]
 
 
-def choose_backend(kind: Kind, untried: list[Backend]) -> Backend:
-    """The last of `untried` that agrees with the reference here; it and those behind it are taken
-    from the list. The reference where there is none.
+def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
+    """The last of `untried`, by default of all candidates, that agrees with the reference here; it
+    and those behind it are taken from the list. The reference where there is none.
 
     Each is probed once on small blocks, values and gradients. One that fails is left out with a
     message, and so is a CUDA device that has none: a kernel must never be chosen silently, nor be
     wrong silently.
     """
     log, is_cuda = logging.getLogger(__name__), kind.device.type == "cuda"
+    untried = candidates(kind) if untried is None else untried
     while untried:
         candidate = untried.pop()
         name, fault = type(candidate).__name__, _probe(candidate, kind)

@@ -25,6 +25,9 @@ from furlong.units import format_bytes
 
 STAGING_BYTES = 2**25
 """In flight and leased, unless told otherwise."""
+_NUM_LARGEST_ON_CUDA = 3
+"""Of the largest tensor: one in use, one on its way back, one on its way out. A GPU would wait for
+every read of a layer's remembered attention, or of a segment's gradients, were it not to begin."""
 
 
 class Places(Protocol):
@@ -77,8 +80,9 @@ class StagedPool:
         self._poison = poison
         self._hops = places.stages_on_host and device.type != "cpu"
         self._staging = Staging(
-            places.allocate_staging, staging_bytes, self._wait, partial(now, device)
-        )
+            places.allocate_staging, staging_bytes, self._wait, partial(now, device),
+            _NUM_LARGEST_ON_CUDA if device.type == "cuda" else 0,
+        )  # fmt: skip
         self._handles: set[Handle] = set()
         self._era = 0  # `clear` begins a new one: leases of an old one end without effect
         self._error: BaseException | None = None
