@@ -77,23 +77,27 @@ def is_copy_to_itself(func, args) -> bool:
 
 
 def seen_keys(num_rows, num_keys, is_causal, left, right) -> Tensor:
-    """(T, S) bool by flash attention's rule: the last row stands at the last key."""
+    """(T, S) bool by the rule of torch's flash_api.cpp: the last row stands at the last key, and
+    where one side has a bound, the other side without one is as wide as there are keys."""
+    left, right = (-1 if w is None or w >= num_keys else w for w in (left, right))
     right = 0 if is_causal else right
+    if left < 0 and right < 0:
+        return torch.ones(num_rows, num_keys, dtype=torch.bool)
+    left, right = (num_keys if w < 0 else w for w in (left, right))
     at = torch.arange(num_rows)[:, None] + num_keys - num_rows
     key = torch.arange(num_keys)[None]
-    seen = torch.ones(num_rows, num_keys, dtype=torch.bool)
-    if left is not None and left >= 0:
-        seen &= key >= at - left
-    if right is not None and right >= 0:
-        seen &= key <= at + right
-    return seen
+    return (key >= at - left) & (key <= at + right)
 
 
 def dense_forward(q, k, v, seen, scale):
-    """q (N, T, H), k and v (K, S, H) -> out (N, T, H), lse (N, T), in float64."""
+    """q (N, T, H), k and v (K, S, H) -> out (N, T, H), lse (N, T), in float64.
+
+    A row that sees nothing gets zeros and +inf, as the kernel's does.
+    """
     k, v = (t.double().repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     scores = (q.double() @ k.mT * scale).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    lse = scores.logsumexp(-1).masked_fill(~seen.any(-1), torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v, lse
 
 
 def dense_backward(dout, q, k, v, out, lse, seen, scale):

@@ -230,7 +230,7 @@ def test_the_cpu_kernel_gives_the_same(plan, window, softcap, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
-@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("window", [None, 1, 6, 20])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_the_cuda_kernels_give_the_same(backend, plan, window, heads, small_cudnn):

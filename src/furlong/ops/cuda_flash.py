@@ -31,6 +31,13 @@ class CUDAFlash(Backend):
         self._last_ends: tuple[object, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if apart := _rows_apart(q.shape[1], k.shape[1], block):
+            outs, lses = zip(
+                self.forward(q[:, :apart], k, v, block),
+                self.forward(q[:, apart:], k, v, block.at(apart, 0)),
+                strict=True,
+            )
+            return torch.cat(outs, 1), torch.cat(lses, 1)
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return _empty(q)
@@ -50,6 +57,19 @@ class CUDAFlash(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if apart := _rows_apart(q.shape[1], k.shape[1], block):
+            (dq, dk, dv), (more_dq, more_dk, more_dv) = (
+                self.backward(
+                    dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, rows],
+                    block.at(rows.start, 0),
+                )
+                for rows in (slice(0, apart), slice(apart, q.shape[1]))
+            )  # fmt: skip
+            return (
+                torch.cat((dq, more_dq), 1),
+                dk.to(lse.dtype) + more_dk,
+                dv.to(lse.dtype) + more_dv,
+            )
         call = _call_for(q.shape[1], k.shape[1], block)
         if call.rows == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -121,6 +141,17 @@ class _Call:
     """Keys that a row sees left and right of its own."""
 
 
+def _rows_apart(num_rows: int, num_keys: int, block: Block) -> int:
+    """How many first rows take a call of their own: those that see all of fewer keys than rows.
+
+    A window on the left makes the kernel bound the right side as well, as many keys behind a row's
+    own as there are keys: such rows would lose keys. The rows after them are fewer than the keys.
+    """
+    if block.window is None or block.is_full(num_rows, num_keys) or num_rows <= num_keys:
+        return 0
+    return max(0, block.window - block.distance) if block.distance >= num_keys - 1 else 0
+
+
 def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
     """Raises NotImplementedError for what the kernel cannot compute: nothing slower is taken."""
     if block.softcap is not None:
@@ -135,6 +166,7 @@ def _call_for(num_rows: int, num_keys: int, block: Block) -> _Call:
     first = max(0, block.distance - block.window + 1)
     aligned = (num_keys - first) - rows  # the key, after the first, that the kernel gives row 0
     left = aligned - (block.distance - first) + block.window - 1
+    assert aligned >= 0, "a window on the left hides keys on the right of rows beyond the last key"
     return _Call(rows, first, False, {"window_size_left": left, "window_size_right": -1})
 
 
