@@ -10,7 +10,7 @@ from furlong.ops import choose, cuda_flash, cudnn
 from furlong.ops.backend import Block, merge_
 from furlong.ops.choose import Kind, ProbedBackend, choose_backend
 from furlong.ops.cpu_flash import CPUFlash
-from furlong.ops.cuda_flash import CUDAFlash
+from furlong.ops.cuda_flash import CUDAFlash, CUDAFlash3
 from furlong.ops.cudnn import CUDNN
 from furlong.ops.reference import Reference
 
@@ -193,6 +193,35 @@ def test_cudnn_is_a_candidate_where_torch_prefers_it(capability, version, is_rig
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     found = choose.candidates(Kind(torch.device("cuda"), torch.bfloat16, 64))
     assert [type(x) for x in found] == [CUDAFlash, *[CUDNN] * is_right]
+
+
+@pytest.mark.parametrize("capability, fault, num", [
+    ((9, 0), None, 1), ((9, 0), RuntimeError("no kernels"), 0), ((8, 0), None, 0),
+])  # fmt: skip
+def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, monkeypatch, caplog):
+    """Through the functions by which torch would register it, which stay unregistered."""
+    from torch.nn.attention import _fa3
+
+    def module(name):
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
+    kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
+    assert not any(isinstance(x, CUDAFlash3) for x in choose.candidates(kind)), "not installed"
+    monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(_fa3, "_fa3_import_module", module)
+    operators = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    monkeypatch.setattr(_fa3, "_fa3_flash_attention_forward_impl_default", operators[0])
+    monkeypatch.setattr(_fa3, "_fa3_flash_attention_backward_impl", operators[1])
+    found = choose.candidates(kind)
+    assert [isinstance(x, CUDAFlash3) for x in found][-1] is bool(num)
+    assert sum(isinstance(x, CUDAFlash3) for x in found) == num
+    assert bool(fault) == ("cannot be called: no kernels" in caplog.text)
+    if num:
+        with EmulatedCUDA():
+            assert worst_error(found[-1], "full prefix", (6, 2), torch.float64) < 1e-13
 
 
 CUDNN_CASES = CASES | {

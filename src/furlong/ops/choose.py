@@ -13,7 +13,7 @@ from torch import Tensor
 
 from furlong.ops.backend import Backend, Block
 from furlong.ops.cpu_flash import CPUFlash
-from furlong.ops.cuda_flash import CUDAFlash
+from furlong.ops.cuda_flash import CUDAFlash, flash_3
 from furlong.ops.cudnn import CUDNN, is_trusted
 from furlong.ops.reference import Reference
 
@@ -120,7 +120,11 @@ def candidates(kind: Kind) -> list[Backend]:
         return [CPUFlash()]
     if kind.device.type != "cuda" or _why_none(kind):
         return []
-    return [CUDAFlash(), CUDNN()] if is_trusted(kind.device) else [CUDAFlash()]
+    found: list[Backend] = [CUDAFlash()]
+    if is_trusted(kind.device):
+        found.append(CUDNN())
+    third = flash_3(kind.device)
+    return found if third is None else [*found, third]
 
 
 def choose_backend(kind: Kind, untried: list[Backend] | None = None) -> Backend:
