@@ -187,7 +187,7 @@ def cudnn_forward(
     seen = seen_keys(q.shape[2], k.shape[2], is_causal, None, None)
     out, lse = dense_forward(q[0], k[0], v[0], seen, scale)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    like_q = torch.empty_like(q).copy_(out[None])
+    like_q = torch.empty_like(q[..., : v.shape[-1]]).copy_(out[None])
     unused = torch.empty(())
     return (
         like_q, lse.to(wide)[None, ..., None], unused, unused, q.shape[2], k.shape[2],

@@ -350,6 +350,25 @@ def check_on_meta(q, k, v, dout, backend, slices, block):
         assert grad.dtype == x.dtype or (x is not q and grad.dtype == lse.dtype)
 
 
+def test_narrow_values_are_narrow_for_cudnn_alone():
+    """A latent's, of which cuDNN has a backward for (192, 128) and none for (192, 192)."""
+    widths = []
+
+    class Narrow(EmulatedCUDA):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "cudnn_attention" in func.overloadpacket.__name__:
+                widths.extend(x.shape[-1] for x in args[:5] if isinstance(x, torch.Tensor))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    for value_width, expected in ((16, {24, 16}), (None, {24})):
+        widths.clear()
+        with Narrow():
+            kind = Kind(torch.device("cpu"), torch.float64, 24, value_width=value_width)
+            assert choose._probe(CUDNN(), kind) is None
+            assert choose._probe(CUDAFlash(), kind) is None
+        assert set(widths) == expected
+
+
 @pytest.mark.parametrize("is_token_major", [False, True])
 @pytest.mark.parametrize("is_windowed", [False, True])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])

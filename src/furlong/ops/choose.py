@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -36,16 +36,19 @@ class Kind:
     is_capped: bool = False
     is_token_major: bool = True
     """Whether the heads of a token lie behind one another in q, as a projection leaves them."""
+    value_width: int | None = None
 
     @classmethod
     def of(cls, q: Tensor, block: Block) -> Kind:
         return cls(
             q.device, q.dtype, q.shape[-1], block.window is not None, block.softcap is not None,
-            q.stride(0) <= q.stride(1),
+            q.stride(0) <= q.stride(1), block.value_width,
         )  # fmt: skip
 
     def __str__(self) -> str:
         text = f"{self.dtype}, head dim {self.head_dim}"
+        if self.value_width is not None:
+            text += f", values of {self.value_width}"
         return text + ", windows" * self.is_windowed + ", softcap" * self.is_capped
 
 
@@ -197,30 +200,39 @@ def _drawn(kind: Kind, num_rows: int, num_keys: int) -> tuple[Tensor, ...]:
     if num_rows >= _LARGE_PROBE and not kind.is_windowed:
         shift = (120 * kind.head_dim**0.5) ** 0.5
         q[..., 0], kv[:, 0, :, 0] = shift, -shift
+    if kind.value_width is not None:
+        dout[..., kind.value_width :], kv[:, 1, :, kind.value_width :] = 0, 0
     if kind.is_token_major:
         q, dout = q.transpose(0, 1), dout.transpose(0, 1)
     return q, dout, kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1)
 
 
 def _probes(kind: Kind, *, has_tiles: bool) -> Iterator[tuple[int, int, tuple[slice, ...], Block]]:
-    """Rows, keys, slices of the rows and rule of blocks that cover a kind of attention: those of
-    the kernels for windows, where there are any, and those of blocks inside a window. `has_tiles`:
-    large and small blocks take different kernels."""
-    scale, softcap = kind.head_dim**-0.5, 20.0 if kind.is_capped else None
-    narrow, wide, inside = (7, 100, 1000) if kind.is_windowed else (None, None, None)
-    square = Block(0, scale, narrow, softcap)
-    yield 48, 48, (slice(0, 48),), square
-    yield 48, 48, (slice(0, 1), slice(1, 17), slice(17, 48)), square
-    yield 48, 80, (slice(0, 48),), Block(80, scale, wide, softcap)
+    """Rows, keys, slices of the rows and rule of blocks that cover a kind of attention: with a
+    window those that it cuts, those inside it, and fewer keys than rows. `has_tiles`: large and
+    small blocks take different kernels."""
+    softcap = 20.0 if kind.is_capped else None
+    rule = Block(0, kind.head_dim**-0.5, None, softcap, kind.value_width)
+    num_rows = 48
+
+    def probe(
+        num_keys: int, distance: int, window: int, *slices: slice
+    ) -> tuple[int, int, tuple[slice, ...], Block]:
+        block = replace(rule, distance=distance, window=window if kind.is_windowed else None)
+        return num_rows, num_keys, slices or (slice(0, num_rows),), block
+
+    yield probe(48, 0, 7)
+    yield probe(48, 0, 7, slice(0, 1), slice(1, 17), slice(17, 48))
+    yield probe(80, 80, 100)
     if kind.is_windowed:
-        yield 48, 48, (slice(0, 48),), Block(0, scale, inside, softcap)
-        yield 48, 80, (slice(0, 48),), Block(80, scale, inside, softcap)
-        yield 48, 10, (slice(0, 48),), Block(10, scale, wide // 2 if wide else None, softcap)
+        yield probe(48, 0, 1000)
+        yield probe(80, 80, 1000)
+        yield probe(10, 10, 50)
     if has_tiles:
-        rows = slice(0, _LARGE_PROBE)
-        yield _LARGE_PROBE, _LARGE_PROBE, (rows,), Block(0, scale, inside, softcap)
-        yield _LARGE_PROBE, 384, (rows,), Block(384, scale, inside, softcap)
-        yield _LARGE_PROBE, 1100, (rows,), Block(1100, scale, inside and 2000, softcap)
+        num_rows = _LARGE_PROBE
+        yield probe(num_rows, 0, 1000)
+        yield probe(384, 384, 1000)
+        yield probe(1100, 1100, 2000)
 
 
 def _computed(

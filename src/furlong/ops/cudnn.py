@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from furlong.ops.backend import Backend, Block, lse_dtype, merge_
 from furlong.ops.cuda_flash import CUDAFlash
@@ -142,10 +143,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(_dense_heads(x)[None] for x in (q, k, v)), None, True, 0.0, is_causal, False,
-        scale=block.scale,
+        *(_dense_heads(x)[None] for x in (q, k, _narrow(v, block))), None, True, 0.0, is_causal,
+        False, scale=block.scale,
     )  # fmt: skip
-    return result[0][0], result[1].reshape(q.shape[:2])  # lse: (1, N, T, 1) -> (N, T)
+    lse = result[1].reshape(q.shape[:2])  # (1, N, T, 1) -> (N, T)
+    return _widened(result[0][0], v), lse
 
 
 def _backward(
@@ -158,11 +160,22 @@ def _backward(
     q = _dense_heads(q)
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        _in_order_of(q, dout)[None], *(_dense_heads(x)[None] for x in (q, k, v)),
-        _in_order_of(q, out)[None], lse.contiguous()[None, ..., None], unused, unused,
-        None, None, None, q.shape[1], k.shape[1], 0.0, is_causal, scale=block.scale,
+        _in_order_of(q, _narrow(dout, block))[None],
+        *(_dense_heads(x)[None] for x in (q, k, _narrow(v, block))),
+        _in_order_of(q, _narrow(out, block))[None], lse.contiguous()[None, ..., None],
+        unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, is_causal, scale=block.scale,
     )  # fmt: skip
-    return dq[0], dk[0], dv[0]
+    return dq[0], dk[0], _widened(dv[0], v)
+
+
+def _narrow(x: Tensor, block: Block) -> Tensor:
+    """x (N, T, H) without columns of zeros: cuDNN has kernels for narrower values only."""
+    return x if block.value_width is None else x[..., : block.value_width]
+
+
+def _widened(x: Tensor, like: Tensor) -> Tensor:
+    width = like.shape[-1] - x.shape[-1]
+    return pad(x, (0, width)) if width else x
 
 
 def _dense_heads(x: Tensor) -> Tensor:
