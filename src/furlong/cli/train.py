@@ -23,7 +23,7 @@ _RESUME = "--resume"
 # use. `furlong.cost.model` counts what these keep.
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _NUM_KERNELS = "64"
-# Chunks of changing length leave gaps in the memory of a GPU that segments of fixed size never fill.
+# Chunks of changing length leave gaps in a GPU's memory that segments of fixed size never fill.
 _GPU_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING_SEGMENTS = "expandable_segments:True"
 
