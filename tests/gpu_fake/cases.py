@@ -165,6 +165,16 @@ def plans_of_lengths(num: int = 100) -> dict[str, Any]:
         return seen(gpu)
 
 
+def benchmark(part: str) -> dict[str, Any]:
+    """A part of benchmarks/gpu.py: models of two layers, all else as on a GPU."""
+    import gpu_part
+
+    settings = gpu_part.Settings(num_layers=2, peak_flops_per_s=1e15)
+    with FakeGPU() as gpu:
+        found = [name for name, _ in gpu_part.PARTS[part](settings)]
+        return seen(gpu, results=found)
+
+
 AMPERE = Card("NVIDIA A100-SXM4-80GB", (8, 0))
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{
@@ -186,6 +196,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "kernels of a layer": kernels_of_a_layer,
     "plans of 100 lengths": plans_of_lengths,
+    **{f"benchmark: {part}": partial(benchmark, part) for part in ("versions", "seven")},
 }  # fmt: skip
 
 

@@ -39,7 +39,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, 
 @cache
 def seen(*cases: str) -> dict[str, dict[str, Any]]:
     """What cases were seen to do, in a process of their own: torch may not be loaded before."""
-    path = os.pathsep.join((str(HERE), str(HERE.parent / "ops"), os.environ.get("PYTHONPATH", "")))
+    own = HERE, HERE.parent / "ops", HERE.parents[1] / "benchmarks"
+    path = os.pathsep.join((*map(str, own), os.environ.get("PYTHONPATH", "")))
     run = subprocess.run(
         [sys.executable, str(HERE / "cases.py"), *cases], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}, check=False,
@@ -104,6 +105,18 @@ def test_a_wait_that_is_left_out_is_a_race(what):
 @pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK])
 def test_all_steps(case):
     require_right(seen(*(case for case in ALL if case not in QUICK))[case])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_benchmark_runs_as_on_a_gpu():
+    """The shapes of 7B in two layers, at the lengths that it measures."""
+    found = seen("benchmark: versions", "benchmark: seven")
+    for case in found.values():
+        assert "error" not in case and case["problems"] == [], case
+    assert {"7B, 128K, host", "7B, 64K, device", "7B, 64K, host"} <= {
+        *found["benchmark: seven"]["results"]
+    }
 
 
 @pytest.mark.nightly
