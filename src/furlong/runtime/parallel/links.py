@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -249,7 +250,8 @@ def open_links(
     processes at the first message and blocks them until then: receives posted ahead would wait for
     each other in a circle.
     """
-    me, options = dist.get_rank(), {}
+    me = dist.get_rank()
+    options: dict[str, Any] = {}
     timeout = timeout or world_timeout(device)
     if device.type == "cuda":
         narrow = dist.ProcessGroupNCCL.Options()
