@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -205,5 +206,5 @@ if __name__ == "__main__":
         try:
             found: dict[str, Any] = CASES[name]()
         except Exception as error:  # told to the test, with the outcomes of the other cases
-            found = {"error": f"{type(error).__name__}: {error}"}
+            found = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"}
         print(json.dumps({"case": name, **found}), flush=True)

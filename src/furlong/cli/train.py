@@ -29,7 +29,7 @@ _GROWING_SEGMENTS = "expandable_segments:True"
 
 
 def set_allocators() -> None:
-    """What torch reads from the environment at its start, where the user has not set it."""
+    """Set what torch reads from the environment at its start, unless the user has set it."""
     for cache in _KERNEL_CACHES:
         os.environ.setdefault(cache, _NUM_KERNELS)
     if not any(name in os.environ for name in _GPU_ALLOCATOR):

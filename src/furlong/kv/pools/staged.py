@@ -25,9 +25,10 @@ from furlong.units import format_bytes
 
 STAGING_BYTES = 2**25
 """In flight and leased, unless told otherwise."""
-_NUM_LARGEST_ON_CUDA = 3
-"""Of the largest tensor: one in use, one on its way back, one on its way out. A GPU would wait for
-every read of a layer's remembered attention, or of a segment's gradients, were it not to begin."""
+_NUM_LARGEST_ON_CUDA = 5
+"""Staging for so many of the largest tensor, a segment's gradients: those in use, those on their
+way back and out, two segments' keys and values, and remembered attention. A read that does not
+begin before it is needed holds up a GPU."""
 
 
 class Places(Protocol):

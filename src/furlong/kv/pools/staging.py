@@ -63,6 +63,7 @@ class Staging:
         idle = next((b for b in fitting if b.free.done()), None)
         if idle is None:
             self._release_idle(self._limit_bytes - size)
+            fitting = [b for b in self._free if _fits(b, size)]  # one may have been done meanwhile
             if self.total_bytes + size > self._limit_bytes and fitting:
                 idle = fitting[0]
         if idle is not None:
