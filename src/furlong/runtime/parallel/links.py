@@ -256,6 +256,8 @@ def open_links(
     if device.type == "cuda":
         narrow = dist.ProcessGroupNCCL.Options()
         narrow.config.max_ctas = _MAX_CTAS
+        if timeout is not None:
+            narrow._timeout = timeout
         options = {"backend": "nccl", "pg_options": narrow}
     ways: dict[int, dict[str, tuple[GroupWire, str]]] = {}
     for here, there in directions(len(pipelines[0])):
