@@ -1,187 +1,224 @@
-"""Long sequences on one GPU, random weights: Qwen2.5-0.5B and 1.5B with all weights trained,
-Qwen2.5-7B and Llama-3.1-8B with LoRA; 32K tokens and twice as many again, as far as time allows.
+"""What a GPU has to show, in one call of at most ten minutes on a fresh machine with one H100.
 
 NOTHING OF THIS HAS BEEN RUN ON CUDA YET. No figure in this project comes from a GPU; what is tested
-is that the commands run with tiny shapes on a CPU (`--tiny`).
+is that the parts run with tiny shapes on a CPU (`--tiny`), and on a GPU that is not there.
 
-Per point, in a process of its own: seconds of a step with the optimizer's, tokens/s, MFU (useful
-work only: causal FLOPs, nothing recomputed; with LoRA 4 FLOPs per frozen parameter and token and
-three times the attention's forward; over the peak in the vendor's data sheet), peak bytes on the
-device, pinned and held on the host, resident in the process. Per model, at the shortest length:
-the share of the time of copies during which the device computes as well. And the error of bfloat16
-gradients against float32, by that of Hugging Face's own unchunked bfloat16 backward.
+Parts, each in a process of its own; the JSON is written again after every result of a part:
 
-Promises, on a GPU whose peak is known:
-  MFU      of Qwen2.5-7B with LoRA at 128K and 256K, of the better plan: at least 35 %
-  host     the plan with everything on the host takes at most 1.05x the time of the one on the
-           device, at 128K, where both fit
-  flat     its peak on the device at 256K is at most 1.02x that at 64K
-  bf16     the error in 1, 16 and 64 chunks is at most 1.1x Hugging Face's
-A length is tried if twice the tokens in four times the time end within `--limit-s` per model.
+  versions   torch, cuDNN, the card; the backend chosen for each kind of attention, and who was left
+             out and why
+  tests      the tests marked `gpu`
+  errors     bfloat16 gradients of four layers of 0.5B against float32, by the error of Hugging
+             Face's own: in 1, 16 and 64 chunks, with tails from the host, with a window
+  seven      7B with LoRA, each length twice and the second counts: 128K from the host, 64K on the
+             device and from the host, 32K against transformers with checkpoints (and offload) and
+             the loss in tiles; one profile of what the device does
+  long       all weights of 0.5B at 64K and 256K; its first four layers at 64K and 1M tokens
+  processes  one process of FSDP2 and NCCL, against none
+  train      `furlong train`, killed and resumed, against one that was not
+
+Promises. One that was not measured is a miss, and a miss is exit code 1:
+  MFU        of 7B with LoRA at 128K: at least 35 % (useful work only: causal FLOPs, nothing
+             recomputed, over the peak in the vendor's data sheet)
+  host       64K from the host take at most 1.05x the time of 64K on the device
+  flat       the peak on the device at 256K (and 1M) is at most 1.02x that at 64K
+  bf16       each error is at most 1.1x Hugging Face's
+  tests      none fails
+  processes  the loss differs by at most 1e-3
+  train      losses of the resumed run differ by at most 1e-2: kernels add up in any order
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import signal
+import subprocess
 import sys
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from gpu_point import MODELS, PLANS, Point, Setting
-from harness import (
-    ContenderError,
-    Promise,
-    add_common_arguments,
-    console,
-    machine,
-    print_promises,
-    read_alone,
-    write_json,
-)
+from harness import Promise, console, machine, print_promises, write_json
 from rich.table import Table
 
 from furlong.units import format_bytes, format_seconds
 
-_K = 1024
-_LENGTHS = tuple(32 * _K * 2**i for i in range(6))
-_TINY_LENGTHS = (256, 512)
-_ON_DEVICE, _ON_HOST = PLANS
+_LIMITS_S = {
+    "versions": 60, "tests": 90, "seven": 280, "errors": 60, "long": 130, "processes": 60,
+    "train": 90,
+}  # fmt: skip
+"""By part, in the order of what counts; the last ones get what is left."""
+_KILL_S = 5
+_ERRORS = ("1 chunk", "16 chunks", "64 chunks", "tails, host")
+_MANY = "0.5B's first 4 layers"
 _HERE = Path(__file__).resolve().parent
 
-Points = dict[tuple[str, str, int], Point]
+Results = dict[str, dict[str, Any]]
 
 
 def main() -> int:
     arguments = _parse()
-    lengths = _TINY_LENGTHS if arguments.tiny else _LENGTHS
-    models = [m for m in MODELS if arguments.model is None or arguments.model in m]
-    points: Points = {}
-    hidden: dict[str, float | None] = {}
-    for model in models:
-        for plan in PLANS:
-            points |= _measure(model, plan, lengths, arguments)
-        profiled = _setting(model, _ON_HOST, lengths[0], arguments, profiles=True)
-        try:
-            hidden[model] = Point(**_alone("gpu_point.py", asdict(profiled))).hidden_share
-        except ContenderError as error:
-            console.print(str(error), style="yellow", markup=False)
-    _print_points(points, hidden)
-    errors = _alone("gpu_error.py", {"tiny": arguments.tiny, "device": _device(arguments)})
-    for name, ratio in errors.items():
-        console.print(f"bfloat16 in {name} chunks: {ratio:.3f}x the error of HF's own")
-    promises = [] if arguments.tiny else judge(points)
-    promises += [Promise(f"bf16, {n} chunks", (r,), "<=", 1.1) for n, r in errors.items()]
+    parts = arguments.parts.split(",") if arguments.parts else list(_LIMITS_S)
+    settings = {
+        "device": "cpu" if arguments.tiny else "cuda", "is_tiny": arguments.tiny,
+        "peak_flops_per_s": arguments.peak_flops,
+    }  # fmt: skip
+    results: Results = {}
+    ended: dict[str, str] = {}
+    start_s = time.monotonic()
+    for part in parts:
+        left_s = arguments.limit_s - (time.monotonic() - start_s)
+        limit_s = min(left_s, math.inf if arguments.tiny else _LIMITS_S[part])
+        began_s = time.monotonic()
+        ended[part] = _run(part, settings, limit_s, results, arguments.json)
+        console.print(f"{part}: {ended[part]}, {format_seconds(time.monotonic() - began_s)}")
+    promises = judge(results)
+    _print(results)
     print_promises(promises)
-    facts = machine() | {"device": next((p.device_name for p in points.values()), "none")}
-    console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if arguments.json:
-        rows = [
-            dict(zip(("model", "plan", "tokens"), k, strict=True)) | asdict(p)
-            for k, p in points.items()
-        ]
-        write_json(
-            arguments.json, settings=vars(arguments), machine=facts, points=rows, hidden=hidden,
-            bfloat16=errors, promises=[asdict(p) | {"verdict": p.verdict} for p in promises],
+        _write(arguments.json, results, ended, promises)
+    missed = [p.name for p in promises if p.verdict == "MISSED"]
+    if arguments.tiny:  # figures of tiny shapes promise nothing: that all were taken is what counts
+        missed = [p.name for p in promises if math.isnan(p.median)]
+        missed += [part for part, end in ended.items() if end != "done"]
+    return int(bool(missed))
+
+
+def judge(results: Mapping[str, Mapping[str, Any]]) -> list[Promise]:
+    """All that is promised; what was not measured is not a number, and a miss."""
+
+    def value(result: str, key: str) -> float:
+        found = results.get(result, {}).get(key)
+        return math.nan if found is None else float(found)
+
+    def ratio(key: str, above: str, below: str) -> float:
+        return value(above, key) / value(below, key)
+
+    tests = results.get("tests", {}).get("returncode")
+    windows = [name for name in results if name.startswith("error, ") and "window" in name]
+    names = [f"error, {case}" for case in _ERRORS]
+    return [
+        Promise("MFU of 7B at 128K", (value("7B, 128K, host", "mfu"),), ">=", 0.35),
+        Promise(
+            "host / device, 7B at 64K", (ratio("step_s", "7B, 64K, host", "7B, 64K, device"),),
+            "<=", 1.05,
+        ),
+        *(
+            Promise(
+                f"device memory, {name}, {long} / 64K",
+                (ratio("device_peak_bytes", f"{name}, {long}, host", f"{name}, 64K, host"),),
+                "<=", 1.02,
+            )
+            for name, long in (("0.5B", "256K"), (_MANY, "1024K"))
+        ),
+        *(Promise(name, (value(name, "ratio"),), "<=", 1.1) for name in [*names, *windows]),
+        Promise("windows measured", (float(len(windows)) or math.nan,), ">=", len(_ERRORS)),
+        Promise("tests that fail", (math.nan if tests is None else float(tests != 0),), "<=", 0),
+        Promise("FSDP2, loss", (value("one process of FSDP2", "off"),), "<=", 1e-3),
+        Promise("resumed, losses", (value("train, kill, resume", "off"),), "<=", 1e-2),
+    ]  # fmt: skip
+
+
+def _run(
+    part: str, settings: Mapping[str, Any], limit_s: float, results: Results, path: str | None
+) -> str:
+    """Run a part, and add its results as they come; how it ended."""
+    if limit_s <= 0:
+        return "no time was left"
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    package = str(_HERE.parent / "src")
+    environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(_HERE / "gpu_part.py"), part, json.dumps(settings)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    ) as run:  # fmt: skip
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            os.killpg(run.pid, signal.SIGKILL)
+
+        told: list[str] = []
+        assert run.stdout is not None and run.stderr is not None
+        timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), stop)
+        listener = threading.Thread(target=lambda: told.extend(run.stderr), daemon=True)  # type: ignore[arg-type]
+        timer.start()
+        listener.start()
+        for line in run.stdout:
+            if not line.startswith('{"result"'):
+                continue
+            found = json.loads(line)
+            name = found.pop("result")
+            results[name] = found
+            console.print(f"  {name}: {_short(found)}", style="dim", markup=False)
+            if path:
+                _write(path, results, {part: "running"}, [], quiet=True)
+        run.wait()
+        timer.cancel()
+        listener.join(_KILL_S)
+    if late.is_set():
+        return f"ended at its limit of {limit_s:.0f} s"
+    if run.returncode:
+        console.print("".join(told[-12:]), style="yellow", markup=False)
+        return f"failed ({run.returncode}): {(told or ['?'])[-1].strip()}"
+    return "done"
+
+
+def _short(values: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in list(values.items())[:6]
+        if not isinstance(value, dict)
+    )
+
+
+def _write(
+    path: str, results: Results, ended: Mapping[str, str], promises: list[Promise],
+    *, quiet: bool = False,
+) -> None:  # fmt: skip
+    rows = [
+        {"name": p.name, "value": p.median, "bound": f"{p.sense} {p.bound:g}", "verdict": p.verdict}
+        for p in promises
+    ]
+    content = {"machine": machine(), "parts": ended, "results": results, "promises": rows}
+    if quiet:  # a call that is cut off leaves what it has
+        target = Path(path).with_suffix(".part")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        target.replace(path)
+    else:
+        write_json(path, **content)
+
+
+def _print(results: Results) -> None:
+    table = Table("what, tokens", "step", "first", "tokens/s", "MFU", "device", "pinned", "below")
+    for name, p in results.items():
+        if "tokens" not in p:
+            continue
+        table.add_row(
+            f"{name}: {p['tokens']:,}", format_seconds(p["step_s"]),
+            "-" if p["first_step_s"] is None else format_seconds(p["first_step_s"]),
+            f"{p['tokens_per_s']:,.0f}", "-" if p["mfu"] is None else f"{p['mfu']:.1%}",
+            format_bytes(p["device_peak_bytes"]), format_bytes(p["pinned_peak_bytes"]),
+            format_bytes(p["below_peak_bytes"]),
         )  # fmt: skip
-    return int(not points or any(p.verdict == "MISSED" for p in promises))
-
-
-def judge(points: Points) -> list[Promise]:
-    """What was promised of the points that were reached."""
-    found = []
-    seven = "Qwen2.5-7B, LoRA"
-    for num_tokens in (128 * _K, 256 * _K):
-        reached = [points.get((seven, plan, num_tokens)) for plan in PLANS]
-        known = [p.mfu for p in reached if p is not None and p.mfu is not None]
-        if known:
-            found.append(Promise(f"MFU: 7B at {num_tokens // _K}K", (max(known),), ">=", 0.35))
-    for model in MODELS:
-        on_device, on_host = (points.get((model, plan, 128 * _K)) for plan in PLANS)
-        if on_device and on_host:
-            slower = on_host.step_s / on_device.step_s
-            found.append(Promise(f"host / device: {model} at 128K", (slower,), "<=", 1.05))
-        short, long = (points.get((model, _ON_HOST, n * _K)) for n in (64, 256))
-        if short and long:
-            grown = long.device_peak_bytes / short.device_peak_bytes
-            found.append(Promise(f"device memory, 256K / 64K: {model}", (grown,), "<=", 1.02))
-    return found
-
-
-def _measure(
-    model: str, plan: str, lengths: tuple[int, ...], arguments: argparse.Namespace
-) -> Points:
-    """The points of a model under one plan, shortest first, until one fails or takes too long."""
-    points: Points = {}
-    left_s = arguments.limit_s / len(PLANS)
-    for num_tokens in lengths:
-        try:
-            setting = _setting(model, plan, num_tokens, arguments)
-            point = Point(**_alone("gpu_point.py", asdict(setting)))
-        except ContenderError as error:
-            console.print(f"{model}, {plan}: {num_tokens:,} tokens failed", style="yellow")
-            console.print(str(error), style="dim", markup=False)
-            break
-        points[model, plan, num_tokens] = point
-        console.print(
-            f"  {model}, {plan}, {num_tokens:,} tokens: {format_seconds(point.step_s)}", style="dim"
-        )
-        left_s -= point.process_s
-        if 4 * point.process_s > left_s:
-            break
-    return points
-
-
-def _setting(
-    model: str, plan: str, num_tokens: int, arguments: argparse.Namespace, *, profiles: bool = False
-) -> Setting:
-    size = min(arguments.chunk_tokens, 64) if arguments.tiny else arguments.chunk_tokens
-    return Setting(
-        model, plan, num_tokens, size=size, is_tiny=arguments.tiny, device=_device(arguments),
-        profiles=profiles, peak_flops_per_s=arguments.peak_flops,
-    )  # fmt: skip
-
-
-def _device(arguments: argparse.Namespace) -> str:
-    return "cpu" if arguments.tiny else "cuda"
-
-
-def _alone(script: str, given: dict[str, object]) -> dict[str, object]:
-    return read_alone([sys.executable, str(_HERE / script), json.dumps(given)])
-
-
-def _print_points(points: Points, hidden: dict[str, float | None]) -> None:
-    for model in dict.fromkeys(model for model, _, _ in points):
-        table = Table(
-            "plan", "tokens", "step", "optimizer", "tokens/s", "MFU", "device", "pinned",
-            "held below", "resident", title=model, title_justify="left",
-        )  # fmt: skip
-        for (own, plan, num_tokens), p in points.items():
-            if own == model:
-                table.add_row(
-                    plan, f"{num_tokens:,}", format_seconds(p.step_s),
-                    format_seconds(p.optimizer_s), f"{num_tokens / p.step_s:,.0f}",
-                    "-" if p.mfu is None else f"{p.mfu:.1%}", format_bytes(p.device_peak_bytes),
-                    format_bytes(p.pinned_peak_bytes), format_bytes(p.below_peak_bytes),
-                    format_bytes(p.resident_bytes),
-                )  # fmt: skip
-        console.print(table)
-        share = hidden.get(model)
-        words = (
-            "none of a device was seen" if share is None else f"{share:.0%} of their time hidden"
-        )
-        console.print(f"copies, {_ON_HOST}: {words}")
+    console.print(table)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_common_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: a trial run")
-    parser.add_argument("--model", default=None, help="only models whose name has this in it")
-    parser.add_argument("--chunk-tokens", type=int, default=8_192)
-    parser.add_argument("--limit-s", type=float, default=600, help="seconds per model")
+    parser.add_argument("--parts", default=None, help=f"only these of {','.join(_LIMITS_S)}")
+    parser.add_argument("--limit-s", type=float, default=570, help="seconds of all parts together")
+    parser.add_argument("--json", default=None, metavar="PATH", help="write the results there")
     parser.add_argument(
         "--peak-flops", type=float, default=None, help="FLOP/s of a device that is not known"
     )

@@ -13,7 +13,7 @@ import flat
 import gpu
 import long
 import pytest
-from gpu_point import MODELS, Point, hidden
+from gpu_part import hidden
 from harness import disagreements
 from measuring import Measurement
 from profiling import kind_of_work
@@ -116,23 +116,40 @@ def test_hidden_share_of_copies():
     assert hidden([(0, 1)], []) == 0
 
 
-def test_gpu_promises_what_it_has_reached():
-    point = Point(10.0, 0.1, 20.0, 0.36, 1000, 0, 0, 0, None, 2.0, "NVIDIA H100 80GB HBM3")
-    assert gpu.judge({}) == []
-    seven, (on_device, on_host) = "Qwen2.5-7B, LoRA", gpu.PLANS
-    points = {
-        (seven, on_device, 131_072): point,
-        (seven, on_host, 131_072): replace(point, step_s=10.6),
-        (seven, on_host, 65_536): point,
-        (seven, on_host, 262_144): replace(point, device_peak_bytes=1019, mfu=0.34),
-    }
-    found = {promise.name: promise.verdict for promise in gpu.judge(points)}
-    assert found == {
-        "MFU: 7B at 128K": "met",
-        "MFU: 7B at 256K": "MISSED",
-        f"host / device: {seven} at 128K": "MISSED",
-        f"device memory, 256K / 64K: {seven}": "met",
-    }
+def test_what_a_gpu_has_not_shown_is_a_miss():
+    assert {promise.verdict for promise in gpu.judge({})} == {"MISSED"}
+    point = {"step_s": 10.0, "mfu": 0.36, "device_peak_bytes": 1000}
+    cases = [f"{case}{window}" for case in gpu._ERRORS for window in ("", ", window 1024")]
+    met = {
+        "7B, 128K, host": point, "7B, 64K, device": point, "7B, 64K, host": point,
+        "0.5B, 64K, host": point, "0.5B, 256K, host": point,
+        "0.5B's first 4 layers, 64K, host": point, "0.5B's first 4 layers, 1024K, host": point,
+        **{f"error, {case}": {"ratio": 1.0} for case in cases},
+        "tests": {"returncode": 0}, "one process of FSDP2": {"off": 0.0},
+        "train, kill, resume": {"off": 1e-6},
+    }  # fmt: skip
+    assert {promise.verdict for promise in gpu.judge(met)} == {"met"}
+    changed = {
+        "7B, 128K, host": point | {"mfu": None}, "7B, 64K, host": point | {"step_s": 10.6},
+        "0.5B, 256K, host": point | {"device_peak_bytes": 1021}, "tests": {"returncode": 1},
+        "error, 64 chunks": {"ratio": 1.2}, "one process of FSDP2": {"off": float("nan")},
+    }  # fmt: skip
+    for name, values in changed.items():
+        missed = [p for p in gpu.judge(met | {name: values}) if p.verdict == "MISSED"]
+        assert len(missed) == 1, name
+
+
+def test_a_part_of_gpu_that_is_cut_off_leaves_its_results(tmp_path, monkeypatch):
+    (tmp_path / "gpu_part.py").write_text(
+        "import json, time\n"
+        "print(json.dumps({'result': 'first', 'step_s': 1.5}), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu, "_HERE", tmp_path)
+    values, results = tmp_path / "gpu.json", {}
+    assert gpu._run("long", {}, 2.0, results, str(values)) == "ended at its limit of 2 s"
+    assert results == json.loads(values.read_text())["results"] == {"first": {"step_s": 1.5}}
+    assert gpu._run("long", {}, -1.0, results, None) == "no time was left"
 
 
 def test_kinds_of_work_of_a_profile():
@@ -169,15 +186,27 @@ def test_flat_runs_and_counts_the_bytes_of_the_plan(tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_runs_with_tiny_shapes_on_a_cpu(tmp_path):
+@pytest.mark.parametrize(
+    "parts",
+    ["versions,seven", pytest.param("errors,long,processes,train", marks=pytest.mark.nightly)],
+)
+def test_gpu_runs_with_tiny_shapes_on_a_cpu(parts, tmp_path):
     values = tmp_path / "gpu.json"
     ended = benchmark(
-        "gpu.py", "--tiny", "--model", "Llama", "--peak-flops", "1e11", "--json", str(values)
+        "gpu.py", "--tiny", "--parts", parts, "--peak-flops", "1e11", "--json", str(values)
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    points = json.loads(values.read_text())["points"]
-    assert len(points) == 4 and all(0 < point["mfu"] < 1 for point in points)
-    assert {point["model"] for point in points} == {list(MODELS)[-1]}
+    assert ended.returncode == 1, "parts that are left out are misses"
+    found = json.loads(values.read_text())
+    assert set(found["parts"].values()) == {"done"}, ended.stdout + ended.stderr
+    if "seven" in parts:
+        points = [
+            p for name, p in found["results"].items() if name.startswith("7B, ") and "mfu" in p
+        ]
+        assert len(points) == 4 and all(0 < p["mfu"] < 1 for p in points)
+        assert found["results"]["transformers, 32K, offload"]["tokens_per_s"] > 0
+    else:
+        for name in ("one process of FSDP2", "train, kill, resume"):
+            assert found["results"][name]["off"] < 1e-5
 
 
 @pytest.mark.slow

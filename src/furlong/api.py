@@ -211,8 +211,10 @@ class Engine:
                 found, own = planned_together(ranks, make)
                 num_copies = ranks.sp * ranks.pp
             plan = with_draw(self._followed, found.plan, options, found.labelled)
-            labels = torch.tensor(count_valid_tokens(shifted), device=self.model.device)
-            num_labels = int(self._followed.comms().add_up(labels)) // num_copies
+            num_labels = count_valid_tokens(shifted)
+            if ranks is not None:
+                labels = torch.tensor(num_labels, device=self.model.device)
+                num_labels = int(self._followed.comms().add_up(labels)) // num_copies
             every = among(dict(zip(own, shifted, strict=True)), len(plan.seq_lens))
             batch = PlannedSequences(plan, every, num_labels, loss.head if loss else None)
             return take_step(self._followed, lambda: batch, num_valid_tokens, watch)

@@ -36,7 +36,7 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     from furlong.kv.pools.device import DevicePool
     from furlong.kv.store import KVStore
     from furlong.models.causal_lm import CausalLM
-    from furlong.ops.choose import choose_backend
+    from furlong.ops.choose import Kind, choose_backend
     from furlong.plan.passes import Pass
     from furlong.plan.rows import rows_of
     from furlong.plan.values import Chunk, Slice
@@ -50,7 +50,7 @@ def saved_bytes_per_token(name, dtype, adapters=()):
         model = get_peft_model(model, LoraConfig(r=2, target_modules=list(adapters)))
         model = model.to(torch_dtype)  # as the executor computes: adapters in compute dtype
     store = KVStore(Arena(cpu), {})
-    backend = choose_backend(cpu, torch_dtype, 32)
+    backend = choose_backend(Kind(cpu, torch_dtype, 32))
     chunk = Chunk((Slice(0, 0, NUM_TOKENS),))
     rows = rows_of(chunk, 0, sp_size=1, q_heads=1, kv_heads=1)
     cell = Cell(rows, {}, store, backend, DevicePool(store.arena), range(3))

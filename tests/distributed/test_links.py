@@ -261,3 +261,16 @@ def strangers(rank: int) -> str:
 def test_a_message_to_no_neighbour_is_refused():
     said = run_ranks(strangers, num_ranks=2)
     assert "its links lead to 1" in said[0] and "its links lead to 0" in said[1]
+
+
+def timeouts(rank: int) -> list[timedelta | None]:
+    ways = open_links([range(2)], CPU)._ways.values()
+    groups = [end._wire.group for both in ways for end in both]  # type: ignore[attr-defined]
+    backends = [group._get_backend(CPU) for group in (dist.group.WORLD, *groups)]
+    return [backend.options._timeout for backend in backends]
+
+
+def test_links_have_the_timeout_of_the_run():
+    world, *others = run_ranks(timeouts, num_ranks=2)[0]
+    assert world != timedelta(minutes=30), "gloo's own"
+    assert others == [world] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers.ranks import run_ranks
 from furlong.errors import ConfigError
 from furlong.plan.layout import Layout, first_device
 from furlong.runtime.parallel.ranks import (
+    Ranks,
     make_ranks,
     ranks_of_group,
     require_sizes,
@@ -138,3 +140,13 @@ def test_more_stages_than_layers():
     require_stages(2, 2)
     with pytest.raises(ConfigError, match="pp 3 for a model of 2 layers"):
         require_stages(3, 2)
+
+
+@pytest.mark.parametrize(
+    "config, device", [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo", "cpu")]
+)
+def test_facts_are_told_on_the_host_where_the_group_has_a_side_for_it(config, device, monkeypatch):
+    """Through a GPU they would wait for all that it has to do."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    ranks = Ranks(SimpleNamespace(device_type="cuda"), None, 1, 1, 1, 0, 0, 0, {}, None)  # type: ignore[arg-type]
+    assert ranks.facts_device(None) == device  # type: ignore[arg-type]

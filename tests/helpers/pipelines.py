@@ -77,6 +77,9 @@ class GlooComms:
     def accept(self, plan: ChunkPlan) -> None:
         self.links.begin(plan, self.rank, self.parcel)
 
+    def before(self, index: int) -> None:
+        self.links.before(index)
+
     def send(self, action: Send, x: Tensor) -> None:
         self.links.send(action, x)
 

@@ -76,17 +76,24 @@ def is_copy_to_itself(func, args) -> bool:
     )
 
 
-def seen_keys(num_rows, num_keys, is_causal, left, right) -> Tensor:
-    """(T, S) bool by the rule of torch's flash_api.cpp: the last row stands at the last key, and
-    where one side has a bound, the other side without one is as wide as there are keys."""
+def window_bounds(num_keys, is_causal, left, right) -> tuple[int, int] | None:
+    """Keys that a row sees left and right of its own, by the rule of torch's flash_api.cpp: where
+    one side has a bound, the other side without one is as wide as there are keys. None: all."""
     left, right = (-1 if w is None or w >= num_keys else w for w in (left, right))
     right = 0 if is_causal else right
     if left < 0 and right < 0:
+        return None
+    return num_keys if left < 0 else left, num_keys if right < 0 else right
+
+
+def seen_keys(num_rows, num_keys, is_causal, left, right) -> Tensor:
+    """(T, S) bool; the last row stands at the last key."""
+    found = window_bounds(num_keys, is_causal, left, right)
+    if found is None:
         return torch.ones(num_rows, num_keys, dtype=torch.bool)
-    left, right = (num_keys if w < 0 else w for w in (left, right))
     at = torch.arange(num_rows)[:, None] + num_keys - num_rows
     key = torch.arange(num_keys)[None]
-    return (key >= at - left) & (key <= at + right)
+    return (key >= at - found[0]) & (key <= at + found[1])
 
 
 def dense_forward(q, k, v, seen, scale):
@@ -187,7 +194,7 @@ def cudnn_forward(
     seen = seen_keys(q.shape[2], k.shape[2], is_causal, None, None)
     out, lse = dense_forward(q[0], k[0], v[0], seen, scale)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    like_q = torch.empty_like(q).copy_(out[None])
+    like_q = torch.empty_like(q[..., : v.shape[-1]]).copy_(out[None])
     unused = torch.empty(())
     return (
         like_q, lse.to(wide)[None, ..., None], unused, unused, q.shape[2], k.shape[2],

@@ -8,9 +8,9 @@ from emulated_cuda import EmulatedCUDA
 
 from furlong.ops import choose, cuda_flash, cudnn
 from furlong.ops.backend import Block, merge_
-from furlong.ops.choose import ProbedBackend, choose_backend
+from furlong.ops.choose import Kind, ProbedBackend, choose_backend
 from furlong.ops.cpu_flash import CPUFlash
-from furlong.ops.cuda_flash import CUDAFlash
+from furlong.ops.cuda_flash import CUDAFlash, CUDAFlash3
 from furlong.ops.cudnn import CUDNN
 from furlong.ops.reference import Reference
 
@@ -100,14 +100,19 @@ def test_pieces_of_a_head_group_keep_many_threads_busy():
         torch.set_num_threads(threads)
 
 
+def chosen_on(device, dtype, **kind):
+    found = Kind(torch.device(device), dtype, 16, **kind)
+    return choose_backend(found, choose.candidates(found))
+
+
 def test_the_choice_on_cpu_is_flash():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        assert isinstance(choose_backend(torch.device("cpu"), dtype, 16), CPUFlash)
+        assert isinstance(chosen_on("cpu", dtype), CPUFlash)
 
 
 def test_a_backend_that_is_wrong_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(CPUFlash, "forward", lambda self, q, k, v, block: (q, q[..., 0]))
-    assert isinstance(choose_backend(torch.device("cpu"), torch.float64, 16), Reference)
+    assert isinstance(chosen_on("cpu", torch.float64), Reference)
     assert "CPUFlash left out" in caplog.text
 
 
@@ -135,18 +140,117 @@ def test_merging_two_sets_of_keys_is_attention_over_both():
 @pytest.mark.parametrize("case", [c for c in CASES if "softcap" not in c])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_emulated_cuda(backend, case, heads):
-    with EmulatedCUDA():
+    with EmulatedCUDA() as counted:
         assert worst_error(backend(), case, heads, torch.float64) < 1e-13
+    assert not counted.launches["_scaled_dot_product_cudnn_attention"], "too small, or too odd"
 
 
-@pytest.mark.parametrize("case", ["causal square", "full prefix", "far prefix"])
-def test_cudnn_beyond_its_limit_of_rows_and_keys(case, monkeypatch):
-    monkeypatch.setattr(cudnn, "_MAX_ROWS", 8)
-    with EmulatedCUDA(max_rows=8) as counted:
-        assert worst_error(CUDNN(), case, (6, 2), torch.float64) < 1e-13
-    cut = counted.launches["_scaled_dot_product_cudnn_attention"]
-    whole = counted.launches["_flash_attention_forward"]
-    assert (cut, whole) == ((0, 1) if case == "causal square" else (21, 0))  # 3 x 7 pieces
+SIZES = [
+    (256, 256, 256, Block(0, 0.3)),
+    (255, 255, 0, Block(0, 0.3)),
+    (128, 128, 0, Block(0, 0.3)),
+    (1, 1, 0, Block(0, 0.3)),
+    (65_536, 65_536, 0, Block(0, 0.3)),
+    (256, 256, 0, Block(0, 0.3, window=200)),
+    (256, 256, 256, Block(0, 0.3, window=1000)),
+    (8192, 1600, 1024, Block(1600, 0.3)),  # 64 mod 128
+    (8192, 6528, 6528, Block(6528, 0.3)),  # a segment of the store
+    (8192, 9344, 9216, Block(9344, 0.3)),
+    (8192, 192, 0, Block(192, 0.3)),
+    (8191, 8192, 0, Block(8192, 0.3)),
+    (8192, 1, 0, Block(1, 0.3)),
+    (1, 8192, 0, Block(8192, 0.3)),
+    (256, 8192, 0, Block(8192, 0.3, window=4000)),
+]
+
+
+@pytest.mark.parametrize("num_rows, num_keys, aligned, block", SIZES)
+def test_cudnn_takes_what_torch_would_give_it_at_sizes_that_recur(
+    num_rows, num_keys, aligned, block
+):
+    assert cudnn._aligned_keys(num_rows, num_keys, block) == aligned
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cudnn._aligned_keys(num_rows, num_keys, block) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_blocks_of_many_lengths_share_few_plans():
+    shapes = set()
+    for num_keys in range(1, 1_000_000, 997):
+        aligned = cudnn._aligned_keys(8192, num_keys, Block(num_keys, 0.3))
+        shapes |= {keys.stop - keys.start for keys in cudnn._cut(aligned)}
+    assert len(shapes) <= 32
+
+
+@pytest.mark.parametrize("capability, version, is_right", [
+    ((9, 0), 91_501, True), ((10, 3), 92_000, True), ((9, 0), 91_500, False),
+    ((8, 0), 92_000, False), ((12, 0), 92_000, False), ((9, 0), None, False),
+])  # fmt: skip
+def test_cudnn_is_a_candidate_where_torch_prefers_it(capability, version, is_right, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    found = choose.candidates(Kind(torch.device("cuda"), torch.bfloat16, 64))
+    assert [type(x) for x in found] == [CUDAFlash, *[CUDNN] * is_right]
+
+
+@pytest.mark.parametrize("capability, fault, num", [
+    ((9, 0), None, 1), ((9, 0), RuntimeError("no kernels"), 0), ((8, 0), None, 0),
+])  # fmt: skip
+def test_flash_attention_3_is_a_candidate_of_its_own(capability, fault, num, monkeypatch, caplog):
+    """Through the functions by which torch would register it, which stay unregistered."""
+    from torch.nn.attention import _fa3
+
+    def module(name):
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_000)
+    kind = Kind(torch.device("cuda"), torch.bfloat16, 64)
+    assert not any(isinstance(x, CUDAFlash3) for x in choose.candidates(kind)), "not installed"
+    monkeypatch.setattr(cuda_flash, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(_fa3, "_fa3_import_module", module)
+    operators = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    monkeypatch.setattr(_fa3, "_fa3_flash_attention_forward_impl_default", operators[0])
+    monkeypatch.setattr(_fa3, "_fa3_flash_attention_backward_impl", operators[1])
+    found = choose.candidates(kind)
+    assert [isinstance(x, CUDAFlash3) for x in found][-1] is bool(num)
+    assert sum(isinstance(x, CUDAFlash3) for x in found) == num
+    assert bool(fault) == ("cannot be called: no kernels" in caplog.text)
+    if num:
+        with EmulatedCUDA():
+            assert worst_error(found[-1], "full prefix", (6, 2), torch.float64) < 1e-13
+
+
+CUDNN_CASES = CASES | {
+    "cuDNN square": (40, 40, Block(0, 0.3)),
+    "square beyond the limit": (42, 42, Block(0, 0.3)),
+    "odd keys, even rows": (22, 49, Block(50, 0.3)),
+    "keys of two calls": (34, 24, Block(24, 0.3)),
+    "one call": (16, 12, Block(12, 0.3, window=64)),
+}
+NUM_CALLS = {
+    "cuDNN square": (1, 0),
+    "square beyond the limit": (0, 1),
+    "one call": (1, 0),
+    "odd keys, even rows": (6, 2),
+    "keys of two calls": (6, 0),
+    "causal square": (0, 1),
+}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+@pytest.mark.parametrize("case", [c for c in CUDNN_CASES if "softcap" not in c])
+def test_cudnn_in_pieces(case, heads, small_cudnn, monkeypatch):
+    """Pieces of its own, and one of flash attention behind the last multiple."""
+    monkeypatch.setitem(CASES, case, CUDNN_CASES[case])
+    with EmulatedCUDA(max_rows=40) as counted:
+        assert worst_error(CUDNN(), case, heads, torch.float64) < 1e-13
+    names = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
+    calls = tuple(counted.launches[name] for name in names)
+    assert calls == NUM_CALLS.get(case, calls)
 
 
 LENS = {"equal": [5, 5, 5], "unequal": [1, 9, 1, 3, 20], "single tokens": [1, 1, 1, 1]}
@@ -179,10 +283,11 @@ def test_packed_slices(backend, lens, window):
         torch.testing.assert_close(mine, expected, **close)
 
 
-@pytest.mark.parametrize("case", ["causal square", "full prefix"])
+@pytest.mark.parametrize("case", ["full prefix", "keys of two calls"])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_the_backward_takes_its_inputs_in_any_layout(backend, case):
+def test_the_backward_takes_its_inputs_in_any_layout(backend, case, small_cudnn, monkeypatch):
     """Outputs come merged, remembered or as a kernel left them."""
+    monkeypatch.setitem(CASES, case, CUDNN_CASES[case])
     q, k, v, dout, block = inputs(case, (6, 2), torch.float64)
     layouts = (
         lambda x: x,
@@ -245,15 +350,42 @@ def check_on_meta(q, k, v, dout, backend, slices, block):
         assert grad.dtype == x.dtype or (x is not q and grad.dtype == lse.dtype)
 
 
+def test_narrow_values_are_narrow_for_cudnn_alone():
+    """A latent's, of which cuDNN has a backward for (192, 128) and none for (192, 192)."""
+    widths = []
+
+    class Narrow(EmulatedCUDA):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "cudnn_attention" in func.overloadpacket.__name__:
+                widths.extend(x.shape[-1] for x in args[:5] if isinstance(x, torch.Tensor))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    for value_width, expected in ((16, {24, 16}), (None, {24})):
+        widths.clear()
+        with Narrow():
+            kind = Kind(torch.device("cpu"), torch.float64, 24, value_width=value_width)
+            assert choose._probe(CUDNN(), kind) is None
+            assert choose._probe(CUDAFlash(), kind) is None
+        assert set(widths) == expected
+
+
+@pytest.mark.parametrize("is_token_major", [False, True])
 @pytest.mark.parametrize("is_windowed", [False, True])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_the_probe_covers_windows_and_packed_slices(backend, is_windowed, monkeypatch):
-    def fault():
+def test_the_probe_covers_windows_and_packed_slices(
+    backend, is_windowed, is_token_major, monkeypatch
+):
+    def fault(own=backend):
         with EmulatedCUDA():
-            device = torch.device("cpu")
-            return choose._probe(backend(), device, torch.float64, 16, is_windowed, False)
+            kind = Kind(torch.device("cpu"), torch.float64, 16, is_windowed, False, is_token_major)
+            return choose._probe(own(), kind)
 
     assert fault() is None
+    if backend is CUDNN:
+        for name in ("_forward", "_backward"):  # the kinds of Gemma 3 on a card without a plan
+            with monkeypatch.context() as patch:
+                patch.setattr(cudnn, name, refuse)
+                assert fault() == "no plan"
     with monkeypatch.context() as patch:
         plain = cuda_flash._square_window
         patch.setattr(
@@ -268,6 +400,38 @@ def test_the_probe_covers_windows_and_packed_slices(backend, is_windowed, monkey
         assert "relative error" in fault()
 
 
+def refuse(*_, **__):
+    raise RuntimeError("no plan\nfor this")
+
+
+def test_a_backend_that_refuses_in_the_middle_of_a_run_is_followed_by_the_next(monkeypatch, caplog):
+    calls, plain = [], CUDAFlash.backward
+
+    def backward(self, dout, q, *args):
+        calls.append(q.shape[1])
+        return plain(self, dout, q, *args) if q.shape[1] < 20 else refuse()
+
+    kind = Kind(torch.device("cpu"), torch.float64, 16)
+    monkeypatch.setattr(CUDAFlash, "backward", backward)
+    chosen = ProbedBackend()
+    chosen._right[kind], chosen._untried[kind] = [CUDAFlash()], [Reference()]
+    monkeypatch.setattr(choose, "_probe", lambda backend, kind: None)
+    with EmulatedCUDA():
+        for case in ("full prefix", "full prefix", "single token"):
+            assert worst_error(chosen, case, (6, 2), torch.float64) < 1e-13
+    assert calls == [21, 1], "asked once per shape"
+    refusals = [r.getMessage() for r in caplog.records if "refuses" in r.getMessage()]
+    assert len(refusals) == 1 and "21 rows and 50 keys" in refusals[0] and "no plan" in refusals[0]
+    for error in (torch.OutOfMemoryError("full"), torch.AcceleratorError("illegal access")):
+        monkeypatch.setattr(CUDAFlash, "forward", lambda *_, error=error: raised(error))
+        with pytest.raises(type(error)):
+            chosen.forward(*inputs("far prefix", (6, 2), torch.float64)[:3], Block(400, 0.3))
+
+
+def raised(error):
+    raise error
+
+
 @pytest.mark.parametrize(
     "dtype, is_capped, why",
     [
@@ -277,16 +441,15 @@ def test_the_probe_covers_windows_and_packed_slices(backend, is_windowed, monkey
     ],
 )
 def test_the_reference_on_cuda_is_taken_aloud(dtype, is_capped, why, caplog):
-    chosen = choose_backend(torch.device("cuda"), dtype, 64, is_capped=is_capped)
-    assert isinstance(chosen, Reference)
+    assert isinstance(chosen_on("cuda", dtype, is_capped=is_capped), Reference)
     assert "plain reference" in caplog.text and why in caplog.text
 
 
 def test_each_kind_of_attention_is_chosen_once(monkeypatch):
     asked = []
 
-    def chosen(device, dtype, head_dim, **kind):
-        asked.append((dtype, head_dim, *kind.values()))
+    def chosen(kind, untried):
+        asked.append((kind.dtype, kind.head_dim, kind.is_windowed, kind.is_capped))
         return Reference()
 
     monkeypatch.setattr(choose, "choose_backend", chosen)
@@ -312,13 +475,10 @@ def test_on_cuda(backend, case):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
 def test_the_probe_on_cuda(backend, head_dim, is_windowed):
-    """Packed slices among the rest."""
+    """Packed slices and large blocks among the rest."""
     device = torch.device("cuda")
-    fault = choose._probe(backend(), device, torch.bfloat16, head_dim, is_windowed, False)
-    assert fault is None
-
-
-@pytest.mark.gpu
-def test_cudnn_on_cuda_beyond_its_limit(monkeypatch):
-    monkeypatch.setattr(cudnn, "_MAX_ROWS", 8)
-    assert worst_error(CUDNN(), "full prefix", (6, 2), torch.bfloat16, "cuda") < 2e-2
+    if backend is CUDNN and not cudnn.is_trusted(device):
+        pytest.skip("cuDNN is no candidate on this card")
+    for is_token_major in (False, True):
+        kind = Kind(device, torch.bfloat16, head_dim, is_windowed, False, is_token_major)
+        assert choose._probe(backend(), kind) is None

@@ -233,7 +233,7 @@ def test_the_cpu_kernel_gives_the_same(plan, window, softcap, heads):
 @pytest.mark.parametrize("window", [None, 1, 6, 20])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", [CUDAFlash, CUDNN])
-def test_the_cuda_kernels_give_the_same(backend, plan, window, heads):
+def test_the_cuda_kernels_give_the_same(backend, plan, window, heads, small_cudnn):
     with EmulatedCUDA():
         check_plan(PLANS[plan], AttentionRule(0.4, window), draw(heads[0]), backend(), heads=heads)
 
@@ -241,7 +241,7 @@ def test_the_cuda_kernels_give_the_same(backend, plan, window, heads):
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
-def test_bfloat16(backend, plan, window):
+def test_bfloat16(backend, plan, window, small_cudnn):
     """Partial results are merged in float32 and rounded as often as one kernel would."""
     with EmulatedCUDA():
         check_plan(

@@ -162,7 +162,7 @@ def test_attention_blocks(heads, is_known, block):
 @pytest.mark.parametrize("heads", [(4, 2), (2, 1)])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("backend", [CPUFlash, CUDAFlash, CUDNN])
-def test_kernels_give_the_same(backend, window, heads):
+def test_kernels_give_the_same(backend, window, heads, small_cudnn):
     rule = AttentionRule(0.4, window)
     check(CHUNKS, LENS, rule, backend, heads=heads, emulated=backend is not CPUFlash)
 
@@ -170,7 +170,7 @@ def test_kernels_give_the_same(backend, window, heads):
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("backend", [Reference, CPUFlash, CUDAFlash, CUDNN])
-def test_bfloat16(backend, heads, is_known):
+def test_bfloat16(backend, heads, is_known, small_cudnn):
     """Copies of heads and gathered keys are added up in float32; what travels is rounded once."""
     check(
         CHUNKS, LENS, AttentionRule(0.4), backend, heads=heads, is_known=is_known,

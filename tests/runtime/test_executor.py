@@ -376,6 +376,7 @@ class Mailbox:
     def accept(self, plan: ChunkPlan) -> None:
         assert len(plan.actions) == 2
 
+    def before(self, index: int) -> None: ...
     def send(self, action, x: torch.Tensor) -> None:
         assert not x.requires_grad
         self.told.append((action.payload, action.chunk, action.stage))

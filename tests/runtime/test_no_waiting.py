@@ -81,6 +81,14 @@ def test_a_step_reads_one_number(order, size, monkeypatch):
     assert num_reads(size, **ORDERS[order]) == 1
 
 
+def test_a_call_of_one_process_sends_nothing_to_the_device_and_back(monkeypatch):
+    """Its labels are counted on the host, its loss is read at the end."""
+    added, plain = [], Alone.add_up
+    monkeypatch.setattr(Alone, "add_up", lambda self, x: added.append(x) or plain(self, x))
+    furlong.forward_backward(build("llama"), batch(LENS), furlong.ChunkOptions(size=8))
+    assert len(added) == 1
+
+
 def test_a_read_per_action_is_seen(monkeypatch):
     plain = loss_head.LossHead.gradient
 

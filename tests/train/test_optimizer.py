@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import get_scheduler
 
-from furlong.train.setup.optimizer import LRSchedule, build_optimizer, build_schedule, lr_factor
+from furlong.train.setup.optimizer import (
+    LRSchedule,
+    build_optimizer,
+    build_schedule,
+    lr_factor,
+    make_state,
+)
 
+ADAMW = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5}
 HF_NAME = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -46,10 +55,19 @@ def test_warm_up_rises_in_equal_parts_to_the_peak(schedule: LRSchedule) -> None:
 def test_norms_biases_and_frozen_weights_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
     model[2].requires_grad_(False)
-    optimizer = build_optimizer(
-        model.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5
-    )
+    optimizer = build_optimizer(model.parameters(), **ADAMW)
     decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     expected = {id(model[0].weight): 0.5, id(model[0].bias): 0.0}
     expected |= {id(model[1].weight): 0.0, id(model[1].bias): 0.0}
     assert decays == expected
+
+
+def test_on_a_gpu_one_kernel_updates_all():
+    with FakeTensorMode():
+        for device, is_fused in (("cuda", True), ("cpu", False)):
+            weights = [nn.Parameter(torch.empty(shape, device=device)) for shape in ((2, 3), (3,))]
+            optimizer = build_optimizer(weights, **ADAMW)
+            make_state(optimizer)
+            assert bool(optimizer.defaults["fused"]) is is_fused
+            steps = [state["step"].device.type for state in optimizer.state.values()]
+            assert steps == [device, device], "the fused kernel refuses steps on the CPU"

@@ -14,6 +14,7 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
+from furlong.cli.train import set_allocators
 
 PROGRAM = (
     "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
@@ -23,6 +24,7 @@ PROGRAM = (
 REFUSING = """
 import contextlib, io, json, sys
 from furlong.cli.main import main
+from furlong.cli.train import set_allocators
 
 found = []
 for arguments in json.load(sys.stdin):
@@ -171,6 +173,21 @@ def test_exports(tiny_run: TinyRun, tmp_path: Path) -> None:
     messages = refused(*(["export", *arguments] for arguments, _ in cases))
     for (_, part), message in zip(cases, messages, strict=True):
         assert part in message
+
+
+@pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_segments_of_a_gpu_grow_unless_the_user_says_otherwise(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    set_allocators()
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    expected = {given: "max_split_size_mb:64"} if given else {names[0]: "expandable_segments:True"}
+    assert found == expected
 
 
 def test_the_cpus_kernels_are_bounded_unless_the_user_says_otherwise(

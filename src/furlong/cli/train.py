@@ -23,14 +23,24 @@ _RESUME = "--resume"
 # use. `furlong.cost.model` counts what these keep.
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _NUM_KERNELS = "64"
+# Chunks of changing length leave gaps in a GPU's memory that segments of fixed size never fill.
+_GPU_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_GROWING_SEGMENTS = "expandable_segments:True"
+
+
+def set_allocators() -> None:
+    """Set what torch reads from the environment at its start, unless the user has set it."""
+    for cache in _KERNEL_CACHES:
+        os.environ.setdefault(cache, _NUM_KERNELS)
+    if not any(name in os.environ for name in _GPU_ALLOCATOR):
+        os.environ[_GPU_ALLOCATOR[0]] = _GROWING_SEGMENTS
 
 
 def run(arguments: Sequence[str]) -> int:
     from furlong.train.processes.launch import read_launch
     from furlong.train.processes.together import Processes
 
-    for cache in _KERNEL_CACHES:
-        os.environ.setdefault(cache, _NUM_KERNELS)
+    set_allocators()
     launch = read_launch()
     if launch.num_processes == 1:
         return _train(arguments, Processes(launch))

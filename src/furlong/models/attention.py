@@ -150,9 +150,10 @@ def attention(
     shared = module.__dict__.get(DOOR)  # its cache knows which layer a block that several have is
     layer: Any = module.layer_idx if shared is None else shared.layer
     block = attention_block(module, layer)
-    rule = AttentionRule(scale, sliding_window or None, softcap or None, block)
     q, k, v = as_attended(query, key, value)
     value_width = value.shape[-1]
+    narrow = value_width if value_width < v.shape[-1] else None
+    rule = AttentionRule(scale, sliding_window or None, softcap or None, block, narrow)
     attended = pass_of.cell.attend(pass_of.what, layer, q, k, v, rule, s_aux, (key, value))
     out = attended[..., :value_width]
     return out.transpose(0, 1)[None], None  # (N, T, H) -> (1, T, N, H)

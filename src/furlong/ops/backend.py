@@ -9,7 +9,7 @@ row sees follows from positions alone, so no caller ever builds a mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,6 +30,9 @@ class Block:
     """Sliding window in tokens, the row's own token included."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)` (Gemma 2)."""
+    value_width: int | None = None
+    """Columns of v from this one on are zeros, and so are those of out and dout: values that are
+    narrower than keys (DeepSeek)."""
 
     def is_full(self, num_rows: int, num_keys: int) -> bool:
         """Whether every row sees every key."""
@@ -54,7 +57,7 @@ class Block:
 
     def at(self, row: int, key: int) -> Block:
         """The same rule for the sub-block that starts at this row and key."""
-        return Block(self.distance + row - key, self.scale, self.window, self.softcap)
+        return replace(self, distance=self.distance + row - key)
 
     def mask(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor:
         """(T, S) bool, True where the row sees the key. For single tiles only."""

@@ -1,4 +1,4 @@
-"""Attention on CUDA by PyTorch's flash attention 2.
+"""Attention on CUDA by flash attention: PyTorch's own, version 2, or version 3 where installed.
 
 It is called at the level where the log-sum-exp goes in and out, so that blocks can be merged; the
 backward takes the merged output and log-sum-exp, the way torch's own context parallelism does. The
@@ -7,8 +7,10 @@ kernel reads any strides but the last, so that nothing is copied on the way in o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from furlong.ops.backend import Backend, Block, lse_dtype
 
-_forward = torch.ops.aten._flash_attention_forward
-_backward = torch.ops.aten._flash_attention_backward
+_FLASH_3 = "flash_attn_interface"
+"""The module that registers the kernels of version 3."""
 
 
 class CUDAFlash(Backend):
@@ -29,6 +31,8 @@ class CUDAFlash(Backend):
 
     def __init__(self) -> None:
         self._last_ends: tuple[object, Tensor] | None = None
+        self._forward: Any = torch.ops.aten._flash_attention_forward
+        self._backward: Any = torch.ops.aten._flash_attention_backward
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         if apart := _rows_apart(q.shape[1], k.shape[1], block):
@@ -42,7 +46,7 @@ class CUDAFlash(Backend):
         if call.rows == 0:
             return _empty(q)
         rows, keys = slice(call.rows), slice(call.first_key, None)
-        result = _forward(
+        result = self._forward(
             _rows_first(q[:, rows])[None], _rows_first(k[:, keys])[None],
             _rows_first(v[:, keys])[None], None, None, call.rows, k.shape[1] - call.first_key,
             0.0, call.is_causal, False, scale=block.scale, **call.window,
@@ -75,7 +79,7 @@ class CUDAFlash(Backend):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         rows, keys = slice(call.rows), slice(call.first_key, None)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-        grads = _backward(
+        grads = self._backward(
             *(_rows_first(x)[None] for x in (dout[:, rows], q[:, rows], k[:, keys], v[:, keys])),
             _rows_first(out[:, rows])[None], lse[:, rows].contiguous()[None], None, None,
             call.rows, k.shape[1] - call.first_key, 0.0, call.is_causal, unused, unused,
@@ -92,7 +96,7 @@ class CUDAFlash(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], block: Block
     ) -> tuple[Tensor, Tensor]:
         ends, longest = self._ends(slices, q), _longest(slices)
-        result = _forward(
+        result = self._forward(
             _rows_first(q), _rows_first(k), _rows_first(v), ends, ends, longest, longest,
             0.0, True, False, scale=block.scale, **_square_window(block),
         )  # fmt: skip
@@ -104,7 +108,7 @@ class CUDAFlash(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ends, longest = self._ends(slices, q), _longest(slices)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = _backward(
+        dq, dk, dv = self._backward(
             *(_rows_first(x) for x in (dout, q, k, v, out)), lse.contiguous(), ends, ends,
             longest, longest, 0.0, True, unused, unused,
             scale=block.scale, **_square_window(block),
@@ -126,6 +130,32 @@ class CUDAFlash(Backend):
                 ends = ends.pin_memory()
             self._last_ends = key, ends.to(q.device, non_blocking=True)
         return self._last_ends[1]
+
+
+class CUDAFlash3(CUDAFlash):
+    """flash attention 3, by the functions that torch has to put it behind its own operators. They
+    are called here, and not put there: what else calls those operators stays as it is."""
+
+    def __init__(self, torch_fa3: Any) -> None:
+        """`torch_fa3`: torch.nn.attention._fa3."""
+        super().__init__()
+        self._forward = torch_fa3._fa3_flash_attention_forward_impl_default
+        self._backward = torch_fa3._fa3_flash_attention_backward_impl
+
+
+def flash_3(device: torch.device) -> CUDAFlash3 | None:
+    """flash attention 3 where it is installed, this torch can call it, and the card is a Hopper."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or find_spec(_FLASH_3) is None:
+        return None
+    try:
+        from torch.nn.attention import _fa3  # torch calls it a prototype
+
+        _fa3._fa3_import_module(_FLASH_3)
+        return CUDAFlash3(_fa3)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        log = logging.getLogger(__name__)
+        log.warning("flash attention 3 is installed and cannot be called: %s", error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

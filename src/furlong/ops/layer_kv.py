@@ -74,9 +74,12 @@ class AttentionRule:
     """Tokens of an attention block (Llama 4): the token at position p sees those from
     `p // block * block` on. No kernel knows of it: slices are cut there."""
 
+    value_width: int | None = None
+    """See `Block`."""
+
     def scores(self, distance: int) -> Block:
         """The scores of rows against keys, the first of which lies `distance` before them."""
-        return Block(distance, self.scale, self.window, self.softcap)
+        return Block(distance, self.scale, self.window, self.softcap, self.value_width)
 
     def open_tokens(self, position: int) -> int:
         """Tokens before a position that lie in its own attention block."""

@@ -14,11 +14,13 @@ from furlong.plan.trees import Tree
 
 NUM_HOT = 2
 """Newest segments of a prefix whose gradients stay on the device though K,V live elsewhere."""
-_SEGMENT_STEP = 64
+_SEGMENT_STEP = 128
+"""cuDNN takes no other keys (`furlong.ops.cudnn`)."""
 _MIN_SEGMENT_TOKENS, _MAX_SEGMENT_TOKENS = 512, 8192
 _SEGMENT_BYTES = {"cpu": 2**21}
-_SEGMENT_BYTES_ELSEWHERE = 2**23
-"""A kernel on a GPU wants more keys per call than one on a CPU."""
+_SEGMENT_BYTES_ELSEWHERE = 2**25
+"""8,192 keys of 8 heads of 128 in 16 bits: what a GPU does around a call would cost a fifth of one
+of 2,048 keys."""
 
 
 def segment_tokens(token_bytes: float, device_type: str) -> int:

@@ -30,6 +30,10 @@ class Comms(Protocol):
         """Raise PlanError for a plan with ranks that nothing here stands for."""
         ...
 
+    def before(self, index: int) -> None:
+        """Action number `index` is about to begin."""
+        ...
+
     def send(self, action: Send, x: Tensor) -> None:
         """Send hidden states, or their gradient, (T, D) to a neighbour."""
         ...
@@ -80,6 +84,9 @@ class Alone:
                 f"this run has one rank: the plan has {len(plan.actions)} with {plan.sp_size} "
                 "processes each, whose gradients nothing would add up"
             )
+
+    def before(self, index: int) -> None:
+        """Nothing is on its way."""
 
     def send(self, action: Send, x: Tensor) -> None:
         raise _nobody(format_action(action))

@@ -134,6 +134,7 @@ class Executor:
         action = self._actions[index]
         self._recorder.begin(action)
         self._hidden.expect_for(self._actions[index + 1 : index + 2])
+        self._comms.before(index)
         self._obey(action, self._passes[index])
         for chunk, stage in self._kv_dead[index]:
             self._free_kv(chunk, stage)

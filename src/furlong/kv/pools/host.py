@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -105,8 +106,13 @@ class _HostPlaces:
 
     def _allocate(self, num_bytes: int) -> Tensor:
         if self.device.type == "cuda" and not self.refused:
+            start_s = time.perf_counter()
             pinned = pinned_memory(num_bytes)
             if pinned is not None:
+                logging.getLogger(__name__).info(
+                    "pinned %s of host memory in %.1f s, once",
+                    format_bytes(num_bytes), time.perf_counter() - start_s,
+                )  # fmt: skip
                 return pinned
             self.refused = True
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")

@@ -25,6 +25,10 @@ from furlong.units import format_bytes
 
 STAGING_BYTES = 2**25
 """In flight and leased, unless told otherwise."""
+_NUM_LARGEST_ON_CUDA = 5
+"""Staging for so many of the largest tensor, a segment's gradients: those in use, those on their
+way back and out, two segments' keys and values, and remembered attention. A read that does not
+begin before it is needed holds up a GPU."""
 
 
 @dataclass(eq=False)
@@ -86,8 +90,9 @@ class StagedPool:
         self._poison = poison
         self._hops = places.stages_on_host and device.type != "cpu"
         self._staging = Staging(
-            places.allocate_staging, staging_bytes, self._wait, partial(now, device)
-        )
+            places.allocate_staging, staging_bytes, self._wait, partial(now, device),
+            _NUM_LARGEST_ON_CUDA if device.type == "cuda" else 0,
+        )  # fmt: skip
         self._handles: set[Handle] = set()
         self._era = 0  # `clear` begins a new one: leases of an old one end without effect
         self._error: BaseException | None = None

@@ -27,7 +27,8 @@ class Buffer:
 
 
 class Staging:
-    """Buffers of at most `limit_bytes` together, one large tensor and leases excepted."""
+    """Buffers of at most `limit_bytes` together, or of a number of the largest tensor; one larger
+    tensor and leases excepted."""
 
     def __init__(
         self,
@@ -35,11 +36,13 @@ class Staging:
         limit_bytes: int,
         wait: Callable[[Event], None],
         now: Callable[[], Event],
+        num_largest: int = 0,
     ) -> None:
         """`allocate`: a page-aligned uint8 tensor of so many bytes; `wait`: the compute side
-        waits for an event; `now`: what it has done so far."""
+        waits for an event; `now`: what it has done so far. `num_largest`: how many of the largest
+        tensor so far may be on their way though they are more than the limit."""
         self._allocate = allocate
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._num_largest = limit_bytes, num_largest
         self._wait = wait
         self._now = now
         self._free: deque[Buffer] = deque()  # the longest given back first
@@ -47,7 +50,7 @@ class Staging:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `take` would neither wait nor go beyond the limit."""
-        size = padded(num_bytes)
+        size = self._size(num_bytes)
         if any(_fits(b, size) and b.free.done() for b in self._free):
             return True
         idle_bytes = sum(b.memory.numel() for b in self._free if b.free.done())
@@ -55,11 +58,12 @@ class Staging:
 
     def take(self, num_bytes: int) -> Buffer:
         """A buffer of at least `num_bytes`; mind its `free`. Waits where that keeps the limit."""
-        size = padded(num_bytes)
+        size = self._size(num_bytes)
         fitting = [b for b in self._free if _fits(b, size)]
         idle = next((b for b in fitting if b.free.done()), None)
         if idle is None:
             self._release_idle(self._limit_bytes - size)
+            fitting = [b for b in self._free if _fits(b, size)]  # one may have been done meanwhile
             if self.total_bytes + size > self._limit_bytes and fitting:
                 idle = fitting[0]
         if idle is not None:
@@ -83,6 +87,11 @@ class Staging:
         """Forget all buffers, also those that were taken; nobody may use one any more."""
         self._free.clear()
         self.total_bytes = 0
+
+    def _size(self, num_bytes: int) -> int:
+        size = padded(num_bytes)
+        self._limit_bytes = max(self._limit_bytes, self._num_largest * size)
+        return size
 
     def _release_idle(self, to_bytes: int) -> None:
         """Release buffers that nobody uses until `to_bytes` are left, or all are in use."""

@@ -96,11 +96,11 @@ def chunk_inputs(
     if not rows.tokens:
         ids = positions = [torch.zeros(1, dtype=torch.int64, device="cpu")]
         labels = labelled = [torch.zeros(0, dtype=torch.int64, device="cpu")]
-    sent = [_sent(torch.cat(x), device) for x in (ids, positions, labels, labelled)]
+    sent = [sent_to(device, torch.cat(x)) for x in (ids, positions, labels, labelled)]
     return ChunkInputs(sent[0], sent[1], sent[2], sent[3], rows)
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
+def sent_to(device: torch.device, x: Tensor) -> Tensor:
     """A copy on the device, for which the host does not wait."""
     if device.type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,7 @@ from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
 from furlong.plan.values import ChunkPlan
-from furlong.runtime.cells.chunk_inputs import ChunkInputs
+from furlong.runtime.cells.chunk_inputs import ChunkInputs, sent_to
 
 
 class FinalHead(Protocol):
@@ -70,9 +70,8 @@ class LossHead:
         """The summed loss of all ranks, and how many labels it is of. Of drawn chunks alone the
         loss is an estimate for `num_valid_tokens` labels from their mean, in which each weighs as
         in the gradient, and nan where none of them has a label."""
-        own = torch.tensor(
-            [0.0, self._num_counted, self.num_labels], dtype=torch.float64, device="cpu"
-        ).to(self.loss_sum.device)
+        counts = [0.0, self._num_counted, self.num_labels]
+        own = sent_to(self.loss_sum.device, torch.tensor(counts, dtype=torch.float64, device="cpu"))
         own[0] = self.loss_sum
         loss_sum, num_counted, num_labels = add_up(own).tolist()
         if self.token_losses:

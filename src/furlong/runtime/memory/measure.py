@@ -27,20 +27,30 @@ class MemoryMeter:
         """`exact`: reset the device's peak at each begin, which others may be reading; else a
         stretch counts what is in use at its two ends, or a peak that is higher than all before."""
         self._device, self._exact = device, exact
-        self._before_bytes = self._highest_bytes = 0
+        self._last: tuple[int, int] | None = None
+        """In use, and at the peak, when the stretch before ended: the statistics cost some time."""
 
     def begin(self) -> None:
         if self._exact:
             reset_peak_memory(self._device)
-        self._before_bytes = memory_bytes(self._device)
-        self._highest_bytes = peak_memory_bytes(self._device)
+        elif self._last is None:
+            self._last = _memory_use(self._device)
 
     def end(self) -> int:
         """The peak since `begin`."""
-        peak_bytes = peak_memory_bytes(self._device)
-        if self._exact or peak_bytes > self._highest_bytes:
+        before, (now_bytes, peak_bytes) = self._last, _memory_use(self._device)
+        self._last = now_bytes, peak_bytes
+        if self._exact or before is None or peak_bytes > before[1]:
             return peak_bytes
-        return max(self._before_bytes, memory_bytes(self._device))
+        return max(before[0], now_bytes)
+
+
+def _memory_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use now, and most since the last reset."""
+    if device.type != "cuda":
+        return memory_bytes(device), peak_memory_bytes(device)
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return statistics["current"], statistics["peak"]
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -101,7 +101,7 @@ def gathered(
 ) -> list[list[int]]:
     """The numbers of each process of a group, by default of all. A collective."""
     group = group or ranks.group
-    x = torch.tensor(own, device=ranks.mesh.device_type)
+    x = torch.tensor(own, device=ranks.facts_device(group))
     found = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(found, x, group=group)
     rows: list[list[int]] = torch.stack(found).tolist()

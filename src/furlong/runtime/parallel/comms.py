@@ -73,6 +73,10 @@ class ShardedRanks:
             for n, stop in zip(plan.stages, stops, strict=True)
         )
 
+    def before(self, index: int) -> None:
+        if self._messages is not None and self._waiting is None:
+            self._messages[0].before(index)
+
     def send(self, action: Send, x: Tensor) -> None:
         self._links(action).send(action, x)
 

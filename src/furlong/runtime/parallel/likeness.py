@@ -109,7 +109,7 @@ def require_same_sequences(own: Sequence[int], ranks: Ranks) -> None:
     if not own:  # the plan, which all have, has no sequence
         return
     largest = [*own, *(-x if x != _ABSENT else x for x in own)]
-    x = torch.tensor(largest, dtype=torch.int64, device=ranks.mesh.device_type)
+    x = torch.tensor(largest, dtype=torch.int64, device=ranks.facts_device(ranks.group))
     dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
     most, negative_least = x.view(2, -1).tolist()
     for seq_id, (high, low) in enumerate(zip(most, negative_least, strict=True)):

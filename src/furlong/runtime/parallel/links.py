@@ -2,6 +2,8 @@
 
 A message carries no tag (NCCL has none): each direction is first in, first out, and both ends know
 its messages from the plan. One receive is posted ahead, and a send begins right after its compute.
+On a GPU a posted receive is a kernel that spins, and starts NCCL's clock: it is posted behind all
+but the last pass before the action that needs it.
 With one queue for both directions, or one per process, sends that face each other wait for ever.
 
 A send buffer is held, untouched, until its message has gone: gloo copies nothing, so the receiver
@@ -17,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from torch import Tensor
 from furlong.errors import PlanError
 from furlong.plan.messages import Message, all_rows, messages
 from furlong.plan.text import format_action
-from furlong.plan.values import Chunk, ChunkPlan, Recv, Send
+from furlong.plan.values import Action, Chunk, ChunkPlan, Computing, Recv, Send
 from furlong.runtime.parallel.waiter import Waiter
 from furlong.runtime.parallel.wires import GroupWire, Wire, Work, guarded
 
@@ -33,6 +36,8 @@ _ONE_WAY_SENDS = 2
 """Most sends under way on a link whose other direction is idle. Nothing else keeps a stage that
 waits for no gradient from running through the whole batch, and from holding all its outputs."""
 _POLL_S = 1e-4
+_MAX_CTAS = 2
+"""Multiprocessors of a GPU that a waiting message may occupy, on each of its links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +120,19 @@ class Incoming:
         self._wire, self._name = wire, name
         self._todo: deque[Message] = deque()
         self._posted: tuple[Work, Tensor] | None = None
+        self._posts_ahead = True
 
-    def begin(self, expected: Iterable[Message], parcel: Parcel) -> None:
-        """Expect the messages of a step; `post` then posts the receive of the first."""
+    def begin(
+        self, expected: Iterable[Message], parcel: Parcel, *, posts_ahead: bool = True
+    ) -> None:
+        """Expect the messages of a step; `post` then posts the receive of the first.
+        `posts_ahead`: whether each receive posts the next one."""
         assert not self._todo, f"{self._name} has not received {self._todo[0]} of the step before"
         self._todo.extend(expected)
-        self._parcel = parcel
+        self._parcel, self._posts_ahead = parcel, posts_ahead
 
     def recv(self, action: Recv) -> Tensor:
-        """The next message (num_rows, D); the receive of the one after it is posted."""
+        """The next message (num_rows, D)."""
         _next_of(self._todo, action, self._name)
         self.post()  # where the one before found no memory for it
         assert self._posted is not None
@@ -131,7 +140,8 @@ class Incoming:
         guarded(self._name, format_action(action), work.wait)
         self._todo.popleft()
         self._posted = None
-        self.post()
+        if self._posts_ahead:
+            self.post()
         return x
 
     def skip(self, action: Recv) -> None:
@@ -150,11 +160,16 @@ class Incoming:
 class Links:
     """One process's links: by the step from its rank to a neighbour's, both directions."""
 
-    def __init__(self, ways: Mapping[int, tuple[Outgoing, Incoming]]) -> None:
-        """`ways`: of the keys -1 (the stage before) and 1 (the stage behind) those that there
-        are."""
-        self._ways = ways
+    def __init__(
+        self, ways: Mapping[int, tuple[Outgoing, Incoming]], *, posts_ahead: bool = True
+    ) -> None:
+        """`ways`: of the keys -1 (the stage before) and 1 (the stage behind) those that there are.
+        `posts_ahead`: whether one receive of each way is always posted; else at the last pass
+        before it is needed."""
+        self._ways, self._posts_ahead = ways, posts_ahead
         self._rank = 0
+        self._posts: Mapping[int, list[int]] = {}
+        """By action, the peers whose receives are posted before it."""
         self.most_held = 0
         """Most send buffers held at a time, since the start or since it was set."""
 
@@ -165,13 +180,19 @@ class Links:
         """
         _refuse_strangers(plan, rank, {rank + step for step in self._ways})
         self._rank = rank
+        self._posts = {} if self._posts_ahead else late_posts(plan.actions[rank])
         for step, (out, into) in self._ways.items():
             theirs = messages(plan, rank + step, rank, parcel.num_rows)
             ours = messages(plan, rank, rank + step, parcel.num_rows)
             out.begin(ours, parcel, one_way=not theirs)
-            into.begin(theirs, parcel)
-        for _, into in self._ways.values():
+            into.begin(theirs, parcel, posts_ahead=self._posts_ahead)
+        for _, into in self._ways.values() if self._posts_ahead else ():
             into.post()
+
+    def before(self, index: int) -> None:
+        """Action number `index` of the step is about to begin."""
+        for peer in self._posts.get(index, ()):
+            self._ways[peer - self._rank][1].post()
 
     def send(self, action: Send, x: Tensor) -> None:
         """Begin to send x (num_rows, D), which must not change before `finish`."""
@@ -196,23 +217,45 @@ class Links:
             out.drain()
 
 
+def late_posts(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By action, the peers whose receives are posted before it: at the last pass before the action
+    that needs it. Others are posted when they are needed."""
+    found: dict[int, list[int]] = {}
+    last: int | None = None
+    for index, action in enumerate(actions):
+        if isinstance(action, Recv) and last is not None:
+            found.setdefault(last, []).append(action.peer)
+        elif isinstance(action, Computing):
+            last = index
+    return found
+
+
 def open_links(
     pipelines: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None = None
 ) -> Links:
     """The links of this process, each used once.
 
     `pipelines`: the processes of each pipeline by stage, as numbers in the world; each process is
-    in one. Collective over the world: every process makes all groups, in one order, and sends one
-    element through each of its own. NCCL connects two processes at the first message and blocks
-    them until then: receives posted ahead would wait for each other in a circle.
+    in one. `timeout`: by default that of the world. Collective over the world: every process makes
+    all groups, in one order, and sends one element through each of its own. NCCL connects two
+    processes at the first message and blocks them until then: receives posted ahead would wait for
+    each other in a circle.
     """
     me = dist.get_rank()
+    options: dict[str, Any] = {}
+    timeout = timeout or world_timeout(device)
+    if device.type == "cuda":
+        narrow = dist.ProcessGroupNCCL.Options()
+        narrow.config.max_ctas = _MAX_CTAS
+        if timeout is not None:
+            narrow._timeout = timeout
+        options = {"backend": "nccl", "pg_options": narrow}
     ways: dict[int, dict[str, tuple[GroupWire, str]]] = {}
     for here, there in directions(len(pipelines[0])):
         for own in pipelines:
             sender, receiver = own[here], own[there]
             name = f"the link from process {sender} to {receiver} (stages {here}, {there})"
-            group = dist.new_group([sender, receiver], timeout, group_desc=name)
+            group = dist.new_group([sender, receiver], timeout, group_desc=name, **options)
             if me not in (sender, receiver):
                 continue
             step = there - here if me == sender else here - there
@@ -226,7 +269,14 @@ def open_links(
         step: (Outgoing(*ends["out"], waiters[step]), Incoming(*ends["in"]))
         for step, ends in ways.items()
     }
-    return Links(both)
+    return Links(both, posts_ahead=not polls)
+
+
+def world_timeout(device: torch.device) -> timedelta | None:
+    """That which the run has given to its process group. `new_group` knows the backend's own."""
+    world = dist.group.WORLD
+    options = getattr(world and world._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def directions(num_stages: int) -> Iterator[tuple[int, int]]:

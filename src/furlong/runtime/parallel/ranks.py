@@ -49,6 +49,11 @@ class Ranks:
     def num_processes(self) -> int:
         return self.dp * self.sp * self.pp
 
+    def facts_device(self, group: ProcessGroup) -> str:
+        """Where the numbers lie that processes tell each other: on the host where the group has a
+        side for it. Through a GPU they would wait for all that it has to do."""
+        return "cpu" if "cpu:" in dist.get_backend_config(group) else self.mesh.device_type
+
     def peer(self, plan_rank: int) -> int:
         """Number of the process at the same place of the pool that obeys another list."""
         replica, stage = divmod(plan_rank, self.pp)

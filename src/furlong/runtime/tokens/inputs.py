@@ -17,6 +17,7 @@ from torch import Tensor
 from furlong.errors import DataError
 from furlong.ops.loss import labelled_rows
 from furlong.plan.rows import ChunkRows
+from furlong.runtime.cells.chunk_inputs import sent_to
 from furlong.runtime.inputs import (
     ShiftedSequence,
     count_valid_tokens,
@@ -57,7 +58,9 @@ class TokenInputs:
         found = list(self.labelled(rows))
         names = self.extras[0].keys() if self.extras else ()
         return {
-            name: torch.cat([_at(self.extras[i][name], tokens) for i, tokens in found]).to(device)
+            name: sent_to(
+                device, torch.cat([_at(self.extras[i][name], tokens) for i, tokens in found])
+            )
             for name in names
         }
 
@@ -160,7 +163,7 @@ def _require_extras(
 
 
 def _at(x: Tensor, tokens: Tensor) -> Tensor:
-    return x[tokens.to(x.device)]
+    return x[sent_to(x.device, tokens)]
 
 
 def of_runs(

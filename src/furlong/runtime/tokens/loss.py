@@ -18,7 +18,7 @@ from furlong.ops.token_values import TiledValues
 from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import PlannedSequences
-from furlong.runtime.cells.chunk_inputs import ChunkInputs
+from furlong.runtime.cells.chunk_inputs import ChunkInputs, sent_to
 from furlong.runtime.cells.loss_head import LossHead
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, refused_data, require_options, shift_labels
@@ -138,7 +138,7 @@ class _TokenLossHead(LossHead):
         start = 0
         for index, tokens in self._batch.labelled(inputs.rows):  # a row has a label for each answer
             own = losses[start : start + len(tokens)]
-            self.token_losses[index][tokens.to(self._device) - 1] = own
+            self.token_losses[index][sent_to(self._device, tokens - 1)] = own
             start += len(tokens)
 
 
@@ -162,7 +162,7 @@ class _WeightedHead(LossHead):
             torch.full((len(tokens),), self._weights[seq_id] * grad_scale, dtype=torch.float64)
             for seq_id, tokens in self._batch.labelled(inputs.rows)
         ]
-        cotangents = torch.cat(scales).to(hidden.device)
+        cotangents = sent_to(hidden.device, torch.cat(scales))
         gradient, losses = self._tiled.gradient(
             hidden, inputs.labels, inputs.labelled_rows, {}, cotangents
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.ops.token_values import TiledValues
 from furlong.plan.rows import Run
-from furlong.runtime.cells.chunk_inputs import ChunkInputs
+from furlong.runtime.cells.chunk_inputs import ChunkInputs, sent_to
 from furlong.runtime.tokens.inputs import TokenInputs, of_runs
 from furlong.runtime.tokens.joined import Joined
 
@@ -91,7 +91,7 @@ class TokenValues:
             self._found = [values.new_zeros((n, *shape)) for n in self._batch.seq_lens]
         row = 0
         for seq_id, tokens in self._batch.labelled(inputs.rows):
-            self._found[seq_id][tokens.to(self._device)] = values[row : row + len(tokens)]
+            self._found[seq_id][sent_to(self._device, tokens)] = values[row : row + len(tokens)]
             row += len(tokens)
         return (values,)
 
@@ -155,12 +155,15 @@ class OutputHead:
         """Raise ConfigError if the second phase has met other hidden states or values than the
         first one. `dtype` is that of the weights."""
         bound = 5e-2 if self._is_rounded else _MOST_MOVED.get(dtype, 5e-2)
-        for runs, moved in self._moved.items():
-            if not float(moved) <= bound:
+        if not self._moved:
+            return
+        distances = torch.stack([*self._moved.values()]).tolist()
+        for runs, moved in zip(self._moved, distances, strict=True):
+            if not moved <= bound:
                 seq_id, start, stop = runs[0]
                 raise ConfigError(
                     given=f"tokens {start} to {stop} of sequence {seq_id}, whose hidden states or "
-                    f"values moved by {float(moved):.1e} between forward and backward",
+                    f"values moved by {moved:.1e} between forward and backward",
                     required="the model that the values were computed with",
                     source="the backward of token_values, hidden_states or a chunked model",
                     change="change weights, adapters and modes after the backward alone",
@@ -172,7 +175,7 @@ class OutputHead:
         if self._projection is None:
             generator = torch.Generator("cpu").manual_seed(0)
             drawn = torch.randn(hidden.shape[1], generator=generator, device="cpu")
-            self._projection = drawn.to(wide)
+            self._projection = sent_to(wide.device, drawn.to(wide.dtype))
         return wide @ self._projection
 
 

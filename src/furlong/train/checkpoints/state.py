@@ -170,6 +170,7 @@ def restore_tensors(
     tensors = trained_tensors(model)
     parameters = trained(model)
     known = set(names or parameters)
+    is_fused = bool(optimizer.defaults.get("fused"))
     optimizer.state.clear()
     rng = {}
     for stored, (shape, dtype) in stored_tensors(checkpoint).items():
@@ -180,8 +181,9 @@ def restore_tensors(
             parameter = parameters.get(name)
             if parameter is None:  # another stage's
                 continue
-            # AdamW counts its steps on the CPU.
-            like = parameter if shape == parameter.shape else torch.empty(shape)
+            # AdamW counts its steps on the CPU, or in one kernel with the update.
+            count = torch.empty(shape, device=parameter.device if is_fused else "cpu")
+            like = parameter if shape == parameter.shape else count
             tensors[stored] = torch.empty_like(like, dtype=dtype)
             optimizer.state[parameter][key] = tensors[stored]
         elif stored in (_CPU_RNG, _CUDA_RNG):
@@ -234,7 +236,7 @@ def restore_groups(
         )
     for group, saved in zip(optimizer.param_groups, fitting, strict=True):
         for key, value in (saved or {}).items():
-            if key != "params":
+            if key not in ("params", "fused"):  # the device decides how it is computed
                 # JSON knows no tuples, AdamW's betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 

@@ -21,24 +21,27 @@ def build_optimizer(
     weight_decay: float,
 ) -> torch.optim.AdamW:
     """AdamW over what requires a gradient. Norms and biases (one axis) do not decay. A process of a
-    pipeline may hold none of one kind, or nothing that is trained."""
+    pipeline may hold none of one kind, or nothing that is trained. On a GPU one kernel updates all,
+    without temporaries of the size of the weights."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    on_gpu = any(p.is_cuda for p in trained)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=on_gpu or None)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW its moments, as its first step would: what does not fit beside them fails in that
     step, and not in the second one. Trained weights become memory of this process's own."""
+    is_fused = bool(optimizer.defaults.get("fused"))
     with torch.no_grad():
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             parameter.mul_(1)  # loaded weights lie in a mapped file until they are written
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
                     "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                     "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }

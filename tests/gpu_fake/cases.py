@@ -1,0 +1,210 @@
+"""Steps on the fake GPU: `python cases.py CASE...` prints what each was seen to do, as JSON.
+
+One process for several cases: the harness comes before torch, and starting costs more than a step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import fake_gpu  # before torch
+import torch
+from fake_gpu import Card, FakeGPU, build
+
+import furlong
+from furlong.values import log_prob
+
+_SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 2**17,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+_LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "gemma3_text": {"head_dim": 256, "sliding_window": 512, **_TYPES},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
+                "sliding_window": 4096},
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "sliding_window": 128, **_TYPES,
+                **_EXPERTS},
+    "deepseek_v3": _LATENT,
+    "qwen3_next": {
+        "head_dim": 64, "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+LENS = {"mistral": [12_288, 700], "qwen3_next": [300]}
+"""Tokens of each sequence where they are not these: chunks of any length, a tail of one token, 64
+mod 128 keys, packed slices."""
+_LENS = [1217, 1025, 130, 1, 5]
+SIZES = {"mistral": 4096, "qwen3_next": 128}
+ORDERS: dict[str, dict[str, Any]] = {
+    "chunk-first": {"keep": "attention", "num_retained": 1},
+    "layer-first": {"keep": "input", "order": "layer-first", "recompute_layers": 1},
+}
+
+
+def batch(lens: list[int]) -> list[dict[str, torch.Tensor]]:
+    ids = [torch.randint(0, 500, (n,)) for n in lens]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def seen(gpu: FakeGPU, **more: Any) -> dict[str, Any]:
+    problems = [f"{kind} {n} x {text} [{at}]" for (kind, text), (n, at) in gpu.problems.items()]
+    return {
+        "problems": problems, "host_syncs": gpu.counts["host syncs"], "syncs": dict(gpu.syncs),
+        "kernels": sum(gpu.kernels.values()), "num_plans": sum(gpu.rules.num_plans.values()),
+        "calls": dict(gpu.rules.shapes), "began": gpu.counts["prefetch begun"],
+        "no_room": gpu.counts["prefetch refused: no room"], **more,
+    }  # fmt: skip
+
+
+def step(kind: str, tier: str, order: str, card: Card | None = None) -> dict[str, Any]:
+    """The second step of a model, and what the first one saw beside it: checks and probes."""
+    options = furlong.ChunkOptions(size=SIZES.get(kind, 256), tier=tier, **ORDERS[order])
+    with FakeGPU(card) as gpu:
+        model = build(kind, **_SMALL | MODELS[kind])
+        given = batch(LENS.get(kind, _LENS))
+        furlong.forward_backward(model, given, options)
+        first = seen(gpu)["problems"]
+        gpu.clear()
+        furlong.forward_backward(model, given, options)
+        return seen(gpu, first=first)
+
+
+def values(share_prompts: bool) -> dict[str, Any]:
+    """Log-probabilities of two answers to one prompt, and their gradients, as DPO asks for them."""
+    options = furlong.ChunkOptions(size=256, tier="host", keep="kv", num_retained=0)
+    with FakeGPU() as gpu:
+        engine = furlong.Engine(build("qwen2", **_SMALL))
+        prompt = torch.randint(0, 500, (700,))
+        pair = [torch.cat((prompt, torch.randint(0, 500, (n,)))) for n in (190, 333)]
+        given = [{"input_ids": x, "labels": x} for x in pair]
+        for number in range(2):
+            if number:
+                gpu.clear()
+            found = engine.token_values(given, options, log_prob(), share_prompts=share_prompts)
+            (found[0].sum() - found[1].sum()).backward()
+        return seen(gpu)
+
+
+def mutant(what: str) -> dict[str, Any]:
+    """A step whose pools lack one wait, with copies that are never seen to be done."""
+    from furlong.kv.pools import lanes, staged, staging
+
+    submit = lanes.StreamLane.submit
+    patches = {
+        "none": nullcontext(),
+        "a lease that waits for no read": mock.patch.object(
+            staged.StagedPool, "_wait", lambda *_: None
+        ),
+        "lanes that wait for nothing": mock.patch.object(
+            lanes.StreamLane, "submit", lambda own, work, after: submit(own, work, ())
+        ),
+        "buffers that are free at once": mock.patch.object(
+            staging.Staging, "give", lambda own, buffer, free, give=staging.Staging.give: give(
+                own, buffer, lanes.Past())
+        ),
+    }  # fmt: skip
+    options = furlong.ChunkOptions(size=256, tier="host", keep="attention", num_retained=0)
+    with FakeGPU(copies="slow") as gpu, patches[what]:
+        furlong.forward_backward(build("qwen2", **_SMALL), batch([1100]), options)
+        return seen(gpu)
+
+
+def kernels_of_a_layer() -> dict[str, Any]:
+    """Kernels per layer and chunk, beside transformers with checkpoints on sequences of that size
+    whose attention is one call of the same kernel."""
+    own, plain, num_chunks, size = {}, {}, 4, 256
+    for num_layers in (2, 4):
+        given = batch([size] * num_chunks)
+        settings = _SMALL | {"num_hidden_layers": num_layers}
+        options = furlong.ChunkOptions(size=size, keep="attention", num_retained=0)
+        with FakeGPU() as gpu:
+            model = build("qwen2", **settings)
+            for _ in range(2):
+                gpu.clear()
+                furlong.forward_backward(model, given, options)
+            own[num_layers] = sum(gpu.kernels.values())
+        with FakeGPU() as gpu:
+            model = build("qwen2", **settings, attn_implementation=fake_gpu.one_call())
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for _ in range(2):
+                gpu.clear()
+                for sequence in given:
+                    ids = sequence["input_ids"][None].to(fake_gpu.CUDA)
+                    model(input_ids=ids, labels=ids).loss.backward()
+            plain[num_layers] = sum(gpu.kernels.values())
+    each = [(found[4] - found[2]) / 2 / num_chunks for found in (own, plain)]
+    return {"furlong": each[0], "transformers": each[1]}
+
+
+def plans_of_lengths(num: int = 100) -> dict[str, Any]:
+    """Plans that cuDNN would build for sequences of many lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(500, 60_000, (num,), generator=generator).tolist()
+    options = furlong.ChunkOptions(size=8192, keep="attention", num_retained=1)
+    with FakeGPU() as gpu:
+        model = build("qwen2", **_SMALL | {"num_hidden_layers": 1})
+        for length in lens:
+            furlong.forward_backward(model, batch([length]), options)
+        return seen(gpu)
+
+
+def benchmark(part: str) -> dict[str, Any]:
+    """A part of benchmarks/gpu.py: models of two layers, all else as on a GPU."""
+    import gpu_part
+
+    settings = gpu_part.Settings(num_layers=2, peak_flops_per_s=1e15)
+    with FakeGPU() as gpu:
+        found = [name for name, _ in gpu_part.PARTS[part](settings)]
+        return seen(gpu, results=found)
+
+
+AMPERE = Card("NVIDIA A100-SXM4-80GB", (8, 0))
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{
+        f"{kind}, {tier}, {order}": partial(step, kind, tier, order)
+        for kind in MODELS
+        for tier in ("device", "host", "disk")
+        for order in ORDERS
+    },
+    "gemma3_text on an A100": partial(step, "gemma3_text", "device", "chunk-first", AMPERE),
+    "old cuDNN": partial(step, "qwen2", "device", "chunk-first", Card(cudnn=91_000)),
+    "values of a tree": partial(values, True),
+    "values": partial(values, False),
+    **{
+        f"mutant: {what}": partial(mutant, what)
+        for what in (
+            "none", "a lease that waits for no read", "lanes that wait for nothing",
+            "buffers that are free at once",
+        )
+    },
+    "kernels of a layer": kernels_of_a_layer,
+    "plans of 100 lengths": plans_of_lengths,
+    **{f"benchmark: {part}": partial(benchmark, part) for part in ("versions", "seven")},
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        try:
+            found: dict[str, Any] = CASES[name]()
+        except Exception as error:  # told to the test, with the outcomes of the other cases
+            found = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"}
+        print(json.dumps({"case": name, **found}), flush=True)

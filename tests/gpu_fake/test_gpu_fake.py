@@ -1,0 +1,127 @@
+"""Whole steps on a GPU that is not there: every call of a kernel by its own rules, no race, no wait
+of the host, no more kernels than transformers has. What tensors hold is not known here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+MOST_SYNCS = 2
+"""Of a step: its loss, and the times of its actions."""
+KINDS = ("qwen2", "gemma3_text", "mistral", "gpt_oss", "deepseek_v3", "qwen3_next")
+ALL = [
+    f"{kind}, {tier}, {order}"
+    for kind in KINDS
+    for tier in ("device", "host", "disk")
+    for order in ("chunk-first", "layer-first")
+]
+QUICK = ["qwen2, host, layer-first", "mistral, host, chunk-first", "gemma3_text on an A100"]
+OTHER = ["values of a tree", "old cuDNN", "kernels of a layer"]
+MUTANTS = {
+    "none": 0,
+    "a lease that waits for no read": 1,
+    "lanes that wait for nothing": 1,
+    "buffers that are free at once": 1,
+}
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for a stand-in")
+
+
+@cache
+def seen(*cases: str) -> dict[str, dict[str, Any]]:
+    """What cases were seen to do, in a process of their own: torch may not be loaded before."""
+    own = HERE, HERE.parent / "ops", HERE.parents[1] / "benchmarks"
+    path = os.pathsep.join((*map(str, own), os.environ.get("PYTHONPATH", "")))
+    run = subprocess.run(
+        [sys.executable, str(HERE / "cases.py"), *cases], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}, check=False,
+        timeout=3600,
+    )  # fmt: skip
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"case"')]
+    assert run.returncode == 0 and len(found) == len(cases), run.stderr[-3000:]
+    return {one["case"]: one for one in found}
+
+
+def require_right(found: dict[str, Any]) -> None:
+    assert "error" not in found, found["error"]
+    assert found["problems"] == found.get("first", []) == []
+    assert found["host_syncs"] <= MOST_SYNCS, found["syncs"]
+    assert found["no_room"] == 0, "a read that does not begin before it is needed"
+
+
+def of_mutants() -> dict[str, dict[str, Any]]:
+    return seen(*(f"mutant: {what}" for what in MUTANTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", QUICK)
+def test_steps(case):
+    require_right(seen(*QUICK, *OTHER)[case])
+
+
+@pytest.mark.slow
+def test_token_values_of_a_tree():
+    """The second phase runs on autograd's thread. At its end the lanes of its own pools end too,
+    twice, when there is nothing left to wait for."""
+    found = seen(*QUICK, *OTHER)["values of a tree"]
+    assert "error" not in found and found["problems"] == [], found
+    assert found["host_syncs"] <= MOST_SYNCS - 1 + 4, found["syncs"]
+
+
+@pytest.mark.slow
+def test_a_version_of_cudnn_that_reads_out_of_bounds_is_not_called():
+    found = seen(*QUICK, *OTHER)["old cuDNN"]
+    require_right(found)
+    assert set(found["calls"]) == {"flash dense", "flash packed"}
+
+
+@pytest.mark.slow
+def test_a_layer_has_no_more_kernels_than_in_transformers():
+    """Of a chunk without a prefix, attention remembered, all layers recomputed."""
+    found = seen(*QUICK, *OTHER)["kernels of a layer"]
+    assert 0 < found["furlong"] <= 1.05 * found["transformers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", MUTANTS)
+def test_a_wait_that_is_left_out_is_a_race(what):
+    found = of_mutants()[f"mutant: {what}"]
+    races = [text for text in found["problems"] if text.startswith("RACE")]
+    assert bool(races) == bool(MUTANTS[what]), found["problems"]
+    assert len(races) == len(found["problems"])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK])
+def test_all_steps(case):
+    require_right(seen(*(case for case in ALL if case not in QUICK))[case])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_benchmark_runs_as_on_a_gpu():
+    """The shapes of 7B in two layers, at the lengths that it measures."""
+    found = seen("benchmark: versions", "benchmark: seven")
+    for case in found.values():
+        assert "error" not in case and case["problems"] == [], case
+    assert {"7B, 128K, host", "7B, 64K, device", "7B, 64K, host"} <= {
+        *found["benchmark: seven"]["results"]
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_many_lengths_build_few_plans():
+    found = seen("plans of 100 lengths", "values")
+    assert 0 < found["plans of 100 lengths"]["num_plans"] <= 40
+    assert found["plans of 100 lengths"]["problems"] == found["values"]["problems"] == []
