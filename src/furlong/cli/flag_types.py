@@ -15,7 +15,9 @@ MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
 
 
-_BEGINNINGS = {".png": b"\x89png", ".svg": (b"<?xml", b"<svg"), ".html": b"<!doctype html"}
+_BEGINNINGS = {
+    ".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg"), ".html": (b"<!doctype html",),
+}  # fmt: skip
 
 
 class VerbParser(argparse.ArgumentParser):
