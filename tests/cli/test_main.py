@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from furlong import __version__
+from furlong.cli.flag_types import check_replaced
 from furlong.cli.main import main
 
 CALL = "import sys; from furlong.cli.main import main; code = main(sys.argv[1:]); "
@@ -181,3 +184,47 @@ def test_memory_that_loses_its_file_ends_with_a_place() -> None:
     finished = subprocess.run(call, capture_output=True, text=True)
     assert finished.returncode < 0
     assert "Fatal Python error: Bus error" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["lengths", "run.json", "--out=run.json"], "run.json"),
+        (["lengths", "data", "--tokenizer=t", "--picture=photo.png"], "photo.png"),
+        (["plan", "run.json", "--out=run.json"], "run.json"),
+        (["plan", "run.json", "--trace=lengths.json"], "lengths.json"),
+        (["plan", "run.json", "--picture=photo.PNG"], "photo.PNG"),
+        (["plan", "run.json", "--picture=page.html"], "page.html"),
+        (["calibrate", "run.json", "--out=run.json"], "run.json"),
+    ],
+)
+def test_a_file_of_the_user_is_not_replaced(
+    arguments: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"model": {"name": "m"}, "data": {"train": "d"}, "lengths": [1]})
+    (tmp_path / name).write_text(text if name == "lengths.json" else text.replace("lengths", "x"))
+    (tmp_path / "run.json").write_text(text.replace("lengths", "x"))
+    before = (tmp_path / name).read_text()
+    assert main(arguments) == 2
+    assert f"given:    {name}, which is there and is something else" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys"),
+    [
+        ("a.json", b'{"version": 1, "lengths": []}', ("lengths",)),
+        ("a.json", b" \n", ("lengths",)),
+        ("a.png", b"\x89PNG\r\n", ()),
+        ("a.svg", b"<?xml version", ()),
+        ("a.html", b"<!DOCTYPE html>", ()),
+        ("new.json", None, ("lengths",)),
+    ],
+)
+def test_what_furlong_wrote_may_be_replaced(
+    name: str, content: bytes | None, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    check_replaced(tmp_path / name, "--out", *keys)

@@ -187,6 +187,10 @@ def test_content_beside_calls_is_a_text_too() -> None:
         ({"type": "input_audio"}, "message 1 of chosen, part 2: of type input_audio"),
         ({"type": "text", "text": None}, "message 1 of chosen, part 2: of type dict"),
         ({"text": "a", "image": "x.png"}, "message 1 of chosen, part 2: with image"),
+        (
+            {"type": "text", "text": "a", "file": {"id": 1}},
+            "message 1 of chosen, part 2: with file",
+        ),
         (5, "message 1 of chosen, part 2: of type int"),
     ],
 )

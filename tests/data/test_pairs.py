@@ -134,6 +134,8 @@ def test_texts_that_repeat_their_prompt_hold_it_once(tmp_path: Path, prompt: str
     (line, _) = data.describe()
     assert "2 pairs of texts that repeat their prompt read as whole texts (first: " in line
     assert "pairs.jsonl:1)" in line
+    alone = "1 pairs of texts of which one answer alone begins with the prompt"
+    assert f"{alone} read as answers behind it (first: " in line
     no_answer = {"prompt": "a b", "chosen": "a b", "rejected": "a b c"}
     with pytest.raises(DataError, match="1 pairs with an empty answer, and no other"):
         pairs_of(tmp_path, no_answer, tokenizer=word_tokenizer())

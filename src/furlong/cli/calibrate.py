@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import VerbParser
+from furlong.cli.flag_types import VerbParser, check_replaced
 from furlong.cli.output import tell_loading
 from furlong.errors import ConfigError
 
@@ -90,6 +90,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             source="the command line",
             change="give the file another ending",
         )
+    if chosen.out is not None:
+        check_replaced(chosen.out, "--out", "hardware", "version")
     return chosen
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from furlong.errors import ConfigError
@@ -11,6 +13,11 @@ from furlong.errors import ConfigError
 MAX_DEVICES = 65_536
 MAX_BATCH = 16_384
 """Most sequences of one step's batch."""
+
+
+_BEGINNINGS = {
+    ".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg"), ".html": (b"<!doctype html",),
+}  # fmt: skip
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -47,6 +54,32 @@ def refusal(
 ) -> ConfigError:
     """The error of a command line, or of what it names."""
     return ConfigError(given=given, required=required, source=source, change=change)
+
+
+def check_replaced(path: Path, flag: str, *keys: str) -> None:
+    """Raises ConfigError where a file that would be replaced is no JSON object with `keys`, or,
+    without keys, no picture of its ending; an empty file may be replaced."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:  # told when it is written
+        return
+    if not content.strip():
+        return
+    if keys:
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+        is_own = isinstance(found, dict) and found.keys() >= set(keys)
+    else:
+        is_own = content.lower().startswith(_BEGINNINGS[path.suffix.lower()])
+    if not is_own:
+        raise refusal(
+            f"{path}, which is there and is something else than what would replace it",
+            "a new file, or one that furlong wrote",
+            "choose another name, or remove the file",
+            flag,
+        )
 
 
 def check_num_devices(num_devices: int, source: str) -> None:

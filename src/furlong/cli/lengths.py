@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import VerbParser
+from furlong.cli.flag_types import VerbParser, check_replaced
 from furlong.cli.output import tell_loading
 from furlong.errors import ConfigError
 from furlong.units import count_words
@@ -85,6 +85,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
                 source="the command line",
                 change="give the file another ending",
             )
+        if path is not None:
+            check_replaced(path, flag, *(("lengths",) if path is chosen.out else ()))
     return chosen
 
 

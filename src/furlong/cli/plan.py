@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.cli.flag_types import MAX_BATCH, MAX_DEVICES, number, refusal
+from furlong.cli.flag_types import MAX_BATCH, MAX_DEVICES, check_replaced, number, refusal
 
 if TYPE_CHECKING:
     from furlong.config.sources import RunFlags
@@ -29,6 +29,9 @@ _OF_A_PLAN = (
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
 _ENDINGS = {"--picture": (".png", ".svg", ".html"), "--trace": (".json",), "--out": (".json",)}
+
+_KEYS = {"--out": ("chunks", "actions"), "--trace": ("traceEvents",)}
+"""Keys of the files that furlong writes."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -118,6 +121,8 @@ def _check_outputs(chosen: argparse.Namespace) -> None:
         if path is not None and not path.parent.is_dir():
             change = f"make the folder {path.parent}, or choose another one"
             raise refusal(f"{flag} {path}", "a file in a folder that exists", change)
+        if path is not None:
+            check_replaced(path, flag, *_KEYS.get(flag, ()))
     if chosen.out is not None and chosen.out == chosen.trace:
         given = f"--out and --trace {chosen.out}"
         raise refusal(given, "two files: a plan and a trace", "give one of them another name")

@@ -56,6 +56,7 @@ _LOST: dict[Format, dict[str, str]] = {
     "tokens": {},
     "text": {},
 }
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 _TOKEN_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
@@ -173,13 +174,14 @@ def _text_of_parts(record: SourceRecord, parts: Items[Any], message: str) -> str
     """The text of a content of parts. Raises DataError for parts that are no text."""
     texts = []
     for number, part in enumerate(parts, start=1):
-        others = [k for k, v in part.items() if v and k != "text"] if isinstance(part, dict) else []
-        is_text = isinstance(part, dict) and (part.get("type") == "text" or not others)
+        media = [key for key in _MEDIA if isinstance(part, dict) and part.get(key)]
+        is_text = isinstance(part, dict) and part.get("type") in ("text", None) and not media
         text = part.get("text") if is_text else part
         if not isinstance(text, str):
             kind = _kind(part)
             if isinstance(part, dict) and not is_text:
-                kind = f"of type {part['type']}" if part.get("type") else f"with {others[0]}"
+                is_other = part.get("type") not in ("text", None)
+                kind = f"of type {part['type']}" if is_other else f"with {media[0]}"
             raise DataError(
                 given=f"{message}, part {number}: {kind}",
                 required='content as a string, or parts such as {"type": "text", "text": "..."}',

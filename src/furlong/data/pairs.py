@@ -43,6 +43,7 @@ SAME, EMPTY = "pairs with the same answers", "pairs with an empty answer"
 REPEATED = "pairs of texts that repeat their prompt"
 """Counted with what is left out, though they are not: they are read as whole texts."""
 
+ALONE = "pairs of texts of which one answer alone begins with the prompt"
 TOOLS_OF_TEXTS = "pairs of texts with tools"
 NO_EOS = "sequences without EOS, which the tokenizer lacks,"
 
@@ -114,6 +115,8 @@ def render_texts(record: SourceRecord, left_out: LeftOut) -> _Answers:
             left_out.add(REPEATED, record)
             prompt = chosen[:start]
         else:
+            if _repeated(prompt, chosen, chosen) or _repeated(prompt, rejected, rejected):
+                left_out.add(ALONE, record)
             chosen, rejected = prompt + chosen, prompt + rejected
     else:
         prompt = _common_text(record, chosen, rejected)
@@ -145,6 +148,8 @@ def handled(what: str) -> str:
         return "read as whole texts"
     if what in (EMPTY_ANSWERS, NO_EOS):
         return "learnt as they are"
+    if what == ALONE:
+        return "read as answers behind it"
     if what == RAW:
         return "read as they stand (records are .jsonl)"
     if what == TOOLS_OF_TEXTS:

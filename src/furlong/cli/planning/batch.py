@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.cli.flag_types import MAX_BATCH, refusal
+from furlong.cli.flag_types import MAX_BATCH, check_replaced, refusal
 from furlong.plan.lengths import Lengths, count_lengths, draw_lengths, read_lengths, write_lengths
 from furlong.units import count_words, format_count, plural
 
@@ -139,6 +139,7 @@ def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
         written = counted.stat().st_mtime
         if all(not path.exists() or path.stat().st_mtime <= written for path in sources):
             return str(counted), read_lengths(counted)
+    check_replaced(counted, f"the lengths of {file}", "lengths")
     print(f"counting the lengths of {file}'s sequences into {counted}", file=sys.stderr)
     lengths = _count(config)
     write_lengths(counted, lengths)
