@@ -287,7 +287,7 @@ def _word_of_split(file: Path) -> str | None:
 def _counterparts(files: Items[Path]) -> dict[Path, str]:
     """The splits of files whose names differ by one alone, such as `mytrain` and `mytest`."""
     by_name = {str(file).lower(): file for file in files}
-    splits = {}
+    splits: dict[Path, str] = {}
     for name, file in by_name.items():
         for train, other in product(_TRAIN_NAMES, _SPLIT_NAMES - _TRAIN_NAMES):
             if train in name and (found := by_name.get(name.replace(train, other))):
