@@ -139,7 +139,7 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
     with _hushed(is_reading=False):
         if is_adapter:
             for adapters in model.peft_config.values():
-                base = adapters.base_model_name_or_path
+                base = adapters.base_model_name_or_path or ""
                 if os.path.isdir(base):  # a relative one would be another folder elsewhere
                     adapters.base_model_name_or_path = os.path.abspath(base)
             model.save_pretrained(folder)
