@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.tiny_runs import TinyRun
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli.main import main
 from furlong.errors import CheckpointError
@@ -70,6 +70,28 @@ def test_adapters_are_exported_as_they_are_or_merged(tiny_run: TinyRun, tmp_path
     assert (adapted - plain).norm() > 0.1 * plain.norm()
     assert (merged - adapted).norm() < 1e-5 * adapted.norm()
     AutoTokenizer.from_pretrained(merged_folder)
+
+
+def test_adapters_on_another_rope_are_told_how_to_be_loaded(
+    tiny_run: TinyRun, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Their base is named from the root, for a relative name is another folder elsewhere."""
+    monkeypatch.chdir(tiny_run.folder)
+    run, merged_folder = tmp_path / "run", tmp_path / "merged"
+    flags = ("--model.name=model", "--model.lora.rank=4", "--train.lr=1e-1", "--train.epochs=1")
+    rope = "--model.rope={rope_type: default, rope_theta: 2}"
+    assert main(tiny_run.arguments(run, *flags, rope)) == 0
+    assert f"AutoConfig.from_pretrained('{run}/model/base')" in capsys.readouterr().out
+    assert "AutoConfig.from_pretrained('model/base')" in (run / "model" / "README.md").read_text()
+    assert main(["export", str(run), "--merge", f"--out={merged_folder}"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    config = AutoConfig.from_pretrained(run / "model" / "base")
+    adapted = logits(AutoModelForCausalLM.from_pretrained(run / "model", config=config))
+    without = logits(AutoModelForCausalLM.from_pretrained(run / "model"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(merged_folder))
+    assert (merged - adapted).norm() < 1e-5 * merged.norm() < 0.01 * (merged - without).norm()
 
 
 def test_a_full_disk_leaves_no_part_of_a_model(

@@ -37,10 +37,10 @@ BINARY, BLANK, REPLACED = "binary files", "blank texts", "bytes that are no UTF-
 RAW = "texts that begin with a JSON record"
 """Counted with what is left out, though they are read, as they stand."""
 
+_ARROW_FILE = b"ARROW1"
 _READ = "UTF-8 text, .jsonl, .parquet or .arrow, not compressed"
 _COMPRESSED = frozenset((".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tgz", ".7z"))
 _MARK = b"\xef\xbb\xbf"  # Windows begins a text in UTF-8 with it
-_ARROW_FILE = b"ARROW1"
 _BYTES_LOOKED_AT = 8192
 _ROWS_PER_BATCH = 64
 _MAX_REPLACED_SHARE = 0.1
@@ -257,19 +257,6 @@ def _plain(value: Any, column: str, origin: str, depth: int = 0) -> Any:
     return value
 
 
-def _refuse_arrow_file(path: Path) -> None:
-    """Raises DataError for the other one of Arrow's two formats, which `datasets` does not read."""
-    with path.open("rb") as opened:
-        if opened.read(len(_ARROW_FILE)) == _ARROW_FILE:
-            raise DataError(
-                given=f"{path}: Arrow's file format (pyarrow.ipc.new_file, Feather)",
-                required="Arrow's stream format, which datasets writes, or Parquet",
-                source=str(path),
-                change="convert it: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE),"
-                " 'FILE.parquet')",
-            )
-
-
 def _parquet_rows(path: Path) -> tuple[list[str], Iterator[dict[str, Any]]]:
     """The columns of a file, and its rows with those of `FIELDS`.
 
@@ -297,6 +284,19 @@ def _dataset_rows(dataset: Any) -> tuple[list[str], Iterator[dict[str, Any]]]:
     columns = dataset.column_names
     wanted = dataset.select_columns([column for column in columns if column in FIELDS])
     return columns, iter(wanted) if wanted.column_names else ({} for _ in range(len(dataset)))
+
+
+def _refuse_arrow_file(path: Path) -> None:
+    """Raises DataError for the other one of Arrow's two formats, which `datasets` does not read."""
+    with path.open("rb") as opened:
+        if opened.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            raise DataError(
+                given=f"{path}: Arrow's file format (pyarrow.ipc.new_file, Feather)",
+                required="Arrow's stream format, which datasets writes, or Parquet",
+                source=str(path),
+                change="convert it: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE),"
+                " 'FILE.parquet')",
+            )
 
 
 def _decode(content: bytes) -> tuple[str, int]:

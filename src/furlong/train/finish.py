@@ -16,7 +16,7 @@ from furlong.train.figures.report import TrainReport, list_export
 from furlong.train.loop import LoopFigures
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import EXPORT, REPORT, clear_export
-from furlong.train.setup.prepare import build_run_model
+from furlong.train.setup.prepare import build_run_model, rope_of
 from furlong.train.whole import put_weights, whole_weights
 
 
@@ -48,7 +48,7 @@ def _report(
 ) -> TrainReport:
     clear_export(folder)
     dtype = getattr(torch, config.model.dtype)
-    exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype)
+    exported = export_model(model, tokenizer, folder / EXPORT, dtype=dtype, rope=rope_of(config))
     progress = figures.progress
     report = TrainReport(
         num_steps=progress.step,

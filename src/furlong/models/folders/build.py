@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,15 @@ from furlong.models.held import hold, holding_class, stand_ins
 from furlong.models.rope import apply_rope, check_length, check_rope
 from furlong.models.support import refuse_config
 
+BASE = "base"
+"""The folder of an export of adapters that holds the changed config of their base."""
+_BASE_TOLD = (
+    "the adapters belong to their base with another RoPE (model.rope), which peft, transformers"
+    " and others that read adapter_config.json do not set: load them with"
+    " AutoModelForCausalLM.from_pretrained('{folder}',"
+    " config=AutoConfig.from_pretrained('{folder}/{base}')), or merge them: furlong export RUN"
+    " --merge"
+)
 # Attention and experts are transformers' default (SDPA, or eager where a family has none) whatever
 # config.json asks for: a name there could be that of a kernel on a hub, or a missing package.
 _OWN_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
@@ -90,11 +99,19 @@ def build_model(
     return model.train()
 
 
-def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype) -> Path:
+def export_model(
+    model: Any,
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    rope: Mapping[str, Any] | None = None,
+) -> Path:
     """Writes a folder that transformers (or, for adapters, peft) loads; returns it.
 
-    Weights are written in `dtype`. The folder appears whole or not at all. Raises ConfigError if it
-    is there already.
+    Weights are written in `dtype`. `rope` is what has changed the model's own: of adapters, which
+    have no place for it, the folder `BASE` holds the config of their base, and this is told. The
+    folder appears whole or not at all. Raises ConfigError if it is there already.
     """
     folder = Path(folder)
     check_export_folder(folder)
@@ -103,11 +120,17 @@ def export_model(model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch
     aside.mkdir(parents=True)
     try:
         _write_model(model, aside, dtype)
+        if has_other_base := rope is not None and hasattr(model, "peft_config"):
+            model.get_base_model().config.save_pretrained(aside / BASE)
+            with (aside / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n{_BASE_TOLD.format(folder=folder.name, base=BASE)}\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    if has_other_base:
+        print(f"warning: {_BASE_TOLD.format(folder=folder, base=BASE)}")
     return folder
 
 
@@ -115,6 +138,10 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
     is_adapter = hasattr(model, "peft_config")
     with _hushed(is_reading=False):
         if is_adapter:
+            for adapters in model.peft_config.values():
+                base = adapters.base_model_name_or_path or ""
+                if os.path.isdir(base):  # a relative one would be another folder elsewhere
+                    adapters.base_model_name_or_path = os.path.abspath(base)
             model.save_pretrained(folder)
         else:
             model.save_pretrained(folder, state_dict=_cast(model, dtype))

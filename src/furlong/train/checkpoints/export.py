@@ -16,7 +16,7 @@ from furlong.train.checkpoints.folder import RemovedCheckpointError, removal_tol
 from furlong.train.checkpoints.state import trained_tensors
 from furlong.train.disk import folder_errors_reported
 from furlong.train.setup.architecture import check_architecture
-from furlong.train.setup.prepare import build_run_model, read_architecture
+from furlong.train.setup.prepare import build_run_model, read_architecture, rope_of
 
 _NUM_TRIES = 5
 
@@ -49,6 +49,7 @@ def _export(found: Exportable) -> Path:
     if found.merge:
         model = merge_adapters(model)
     with folder_errors_reported(found.out.parent):
-        export_model(model, load_tokenizer(config.model.name), found.out, dtype=dtype)
+        tokenizer = load_tokenizer(config.model.name)
+        export_model(model, tokenizer, found.out, dtype=dtype, rope=rope_of(config))
     print(f"exported step {state['step']} to {found.out}")
     return found.out
