@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_tokenizers import CHATML, CHATML_WITH_TAGS, byte_tokenizer
 
-from furlong.data.chat import render_conversation
+from furlong.data.chat import ESCAPED, render_conversation
 from furlong.data.records import SourceRecord
 from furlong.errors import ConfigError, DataError
 
@@ -197,6 +197,22 @@ def test_what_the_template_does_not_write_is_told() -> None:
     writing = "{{ tools }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     whole = render_conversation(record, byte_tokenizer(writing))
     assert whole is not None and whole.told == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written", "num_told"),
+    [('{"a": "é"}', "{{ call | tojson }}", 1), ({"a": "é"}, "{{ call | tojson }}", 0),
+     ('{"a": "é"}', "{{ call.function.arguments }}", 0), ("x", "{{ call | tojson }}", 0)],
+)  # fmt: skip
+def test_arguments_that_are_written_as_escaped_text_are_told(
+    arguments: Any, written: str, num_told: int
+) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    template = "{% for m in messages %}M{{ m.content }}{% for call in m.tool_calls or [] %}"
+    record = SourceRecord({"messages": [TURNS[0], TURNS[1] | {"tool_calls": calls}]}, 0, 3, "x")
+    tokenizer = byte_tokenizer(template + written + "{% endfor %}{% endfor %}")
+    found = render_conversation(record, tokenizer)
+    assert found is not None and found.told == (ESCAPED,) * num_told
 
 
 USERS_AND_LATE_THOUGHTS = (

@@ -9,6 +9,7 @@ reasoning of earlier answers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from furlong.errors import ConfigError, DataError
 
 _TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 UNWRITTEN, EMPTY_ANSWERS = "conversations with {}", "empty answers"
-"""Counted with what is left out: conversations of which the template does not write all, and
-answers that are learnt as they are."""
+ESCAPED = "calls with arguments as a string of JSON"
+"""Counted with what is left out: conversations of which the template does not write all, answers
+that are learnt as they are, and calls that the template writes as a text within JSON."""
 # A template may write the time.
 _NUMBER = re.compile("[0-9]")
 _SHOWN_CHARS = 24
@@ -147,6 +149,13 @@ class Conversation:
             yield UNWRITTEN.format("tools")
         for role in sorted(self._unwritten_roles(text, in_parts=written is not self)):
             yield UNWRITTEN.format(f"content of role {role}")
+        for call in (call for turn in self.turns for call in _listed(turn.get("tool_calls"))):
+            own = call.get("function", call) if isinstance(call, dict) else None
+            arguments = own.get("arguments") if isinstance(own, dict) else None
+            if isinstance(arguments, str) and arguments not in text and any(
+                json.dumps(arguments, ensure_ascii=is_ascii) in text for is_ascii in (False, True)
+            ):  # fmt: skip
+                yield ESCAPED
         for number, turn in enumerate(self.turns[self.first :], start=self.first):
             says = turn.get("content", "").strip() or any(
                 v for k, v in turn.items() if k not in _READ and (number, k) not in unread
@@ -245,6 +254,10 @@ class Conversation:
             change="put {% generation %} and {% endgeneration %} around the answers in the template"
             " (TRL ships such templates), or cut the conversation after its first answer",
         )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:

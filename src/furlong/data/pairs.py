@@ -26,6 +26,7 @@ import numpy as np
 from furlong.data.cache import Entry
 from furlong.data.chat import (
     EMPTY_ANSWERS,
+    ESCAPED,
     UNWRITTEN,
     Conversation,
     Rendered,
@@ -150,6 +151,8 @@ def handled(what: str) -> str:
         return "learnt as they are"
     if what == ALONE:
         return "read as answers behind it"
+    if what == ESCAPED:
+        return "written with escaped quotes (make them objects)"
     if what == RAW:
         return "read as they stand (records are .jsonl)"
     if what == TOOLS_OF_TEXTS:
