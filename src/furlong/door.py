@@ -288,7 +288,7 @@ class _Joined(torch.autograd.Function):
         return cells
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Raises DataError for a gradient by padding; one that overflowed has none."""
         gaps = zip([0, *ctx.stops], [*ctx.starts, len(grad)], strict=True)
