@@ -118,15 +118,17 @@ def test_what_is_put_into_a_checked_model_is_checked(change: str) -> None:
     assert_right(engine, model)
 
 
-def scale_by_norm(module: Any, grads_in: Any, grads_out: Any) -> Any:
-    return tuple(grad / grad.norm() for grad in grads_in)
-
-
 def add_before(module: Any, inputs: Any, out: Any, *, share: float = 0.0) -> Any:
     return out + share * out.roll(1, dims=1)
 
 
-@pytest.mark.parametrize("change", ["backward hook", "every module", "partial", "closure", "class"])
+EXCHANGES = [
+    "backward hook", "backward hook of all", "every module", "partial", "closure", "class",
+    "switch", "embeddings",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", EXCHANGES)
 def test_what_is_exchanged_in_a_checked_model_is_checked(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +140,15 @@ def test_what_is_exchanged_in_a_checked_model_is_checked(
     def put_in(share: float) -> Any:
         match change:
             case "backward hook":
-                return share and mlp.register_full_backward_hook(scale_by_norm)
+                return share and model.lm_head.register_full_backward_hook(lambda *_: None)
+            case "backward hook of all":
+                return share and everywhere.register_module_full_backward_hook(lambda *_: None)
+            case "switch":
+                model.model.layers[0].self_attn.is_causal = not share
+                return None
+            case "embeddings":
+                model.get_input_embeddings().scale_grad_by_freq = bool(share)
+                return None
             case "every module":
                 return share and everywhere.register_module_forward_hook(
                     lambda module, _, out: out + out.roll(1, dims=1) if module is mlp else None
@@ -152,6 +162,7 @@ def test_what_is_exchanged_in_a_checked_model_is_checked(
                 another = lambda self, x: add_before(self, x, forward(self, x), share=share)  # noqa: E731
                 return monkeypatch.setattr(kind, "forward", another)
 
+    said = "in chunks than whole|has a backward hook|scale_grad_by_freq"
     handle: Any = put_in(0.0)
     engine = furlong.Engine(model)
     assert_right(engine, model)
@@ -160,7 +171,7 @@ def test_what_is_exchanged_in_a_checked_model_is_checked(
     del handle
     handle = put_in(1.0)
     try:
-        with pytest.raises(UnsupportedModelError, match="in chunks than whole"):
+        with pytest.raises(UnsupportedModelError, match=said):
             engine.forward_backward(batch([29]), OPTIONS)
     finally:
         if handle:

@@ -75,6 +75,7 @@ def test_refuses_plans_that_were_edited(saved, old, new, given, capsys):
         (["no such.json"], "No such file"),
         (["plan.json", "--picture", "a.gif"], "--picture a.gif"),
         (["plan.json", "--trace", "a.png"], "--trace a.png"),
+        (["run.yaml", "--out=runs/first"], "or leave --out out: a run's folder"),
         (["plan.json", "--colour"], "--colour"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_stopped_process(tmp_path: Path) -> None:
     ended = launched.ended(1)
     assert [process.code for process in ended] == [1, None, 1], ended
     for number in (0, 2):
-        told = r"process 1: silent for \d+ s; its last action was step 3 F1.0 kv"
+        told = r"process 1: silent for \d+ s \(.*\); its last action was step 3 F1.0 kv"
         assert re.search(told, ended[number].said)
 
 

@@ -189,12 +189,16 @@ def test_an_error_inside_leaves_nothing_in_any_pool(kind, tier, keep, monkeypatc
         if doing and isinstance(doing[0], kind) and doing[0].stage == 1 and doing[0].chunk == 1:
             raise KeyboardInterrupt
 
+    def fail_behind(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(fail)
+
     monkeypatch.setattr(Executor, "_obey", obey)
-    register = "full_backward_hook" if kind is Backward else "forward_pre_hook"
     inside = layer.self_attn.o_proj
     if kind is RebuildKV:
         inside = layer.self_attn.k_proj  # nothing behind it runs
-    hook = getattr(inside, f"register_{register}")(fail)
+    register = "forward_hook" if kind is Backward else "forward_pre_hook"
+    hook = getattr(inside, f"register_{register}")(fail_behind if kind is Backward else fail)
     with pytest.raises(KeyboardInterrupt):
         engine.forward_backward(batch(LENS), options)
     hook.remove()

@@ -165,6 +165,27 @@ def test_a_short_run_is_checked_on_as_many_tokens_as_a_long_one(
         furlong.Engine(build("llama"), max_seq_len=2)
 
 
+@pytest.mark.parametrize("call", [0, 5])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("can't allocate memory"), OSError(28, "no space")],
+    ids=repr,
+)
+def test_a_lack_of_the_machine_is_no_fault_of_the_model(call: int, error: Exception) -> None:
+    """In the search for states, and in the check itself."""
+    model, calls = build("llama"), []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) > call:
+            raise error
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(type(error)) as raised:
+        check(model)
+    assert raised.value is error
+
+
 def test_it_leaves_no_trace() -> None:
     model = build("gemma2", torch.float32)
     model.model.layers[0].eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from threading import Event, Timer
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.layout import Layout
 from furlong.plan.values import Backward, Forward, Unshard
@@ -176,6 +178,25 @@ class OneStore(Processes):
     def forget(self, *keys):
         for key in keys:
             self.texts.pop(key, None)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_plan_that_cannot_be_written_is_told(replica):
+    """It would be waited for until the store gives up, and the error be lost."""
+    dials = {"layout": Layout(2, 1, 1), "work": squares, "num_layers": 3}
+    wanted, texts = Wanted((30, 20), ChunkOptions(size=8)), {}
+    plans = SharedPlans(
+        OneStore(replica, texts), partial(plan_batch, **dials), partial(plan_own, **dials), replica
+    )  # fmt: skip
+    if not replica:
+        texts[f"{wanted.name}/1"] = packed(plan_own(wanted, 1, **dials))
+    full = patch("furlong.train.batches.plans.save_plan", side_effect=MemoryError("no room"))
+    with full, pytest.raises(MemoryError, match="no room"):
+        plans.get(wanted)
+    failed = texts[wanted.name if not replica else f"{wanted.name}/1"]
+    with pytest.raises(ElsewhereError, match="no room"):
+        unpacked(failed)
+    plans.close()
 
 
 def test_a_process_of_each_replica_plans_for_it():

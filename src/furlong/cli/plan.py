@@ -117,7 +117,10 @@ def _check_outputs(chosen: argparse.Namespace) -> None:
         path: Path | None = getattr(chosen, flag.removeprefix("--"))
         if path is not None and path.suffix.lower() not in endings:
             required = f"a name that ends in {', '.join(endings)}"
-            raise refusal(f"{flag} {path}", required, "give the file another ending")
+            change = "give the file another ending"
+            if flag == "--out":
+                change += ", or leave --out out: a run's folder is of no use to a plan"
+            raise refusal(f"{flag} {path}", required, change)
         if path is not None and not path.parent.is_dir():
             change = f"make the folder {path.parent}, or choose another one"
             raise refusal(f"{flag} {path}", "a file in a folder that exists", change)

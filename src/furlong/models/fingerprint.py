@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 _KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_SWITCHES = ("is_causal", "scale_grad_by_freq")
+"""Attributes of modules that a check has judged."""
 
 
 def fingerprint(model: nn.Module) -> tuple[int, int]:
@@ -22,7 +24,14 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
     modules = tuple(
-        (id(module), type(module), _adapters(module), _put_in(module)) for module in model.modules()
+        (
+            id(module),
+            type(module),
+            *map(module.__dict__.get, _SWITCHES),
+            _adapters(module),
+            _put_in(module),
+        )
+        for module in model.modules()
     )
     weights = tuple((p.shape, p.dtype, p.device) for p in model.parameters())
     kernel = getattr(config, "_attn_implementation", None)

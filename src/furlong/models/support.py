@@ -40,6 +40,13 @@ def refuse_unsupported(
                 "one matrix that tells the size of the vocabulary",
                 "use torch.nn.Linear and torch.nn.Embedding",
             )
+        if getattr(module, "scale_grad_by_freq", False):
+            raise _unsupported(
+                model,
+                f"has a {place} with scale_grad_by_freq=True, which counts the tokens of one call",
+                "gradients that are sums over tokens: a chunk is one call of many",
+                "set scale_grad_by_freq = False",
+            )
     name = type(model).__name__
     refuse_config(config, name, f"the model ({name}) and its config")
     text = config.get_text_config()

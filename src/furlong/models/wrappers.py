@@ -36,6 +36,7 @@ _WRAPPERS = {
     "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
     "OptimizedModule": "a compiled layer (torch.compile)",
 }
+_BACKWARD = ("backward_hooks", "backward_pre_hooks")
 _MENDS = {
     "CheckpointWrapper": "leave it out: the plan decides what is recomputed (ChunkOptions.keep)",
     "OptimizedModule": "compile no layers; a compiled whole model is taken as it is",
@@ -166,6 +167,27 @@ def refuse_hooks(model: nn.Module) -> None:
                 "no register_hook on weights that several processes share",
                 "change .grad after forward_backward",
             )
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for hooks of modules that may change gradients. Those of the
+    model itself do not run."""
+    everywhere = vars(nn.modules.module)
+    names = ["all modules"] * any(everywhere[f"_global_{kind}"] for kind in _BACKWARD)
+    names += [
+        name
+        for name, module in model.named_modules()
+        if name and any(getattr(module, f"_{kind}") for kind in _BACKWARD)
+    ]
+    if names:
+        raise _refusal(
+            model,
+            f"has a backward hook on {names[0]}: it would see the gradients of one chunk, of which "
+            "a norm or a bound is another one",
+            "no full backward hooks of modules, of which nobody can tell whether they change "
+            "gradients token by token",
+            "Tensor.register_hook on parameters, or change .grad after the backward",
+        )
 
 
 def _offloads(hook: Any) -> bool:

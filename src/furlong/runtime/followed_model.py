@@ -21,7 +21,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
 from furlong.models.support import other_dropouts, refuse_attention_dropout
-from furlong.models.wrappers import bare_model, refuse_placement
+from furlong.models.wrappers import bare_model, refuse_backward_hooks, refuse_placement
 from furlong.plan.rows import ChunkRows
 from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cells.layout import rows_on
@@ -128,6 +128,7 @@ class FollowedModel:
         if self._fingerprint is None or now[0] != self._fingerprint[0]:
             self._fingerprint = None  # an adapter of something else is not to be met again
             refuse_placement(base)
+            refuse_backward_hooks(base)
             self.model = CausalLM(
                 self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head
             )

@@ -19,6 +19,7 @@ from furlong.models.mixers.caches import SliceCache
 from furlong.models.mixers.probe import NUM_TOKENS, Probed, cache_argument, watching
 from furlong.models.mixers.relay import Inputs, Mixer, first, inputs_of
 from furlong.models.support import refuse_mixerless
+from furlong.ops.scarcity import is_of_machine
 
 
 class SearchedModel(Protocol):
@@ -122,9 +123,9 @@ def _run(model: SearchedModel, cache: dict[str, Any], num_tokens: int) -> None:
 
     try:
         enter(model.base, run)
-    except (UserError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UserError) or is_of_machine(error):
+            raise
         raise UnsupportedModelError(
             given=f"{model.name} fails with a cache of no tokens: {type(error).__name__}: {error}",
             required="a decoder that takes one of transformers' caches, as generation needs it",

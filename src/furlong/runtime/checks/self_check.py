@@ -35,6 +35,7 @@ from furlong.models.held import uncuttable
 from furlong.models.rope import num_positions
 from furlong.models.support import shortest_window
 from furlong.ops.backend import Backend
+from furlong.ops.scarcity import is_of_machine
 from furlong.runtime.checks.cuts import cut_errors
 from furlong.runtime.checks.differences import differences
 from furlong.runtime.checks.mixers import mixer_errors
@@ -225,9 +226,9 @@ def _try(run: Callable[[], _T], refused: Callable[[Exception], UnsupportedModelE
     """Call `run`; whatever a family's own code raises becomes a refusal."""
     try:
         return run()
-    except (UserError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UserError) or is_of_machine(error):
+            raise
         raise refused(error) from error
 
 

@@ -17,7 +17,6 @@ import psutil
 import torch
 
 _RESET_PEAK_RSS = "5"
-_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch's CPU allocator raises a RuntimeError
 
 
 class MemoryMeter:
@@ -103,10 +102,3 @@ def _status_bytes(key: str) -> int | None:
             if line.startswith(f"{key}:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        _NO_MEMORY_ON_CPU in str(error)
-    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from furlong.errors import LinkError, PlanError
+from furlong.ops.scarcity import is_out_of_memory
 from furlong.plan.text import format_action
 from furlong.plan.values import (
     Action,
@@ -24,7 +25,6 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
-from furlong.runtime.memory.measure import is_out_of_memory
 from furlong.runtime.parallel.empty_passes import EmptyPasses
 from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from furlong.errors import ConfigError, ElsewhereError, NoMemoryElsewhereError
-from furlong.runtime.memory.measure import is_out_of_memory
+from furlong.ops.scarcity import is_out_of_memory
 from furlong.runtime.parallel.agreement import gathered
 from furlong.runtime.parallel.ranks import Ranks
 

@@ -207,10 +207,11 @@ class SharedPlans:
     def _published(self, key: str, make: Callable[[], BatchPlan]) -> BatchPlan:
         try:
             made = make()
+            text = packed(made)
         except Exception as error:
             self._processes.publish(key, _FAILURE + reason_of(error))
             raise
-        self._processes.publish(key, packed(made))
+        self._processes.publish(key, text)
         return made
 
     def _is_over(self, name: str) -> bool:

@@ -31,7 +31,10 @@ class Flight:
         """From now on the position is in a file too, whose folder is made if need be."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w+b") as opened:
-            opened.truncate(_NUM_BYTES)
+            try:  # to write to a mapped hole on a full disk would end the process by SIGBUS
+                os.posix_fallocate(opened.fileno(), 0, _NUM_BYTES)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(file)) from error
             self._map = mmap.mmap(opened.fileno(), _NUM_BYTES)
         self._file = file
         self._write()

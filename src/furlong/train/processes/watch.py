@@ -244,7 +244,8 @@ class Heartbeat:
             seconds = self.limits.silent_rounds * self.limits.round_s
             said = "; ".join(f"its last action was {self._where(n)}" for n in silent)
             names = ", ".join(f"process {number}" for number in silent)
-            return self.accuse(f"{names}: silent for {seconds:.0f} s; {said}")
+            why = "it is stopped or swapped out, or one call in C keeps all its threads waiting"
+            return self.accuse(f"{names}: silent for {seconds:.0f} s ({why}); {said}")
         if self.number or any(s.still_rounds < self._limit_of(s) for s in self._seen.values()):
             return None
         where = "; ".join(
