@@ -47,10 +47,9 @@ def lower_bound_s(
 
 def exposed_reduce_s(seq_lens: Sequence[int], model: CostModel, pool_size: int) -> float:
     """Seconds that a step takes longer for its Reduce, behind a Backward as long as any can be: of
-    all sequences, every layer recomputed. A shorter one hides no more, and a step of unequal
-    processes that hides more has lost as much."""
-    whole = Place(0, pool_size)
-    chunk = Chunk(tuple(Slice(i, 0, n, whole) for i, n in enumerate(seq_lens)))
+    all sequences on one process, every layer recomputed. A shorter one hides no more."""
+    alone = Place(0, 1)
+    chunk = Chunk(tuple(Slice(i, 0, n, alone) for i, n in enumerate(seq_lens)))
     layers = model.shape.num_layers
     plan = chunk_by_chunk(
         seq_lens, [[chunk]], num_layers=layers, sp_size=pool_size, recompute_layers=layers

@@ -20,7 +20,7 @@ def test_a_namespace_that_is_refused_gives_one_line(monkeypatch: pytest.MonkeyPa
     assert why_not() == "refused"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_to_alls_have_the_rate_of_the_links():
     if (reason := why_not()) is not None:
         pytest.skip(reason)

@@ -112,7 +112,7 @@ def test_a_measured_receive_begins_when_its_message_was_sent():
     assert (received.lane, received.start_s, received.stop_s) == ("link", 2.0, 3.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["four", "eight"])
 def test_processes_sleep_as_long_as_is_simulated(tmp_path: Path, part: str):
     values, pictures = tmp_path / "parallel.json", tmp_path / "pictures"

@@ -117,7 +117,7 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampled_curve_learns_and_is_the_same_again():
     windows = [[(7 * i + n) % 50 for i in range(256)] for n in range(4)]
     curve = Curve("fixed", 0.5, 1e-2, 0, 12, num_points=2)

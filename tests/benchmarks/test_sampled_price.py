@@ -73,7 +73,7 @@ def test_draws_are_averaged_and_the_highest_peak_counts():
     assert mean.loss == pytest.approx(2.2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sampled_runs_and_all_agree(tmp_path):
     values = tmp_path / "sampled.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "sampled.py"), "--tokens", "512"]

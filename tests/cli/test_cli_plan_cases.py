@@ -86,7 +86,7 @@ def test_a_plan_is_for_all_of_the_data_and_says_that_it_does_not_run_here(plan: 
     assert found["batch"]["num_sequences"] == 124
     assert found["batch"]["longest_tokens"] == found["batch"]["longest_of_data_tokens"] == 90_000
     assert found["longest_of_data_fits"]
-    assert not found["runs_here"] and "--nproc-per-node 8" in found["missing_to_run"]
+    assert not found["runs_here"] and "8 processes that run it" in found["missing_to_run"]
 
 
 @pytest.mark.slow
