@@ -63,7 +63,7 @@ def worst(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) ->
 
 def shape_of(line: str) -> str:
     """A line without its figures."""
-    line = re.sub(r"[0-9.]+(e-[0-9]+)?K?( ([KM]iB|B|ms|s)\b)?", "#", line)
+    line = re.sub(r"[0-9.]+(e-[0-9]+)?K?( ([KMG]iB|B|ms|s)\b)?", "#", line)
     # columns are as wide as their figures, and shares of time are told where they are large
     return re.sub(r" +(recompute|data) #%", "", re.sub(r" +", " ", line))
 
