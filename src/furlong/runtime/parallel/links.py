@@ -273,7 +273,8 @@ def open_links(
 
 
 def world_timeout(device: torch.device) -> timedelta | None:
-    """That which the run has given to its process group. `new_group` knows the backend's own."""
+    """The timeout of the run's process group, where it is known; `new_group` would take the
+    backend's own."""
     world = dist.group.WORLD
     options = getattr(world and world._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
