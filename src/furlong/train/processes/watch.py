@@ -89,7 +89,7 @@ class _Beat:
 
     @property
     def is_action(self) -> bool:
-        """Whether it is within a plan, where waiting for others may look like work."""
+        """True within a plan, where waiting for others may look like work."""
         of_plan = self.text.startswith((STEP, EVALUATION, REFERENCE))
         return of_plan and not self.text.endswith(PLAN)
 
