@@ -166,7 +166,7 @@ def test_a_run_none_of_whose_draws_has_a_label(
     printed = capsys.readouterr().out
     steps = [record for record in records(run) if "loss" in record]
     assert [step["loss"] for step in steps] == [None] * 3
-    assert "  loss -  drawn 0%  grad 0  " in printed
+    assert "loss - drawn 0% grad 0 lr" in " ".join(printed.split())
     assert "NaN" not in (run / "metrics.jsonl").read_text()
     assert json.loads((run / "report.json").read_text())["train_loss"] is None
     assert "cosine -, relative error 1.000" in printed
