@@ -27,13 +27,13 @@ from typing import Any
 from harness import console, machine, write_json
 from rich.table import Table
 
-from furlong.cost.calibration.values import Calibration, load_calibration
-from furlong.cost.devices.hardware import this_cpu
-from furlong.cost.memory.training import Training
+from furlong.cost.calibration import Calibration, load_calibration
+from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import predict
 from furlong.units import format_bytes, format_seconds
 

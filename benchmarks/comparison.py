@@ -31,11 +31,11 @@ from typing import Any
 from harness import console
 from papers.places_bound import lower_bound_s
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.planners.budget import MARGIN
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED

@@ -200,9 +200,9 @@ def run_step(
 
 def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
     """Bytes that the cost model says a plan reads from a tier below the device, and writes."""
-    from furlong.cost.memory.plan_memory import PlanMemory
-    from furlong.cost.memory.training import Training
-    from furlong.cost.shapes.shape import ModelShape
+    from furlong.cost.memory import PlanMemory
+    from furlong.cost.shape import ModelShape
+    from furlong.cost.training import Training
 
     if tier == "device":
         return 0, 0

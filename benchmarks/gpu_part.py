@@ -21,10 +21,9 @@ from measuring import Timer, release
 from torch import Tensor
 
 import furlong
-from furlong.cost.devices.known_hardware import KNOWN
-from furlong.cost.devices.names import EXACT_NAMES
-from furlong.cost.shapes.known_models import MODELS as KNOWN_MODELS
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.machine import EXACT_NAMES, KNOWN
+from furlong.cost.shape import MODELS as KNOWN_MODELS
+from furlong.cost.shape import ModelShape
 from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
 from furlong.train.figures.mfu import MfuMeter
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling
 
 WINDOW_TOKENS = 4_096
 CHUNK_TOKENS = 64
@@ -181,7 +181,7 @@ def _evaluate(engine: Any, held_out: Sequence[Sequence[int]]) -> float:
 
 
 def _drawn_share(plan: Any) -> float:
-    from furlong.plan.values import Backward
+    from furlong.plan.plan import Backward
 
     drawn = {a.chunk for actions in plan.actions for a in actions if isinstance(a, Backward)}
     return len(drawn) / len(plan.chunks)

@@ -26,8 +26,8 @@ from parallel_steps import Ran, Trial, run_trials
 from processes import run_together
 
 from furlong.calibrate.collectives import collective_links
-from furlong.cost.calibration.values import Calibration
-from furlong.cost.devices.links import Link
+from furlong.cost.calibration import Calibration
+from furlong.cost.machine import Link
 
 NUM_PROCESSES = 4
 RATE_MBIT = 320

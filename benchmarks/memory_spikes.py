@@ -20,9 +20,9 @@ from typing import Any
 from contenders import SHAPES, Trial, build
 from harness import console, machine, read_alone
 
-from furlong.plan.saved import load_plan, save_plan
-from furlong.report.pictures.scene import Panel
-from furlong.report.pictures.timeline import save_timelines
+from furlong.plan.text import load_plan, save_plan
+from furlong.report.scene import Panel
+from furlong.report.timelines import save_timelines
 from furlong.timeline import Timeline
 from furlong.units import format_bytes
 
@@ -83,10 +83,10 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
 
 
 def _simulated(config: Any, plan: Any) -> Timeline:
-    from furlong.cost.devices.hardware import this_cpu
-    from furlong.cost.memory.training import Training
+    from furlong.cost.machine import this_cpu
     from furlong.cost.model import CostModel
-    from furlong.cost.shapes.shape import ModelShape
+    from furlong.cost.shape import ModelShape
+    from furlong.cost.training import Training
     from furlong.simulate.clock import simulate
 
     shape = ModelShape.from_config(config.to_dict())

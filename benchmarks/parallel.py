@@ -48,9 +48,9 @@ from parallel_steps import Trial, calibrated, joined, run_trials
 from processes import run_together
 from rich.table import Table
 
-from furlong.cost.devices.hardware import this_cpu
-from furlong.report.pictures.scene import Panel
-from furlong.report.pictures.timeline import save_timelines
+from furlong.cost.machine import this_cpu
+from furlong.report.scene import Panel
+from furlong.report.timelines import save_timelines
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.timeline import Timeline

@@ -11,22 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from furlong.cost.devices.hardware import HardwareSpec, this_cpu
-from furlong.cost.devices.links import Link
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import HardwareSpec, Link, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.balance import by_cost
-from furlong.planners.chunks.groups import group_chunks, sliced_groups
-from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
 from furlong.planners.places.plan import plan_places
 from furlong.planners.search.catalogue import PUBLISHED
 from furlong.planners.search.problem import Problem

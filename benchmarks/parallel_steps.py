@@ -26,11 +26,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from furlong.calibrate.run import calibrate
-from furlong.cost.calibration.values import Calibration
+from furlong.cost.calibration import Calibration
 from furlong.cost.model import CostModel
 from furlong.models.held import hold, stand_ins
 from furlong.ops.exchange import Exchange
-from furlong.plan.values import Action, ChunkPlan, Recv, Reduce, Send
+from furlong.plan.plan import Action, ChunkPlan, Recv, Reduce, Send
 from furlong.runtime.batch import PlannedSequences
 from furlong.runtime.comms import Comms
 from furlong.runtime.followed_model import FollowedModel

@@ -26,20 +26,19 @@ from pathlib import Path
 from harness import Promise, console, machine, print_promises
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.balance import by_order, sequence_work
-from furlong.planners.chunks.pack import pack
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import by_order, pack, sequence_work
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.planners.search.catalogue import SEARCHED
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search

@@ -26,12 +26,12 @@ from harness import AGREEMENT, Promise, Report, add_common_arguments, ratios, ru
 from measuring import Measurement
 from preference_trial import BETA, Trial
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.levels import PARTS
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import predict
 from furlong.units import format_bytes
 

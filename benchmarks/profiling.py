@@ -16,7 +16,7 @@ from harness import console, machine
 from rich.table import Table
 
 import furlong
-from furlong.plan.values import Backward, Forward, RebuildKV, Recompute
+from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute
 
 _OPERATORS_SHOWN = 25
 _WORK = {

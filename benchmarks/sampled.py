@@ -29,8 +29,8 @@ from harness import Promise, Report, add_common_arguments, disagreements, ratios
 from measuring import Measurement, measure_each
 
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.sampling.rules import draw_chunks
+from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import draw_chunks
 
 _TOKENS = 8_192
 _NUM_CHUNKS = 64

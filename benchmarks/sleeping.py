@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import ChunkTable, chunk_table
-from furlong.cost.seconds.rates import PassPart
+from furlong.cost.seconds import ChunkTable, PassPart, chunk_table
 from furlong.ops.backend import Backend, Block, lse_dtype
 from furlong.ops.exchange import Exchange
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     ChunkPlan,

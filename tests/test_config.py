@@ -22,7 +22,7 @@ from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run, parse_run
 from furlong.config.tiers import Kind, TierName
 from furlong.errors import ConfigError
-from furlong.plan.values import Tier, Tiers
+from furlong.plan.plan import Tier, Tiers
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "examples").glob("*.yaml"))

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from furlong.cost.lengths import K, length_preset
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.text import parse_chunk
-from furlong.plan.values import Chunk, ChunkPlan
-from furlong.planners.chunks.groups import whole_groups
+from furlong.planners.chunks import whole_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import RecomputeStart, plan_1f1b
+from furlong.planners.orders import RecomputeStart, plan_1f1b
 
 
 def plan_chunkflow(

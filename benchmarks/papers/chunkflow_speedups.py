@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import Chunk, ChunkPlan, Slice
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import Chunk, ChunkPlan, Slice
+from furlong.planners.orders import plan_seq1f1b
 from papers.chunkflow import chunkflow_plan
 from papers.chunkflow_times import CARD, TABLE_4
 from papers.tables import Table, aggregate, count_faster, shown, speedup

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import ChunkPlan
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan
 from papers.chunkflow import TABLE_5, chunkflow_plan, peak_gib
 from papers.fused import fused
 from papers.tables import Bound, Row, Table, aggregate

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import Link
 from furlong.cost.lengths import K
-from furlong.cost.memory.cells import stage_bytes
-from furlong.cost.memory.training import Training, ZeroStage
-from furlong.cost.model import CostModel
-from furlong.cost.seconds.flops import sequence_flops
-from furlong.cost.seconds.optimizer import optimizer_s
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ChunkPlan, Tiers
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.cost.machine import Link, hardware
+from furlong.cost.memory import stage_bytes
+from furlong.cost.model import CostModel, optimizer_s
+from furlong.cost.seconds import sequence_flops
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Training, ZeroStage
+from furlong.plan.plan import ChunkPlan, Tiers
+from furlong.planners.chunks import chunk_by_chunk
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
 from papers.fpdt_plan import plan_fpdt

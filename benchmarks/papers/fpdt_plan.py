@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from furlong.plan.values import ON_DEVICE, ChunkPlan, Keep, Tiers
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.plan.plan import ON_DEVICE, ChunkPlan, Keep, Tiers
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_groups
+from furlong.planners.orders import plan_groups
 
 
 def plan_fpdt(

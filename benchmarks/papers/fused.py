@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from furlong.cost.memory.activations import Activations
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import Activations
+from furlong.cost.shape import ModelShape
 
 
 def fused(shape: ModelShape) -> Activations:

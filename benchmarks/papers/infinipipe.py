@@ -7,16 +7,20 @@ from itertools import product
 from math import inf
 from statistics import mean, pstdev
 
-from furlong.cost.calibration.fitting import relative_fit
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import ClusterLinks, Link
+from furlong.cost.calibration import relative_fit
 from furlong.cost.lengths import K, sample_lengths
+from furlong.cost.machine import ClusterLinks, Link, hardware
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.flops import ATTENTION_BACKWARD, Flops, sequence_flops
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.infinipipe.mesh import MAX_GROWTH, SliceWork, cut, cut_and_pack, pack_balanced
-from furlong.planners.infinipipe.mesh_fit import fit_work
+from furlong.cost.seconds import ATTENTION_BACKWARD, Flops, sequence_flops
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.planners.infinipipe import (
+    MAX_GROWTH,
+    SliceWork,
+    cut,
+    cut_and_pack,
+    fit_work,
+    pack_balanced,
+)
 from papers.tables import Row, Table, aggregate
 
 # SP degree -> (seconds, share of all-to-all) at each context length

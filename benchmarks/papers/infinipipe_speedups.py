@@ -12,19 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import ClusterLinks, Link, hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks, longest_first
-from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks, longest_first, shard
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import plan_seq1f1b
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.timing import step_s
 from papers.whole_sequences import plan_ulysses

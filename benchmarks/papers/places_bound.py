@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import Chunk, Place, Reduce, Slice
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.plan.plan import Chunk, Place, Reduce, Slice
+from furlong.planners.chunks import chunk_by_chunk
 from furlong.planners.places.least import Least
 from furlong.planners.places.rates import PoolBatch
 from furlong.planners.places.setting import settings

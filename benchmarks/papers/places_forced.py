@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, eye_array, hstack, vstack
 
-from furlong.cost.seconds.chunks import Array
+from furlong.cost.seconds import Array
 from furlong.planners.places.least import Least
 
 _ROUNDING = 1e-6

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K
-from furlong.cost.memory.activations import eager
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Lora, Training
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import ChunkPlan
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PlanMemory, eager
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.plans import sampled
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling, sampled
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 from papers.chunkflow_plan import plan_chunkflow

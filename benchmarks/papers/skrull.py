@@ -7,20 +7,21 @@ from dataclasses import replace
 from functools import partial
 from statistics import mean
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import K, sample_lengths
-from furlong.cost.memory.activations import Activations
-from furlong.cost.memory.cells import StageBytes, stage_bytes
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import Activations, StageBytes, stage_bytes
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import Chunk, Slice
-from furlong.planners.chunks.balance import by_order, sequence_work
-from furlong.planners.chunks.dacp import place_by_load
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
-from furlong.planners.chunks.pack import pack
-from furlong.planners.chunks.placement import by_place
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import Chunk, Slice
+from furlong.planners.chunks import (
+    by_order,
+    by_place,
+    chunk_by_chunk,
+    pack,
+    place_by_load,
+    sequence_work,
+)
 from papers import skrull_forms
 from papers.fused import fused
 from papers.seco import HF_LOGIT_BYTES

@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from furlong.errors import DataError
-from furlong.plan.values import Place
+from furlong.plan.plan import Place
 from furlong.planners.methods.skrull import MicroBatch
 from papers.skrull_forms import TimeFit, flops, volume_bytes
 

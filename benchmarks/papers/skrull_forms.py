@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
-from furlong.cost.calibration.fitting import relative_line
-from furlong.plan.values import Place
+from furlong.cost.calibration import relative_line
+from furlong.plan.plan import Place
 
 
 @dataclass(frozen=True, slots=True)

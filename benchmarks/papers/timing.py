@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from furlong.cost.devices.hardware import Efficiency, HardwareSpec
+from furlong.cost.machine import Efficiency, HardwareSpec
 from furlong.cost.model import CostModel, Hidden
-from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
+from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
 from furlong.simulate.clock import P2P, time_actions
 
 

@@ -15,16 +15,19 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.check import check
-from furlong.plan.values import FIRST_PROCESS, Chunk, ChunkPlan, Place, Slice
-from furlong.planners.chunks.balance import Balance, deal_sequences, refuse_idle, sequence_work
-from furlong.planners.chunks.groups import refuse_unusable
-from furlong.planners.chunks.micro_batches import (
+from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, Place, Slice
+from furlong.planners.chunks import (
+    Balance,
     chunk_by_chunk,
+    deal_sequences,
     does_not_fit,
     fitting_tokens,
+    pack,
     recompute_choices,
+    refuse_idle,
+    refuse_unusable,
+    sequence_work,
 )
-from furlong.planners.chunks.pack import pack
 from furlong.planners.methods.skrull import chunk_of, schedule_skrull
 from furlong.simulate.clock import time_actions
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from furlong.planners.options import ChunkOptions
-    from furlong.planners.sampling.rules import Sampling
+    from furlong.planners.spaco import Sampling
     from furlong.runtime.memory.pools import Storage
     from furlong.runtime.result import StepResult
 
@@ -49,7 +49,7 @@ _HOME = {
     **dict.fromkeys(["Engine", "forward_backward"], "furlong.api"),
     **dict.fromkeys(["chunked", "unchunked"], "furlong.door"),
     "ChunkOptions": "furlong.planners.options",
-    "Sampling": "furlong.planners.sampling.rules",
+    "Sampling": "furlong.planners.spaco",
     "StepResult": "furlong.runtime.result",
     "Storage": "furlong.runtime.memory.pools",
 }

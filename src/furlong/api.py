@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from furlong.models.causal_lm import CausalLM
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.balance import by_cost
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.runtime.batch import PlannedSequences, among, read_sequences
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import (

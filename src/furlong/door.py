@@ -27,7 +27,7 @@ from furlong.models.held import decoder_of
 from furlong.models.wrappers import bare_model
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import require_two_phases
+from furlong.planners.orders import require_two_phases
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, require_options
 from furlong.runtime.memory.pools import Storage

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.errors import UserError
-from furlong.plan.text import format_action, parse_action
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     Forward,
@@ -21,6 +20,7 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
+from furlong.plan.text import format_action, parse_action
 
 Lane = Literal["compute", "copy", "link"]
 _KINDS: dict[type[Action], str] = {

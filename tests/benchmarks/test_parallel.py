@@ -14,14 +14,13 @@ from parallel_plans import Contender, cost_model, slow_device
 from parallel_steps import Ran, joined
 from sleeping import Pace
 
-from furlong.cost.devices.links import Link
+from furlong.cost.machine import Link
 from furlong.cost.model import CostModel
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recv, Send, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Place, Recv, Send, Slice
-from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b, plan_on_device
 from furlong.timeline import Record, Timeline
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from furlong.cost.devices.links import Collective
+from furlong.cost.machine import Collective
 
 PROGRAM = """
 import json, sys, torch

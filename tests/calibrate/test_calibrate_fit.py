@@ -7,12 +7,12 @@ import pytest
 
 from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
 from furlong.calibrate.trials import trials
-from furlong.cost.calibration.values import Calibration, load_calibration
-from furlong.cost.devices.hardware import Efficiency, hardware, this_cpu
-from furlong.cost.memory.training import Training
+from furlong.cost.calibration import Calibration, load_calibration
+from furlong.cost.machine import Efficiency, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.planners.orders import plan_on_device
 from furlong.simulate.clock import simulate
 
 TRUE_RATES = {

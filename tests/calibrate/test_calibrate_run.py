@@ -11,11 +11,11 @@ from furlong.calibrate import run
 from furlong.calibrate.measure import Measured
 from furlong.calibrate.run import _fitted
 from furlong.calibrate.trials import trials
-from furlong.cost.devices.hardware import this_cpu
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.planners.orders import plan_on_device
 from furlong.simulate.clock import time_actions
 
 PROCESS_BYTES = 400 * 2**20

@@ -6,9 +6,8 @@ import os
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.calibration.file import calibration_file, check_place, machine_of
-from furlong.cost.calibration.values import load_calibration
-from furlong.cost.devices.hardware import THIS_CPU
+from furlong.cost.calibration import calibration_file, check_place, load_calibration, machine_of
+from furlong.cost.machine import THIS_CPU
 from furlong.errors import ConfigError
 
 

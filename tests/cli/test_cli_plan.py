@@ -8,7 +8,7 @@ import pytest
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cli.main import main
-from furlong.plan.saved import save_plan
+from furlong.plan.text import save_plan
 from furlong.planners.options import ChunkOptions
 
 

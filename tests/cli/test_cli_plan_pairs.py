@@ -11,7 +11,7 @@ from helpers.pair_runs import write_pairs
 from helpers.tiny_runs import build_tiny_run
 
 from furlong.cli.main import main
-from furlong.plan.saved import load_plan
+from furlong.plan.text import load_plan
 
 
 @pytest.fixture

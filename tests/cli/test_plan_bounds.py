@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.shapes.known_models import MODELS
+from furlong.cost.shape import MODELS
 from furlong.report.patience import patience
 
 QUICK = ["--method", "ChunkFlow"]

@@ -7,11 +7,9 @@ from helpers import tiny_families
 from helpers.tiny_families import config_of, own_settings
 from papers.fused import fused
 
-from furlong.cost.memory.activations import eager
-from furlong.cost.memory.cells import stage_bytes
-from furlong.cost.memory.training import Lora, Training
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import eager, stage_bytes
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Lora, Training
 from furlong.families import FAMILIES
 
 TINY = tiny_families.FAMILIES | tiny_families.OTHERS
@@ -38,8 +36,8 @@ def saved_bytes_per_token(name, dtype, adapters=()):
     from furlong.models.causal_lm import CausalLM
     from furlong.ops.choose import Kind, choose_backend
     from furlong.plan.passes import Pass
+    from furlong.plan.plan import Chunk, Slice
     from furlong.plan.rows import rows_of
-    from furlong.plan.values import Chunk, Slice
     from furlong.runtime.cells.cell import Cell
 
     heads = {"head_dim": 32} if "head_dim" in own_settings(name) else {}

@@ -5,20 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.calibration.file import calibrated, calibration_file, machine_of
-from furlong.cost.calibration.fitting import relative_fit, relative_line
-from furlong.cost.calibration.values import Calibration, load_calibration
-from furlong.cost.devices.hardware import Efficiency, hardware
-from furlong.cost.devices.links import Link
-from furlong.cost.devices.names import spec_of_card
-from furlong.cost.memory.cells import stage_bytes
-from furlong.cost.memory.heap import Heap
-from furlong.cost.memory.training import Training
+from furlong.cost.calibration import (
+    Calibration,
+    calibrated,
+    calibration_file,
+    load_calibration,
+    machine_of,
+    relative_fit,
+    relative_line,
+)
+from furlong.cost.machine import Efficiency, Link, hardware, spec_of_card
+from furlong.cost.memory import Heap, stage_bytes
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 
 MEASURED = Calibration(
     hardware="A100-80", dtype="bfloat16", measured_on="qwen2 in bfloat16, torch 2.13",

@@ -5,17 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.devices.hardware import Efficiency, HardwareSpec, hardware
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import Efficiency, HardwareSpec, hardware
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.flops import (
+from furlong.cost.seconds import (
     ATTENTION_BACKWARD,
     attended_keys,
     sequence_flops,
     stage_flops,
 )
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Lora, Training
 from furlong.planners.options import ChunkOptions
 
 TINY = {

@@ -6,16 +6,14 @@ from math import inf
 
 import pytest
 
-from furlong.cost.devices.hardware import Efficiency, hardware
-from furlong.cost.devices.links import Link
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import Efficiency, Link, hardware
+from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.seconds import chunk_table
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.plan.check import check
-from furlong.plan.rows import inner_size
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     Chunk,
     ChunkPlan,
@@ -24,6 +22,7 @@ from furlong.plan.values import (
     Recompute,
     Slice,
 )
+from furlong.plan.rows import inner_size
 
 FREE = Efficiency(inf, 0.0)
 NUM_LAYERS, HEAD_DIM = 3, 16

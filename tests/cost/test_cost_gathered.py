@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
+from furlong.planners.orders import plan_replica
 
 SHAPE = model_shape("Qwen2.5-0.5B")
 WHOLE = (SHAPE.num_layers,)

@@ -3,16 +3,17 @@
 import pytest
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, communication_s, table_3_fit
 
-from furlong.cost.devices.hardware import (
+from furlong.cost.machine import (
+    KNOWN,
     THIS_CPU,
+    ClusterLinks,
+    Link,
     _free_in_control_group,
     free_ram_budget_bytes,
     hardware,
     rounded_budget,
     this_cpu,
 )
-from furlong.cost.devices.known_hardware import KNOWN
-from furlong.cost.devices.links import ClusterLinks, Link
 from furlong.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from helpers.hybrids import HYBRIDS
 
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.families import FAMILIES
 

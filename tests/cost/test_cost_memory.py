@@ -7,17 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.devices.hardware import hardware, this_cpu
-from furlong.cost.memory.cells import stage_bytes
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import hardware, this_cpu
+from furlong.cost.memory import PARTS, PlanMemory, stage_bytes
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Lora, Training
 from furlong.errors import PlanError
 from furlong.plan.check import check
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     Chunk,
     ChunkPlan,

@@ -6,12 +6,11 @@ import pytest
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.devices.hardware import Efficiency, hardware
-from furlong.cost.devices.links import Link
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import Efficiency, Link, hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.values import (
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
+from furlong.plan.plan import (
     Backward,
     Chunk,
     ChunkPlan,

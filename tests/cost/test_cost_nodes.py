@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.devices.links import Link
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import Link, hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.layout import Layout, first_device
-from furlong.plan.values import ChunkPlan, Send
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan, Layout, Send, first_device
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas, plan_replica
 
 SHAPE = model_shape("Qwen2.5-0.5B")
 STAGES = (12, 12)

@@ -5,15 +5,13 @@ from math import inf
 
 import pytest
 
-from furlong.cost.devices.hardware import Efficiency, hardware
-from furlong.cost.memory.activations import eager
-from furlong.cost.memory.training import Lora, Training
-from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.seconds.flops import attended_keys
-from furlong.cost.seconds.optimizer import optimizer_s
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.cost.machine import Efficiency, hardware
+from furlong.cost.memory import eager
+from furlong.cost.model import CostModel, optimizer_s
+from furlong.cost.seconds import attended_keys, chunk_table
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
 
 SHAPE = ModelShape.from_config({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -5,14 +5,14 @@ import torch
 from helpers.hybrids import build
 
 import furlong
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.kv.states import StateStore
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 
 NUM_TOKENS, CHUNK = 70, 16
 

@@ -6,17 +6,14 @@ from dataclasses import replace
 import pytest
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.traffic import KINDS
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import KINDS, PARTS, PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
-from furlong.plan.pieces import piece_lens
-from furlong.plan.values import Reduce, Tiers
+from furlong.plan.plan import Reduce, Tiers, piece_lens
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 
 HEADS, HEAD_DIM = 2, 64
 CONFIG = {

@@ -6,16 +6,13 @@ from unittest.mock import patch
 import pytest
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.traffic import KINDS
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import KINDS, PARTS, PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.plan import Backward
 from furlong.plan.text import format_action
-from furlong.plan.values import Backward
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import Factors
+from furlong.planners.spaco import Factors, sample_backwards
 
 KV_PARTS = ("kv", "kv_gradients")
 CONFIG = {
@@ -36,7 +33,7 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
 
     from furlong.kv.arena import Arena
     from furlong.kv.store import KVStore
-    from furlong.plan.pieces import piece_lens
+    from furlong.plan.plan import piece_lens
     from furlong.runtime.cells.layout import trained_pieces
 
     window, drawn = 33, (0, 4, 7)
@@ -45,7 +42,7 @@ def test_a_backward_whose_window_holds_no_drawn_chunk_on_the_device() -> None:
     arena = Arena(torch.device("cpu"))
     with (
         patch("furlong.kv.store.segment_tokens", lambda *_: 32),
-        patch("furlong.cost.memory.stored_layers.segment_tokens", lambda *_: 32),
+        patch("furlong.cost.memory.segment_tokens", lambda *_: 32),
     ):
         curve, _ = memory(window).walk(plan, 0)
         lens = piece_lens(plan)[0]

@@ -7,8 +7,7 @@ import pytest
 from helpers import tiny_families
 from helpers.tiny_families import WINDOW, config_of, own_settings
 
-from furlong.cost.shapes.known_models import MODELS, model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import MODELS, ModelShape, model_shape
 from furlong.errors import ConfigError
 from furlong.families import FAMILIES
 

@@ -3,19 +3,18 @@
 import pytest
 from helpers.hybrids import HYBRIDS
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.traffic import KINDS
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import KINDS, PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.errors import PlanError
 from furlong.plan.check import check
+from furlong.plan.plan import Forward
 from furlong.plan.text import format_action
-from furlong.plan.values import Forward
 from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 
 CONFIG = {
     **HYBRIDS["qwen3_next"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,

@@ -3,12 +3,10 @@
 import pytest
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
-from furlong.planners.orders.layer_first import stage_heights
+from furlong.cost.memory import PARTS, PlanMemory
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Training
+from furlong.planners.orders import stage_heights
 
 NARROW, WIDE = Training(kv_gradient_bytes=2), Training()
 # parameters of these models on the hub

@@ -7,15 +7,12 @@ import pytest
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.memory.cells import stage_bytes
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.traffic import KINDS
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import KINDS, PARTS, PlanMemory, stage_bytes
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan, Tiers
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.plan.values import ChunkPlan, Tiers
 from furlong.planners.options import ChunkOptions
 
 MIB = 2**20

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.levels import PARTS
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.seconds.flops import attended_keys, stage_flops
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.seconds import attended_keys, chunk_table, stage_flops
+from furlong.cost.shape import model_shape
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_on_device, plan_two_phases
 from furlong.planners.predict import predict
 
 MODEL = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))

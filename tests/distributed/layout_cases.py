@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import furlong
 from furlong.models.held import hold, stand_ins
+from furlong.plan.plan import ChunkPlan, Forward
 from furlong.plan.rows import rows_of
-from furlong.plan.values import ChunkPlan, Forward
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 
 Grads = dict[str, Tensor]

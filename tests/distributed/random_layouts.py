@@ -12,15 +12,14 @@ from distributed.random_planners import MAY_FREEZE, PLANNERS, SIZE, Setting
 from helpers.decks import Deck
 from helpers.tiny_families import config_of
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.plan.check import check
+from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import idle_plan, join_replicas
+from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b
 
 Sizes = tuple[int, int, int]
 """dp, sp, pp."""

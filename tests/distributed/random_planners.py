@@ -11,19 +11,23 @@ from typing import Any
 from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import Groups, group_chunks, padded_groups, sliced_groups
-from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.cost.shape import ModelShape
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import (
+    Groups,
+    group_chunks,
+    padded_groups,
+    shard,
+    shard_long,
+    sliced_groups,
+)
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_groups
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import plan_1f1b, plan_groups, plan_seq1f1b
 from furlong.planners.places.plan import plan_places
 
 SIZE = 8

@@ -15,7 +15,7 @@ from helpers.positions import Position
 from helpers.tiny_families import config_of
 
 import furlong
-from furlong.plan.values import Backward, Forward
+from furlong.plan.plan import Backward, Forward
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.runtime.step import layers_of
 

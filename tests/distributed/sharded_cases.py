@@ -20,13 +20,12 @@ from helpers.tiny_families import build
 from torch import Tensor, nn
 
 import furlong
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ChunkPlan
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.replicas import join_replicas
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.orders import join_replicas, plan_on_device
 from furlong.runtime.parallel.ranks import make_ranks
 
 NUM_LAYERS = 3

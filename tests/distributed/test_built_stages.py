@@ -14,10 +14,10 @@ from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.folders.build import build_model, export_model
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.runtime.checks.self_check import self_check
 from furlong.runtime.comms import Alone, Comms
 from furlong.runtime.executor import Executor

@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import furlong
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.runtime.parallel.ranks import make_ranks
 
 CASE = Case(ChunkPlan((16,), (), STAGES, ((), ())), settings={"num_hidden_layers": 3})

@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import ConfigError
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.runtime.parallel.ranks import make_ranks
 
 LENS = (23, 4, 2, 17)

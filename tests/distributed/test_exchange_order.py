@@ -23,8 +23,8 @@ from furlong.ops.choose import ProbedBackend
 from furlong.ops.chunk_attention import chunk_attention
 from furlong.ops.layer_kv import AttentionRule
 from furlong.ops.reference import Reference
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

@@ -13,7 +13,7 @@ from helpers.placed import obey, plan_of
 from helpers.placed_cases import gloo_exchange, over_pool
 from helpers.ranks import run_ranks
 
-from furlong.plan.values import Chunk, Place, Slice
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
 
 BOUND = 1e-9

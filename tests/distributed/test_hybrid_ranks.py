@@ -17,12 +17,10 @@ from torch import Tensor
 
 import furlong
 from furlong.models.held import hold, stand_ins
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import idle_plan, join_replicas
+from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b, plan_on_device
 from furlong.runtime.parallel.ranks import make_ranks
 
 LENS = (40, 9, 26, 5)

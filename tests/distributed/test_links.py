@@ -22,8 +22,8 @@ from helpers.ranks import run_ranks
 
 from furlong.errors import LinkError, PlanError
 from furlong.plan.messages import messages
-from furlong.plan.values import Chunk, ChunkPlan, Forward, Recv, Send, Slice
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.plan.plan import Chunk, ChunkPlan, Forward, Recv, Send, Slice
+from furlong.planners.orders import plan_1f1b
 from furlong.runtime.parallel.links import Incoming, Links, Outgoing, Parcel, open_links
 from furlong.runtime.parallel.waiter import Waiter
 
@@ -183,7 +183,7 @@ from datetime import timedelta
 import torch.distributed as dist
 sys.path.insert(0, sys.argv[3])
 from distributed.test_links import PARCEL, opened, plan_of, value
-from furlong.plan.values import Send
+from furlong.plan.plan import Send
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout, first_device
+from furlong.plan.plan import Layout, first_device
 from furlong.runtime.parallel.ranks import (
     Ranks,
     make_ranks,

@@ -12,10 +12,10 @@ from helpers.ranks import run_ranks
 from helpers.tiny_families import build, config_of
 
 import furlong
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.models.held import hold, stand_ins
 from furlong.runtime.parallel.ranks import make_ranks
 

@@ -19,7 +19,7 @@ from helpers.nccl_double import (
 )
 from helpers.pipeline_plans import random_1f1b, random_infinipipe, random_row, random_seq1f1b
 
-from furlong.plan.values import ChunkPlan, Computing, Recv, Send
+from furlong.plan.plan import ChunkPlan, Computing, Recv, Send
 from furlong.runtime.parallel.links import (
     Incoming,
     Links,

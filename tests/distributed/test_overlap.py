@@ -18,8 +18,8 @@ from torch import Tensor
 from furlong.ops.backend import Backend
 from furlong.ops.chunk_attention import chunk_attention
 from furlong.ops.layer_kv import AttentionRule
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Place, Slice
 from furlong.runtime.parallel.exchange import AllToAll
 
 OWN_S, BACKWARD = 0.03, 2.5

@@ -8,13 +8,10 @@ import pytest
 from distributed.layout_cases import Case, run_cases, worst_error
 from helpers.ranks import run_ranks
 
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks, sliced_groups
-from furlong.planners.chunks.placement import shard
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks, shard, sliced_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_seq1f1b
 
 BOUND = 1e-10
 STAGES = (1, 2)

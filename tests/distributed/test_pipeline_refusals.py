@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import FurlongError
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.parallel.ranks import make_ranks
 
 

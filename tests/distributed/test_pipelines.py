@@ -11,16 +11,14 @@ from helpers.pipelines import Case, run_cases, worst_error
 from helpers.ranks import run_ranks
 from helpers.tiny_families import config_of
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks, sliced_groups
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.cost.shape import ModelShape
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks, sliced_groups
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_seq1f1b
 
 BOUND = 1e-10
 TWO, FOUR = (1, 2), (1, 2, 1, 1)

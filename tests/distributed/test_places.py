@@ -21,8 +21,7 @@ from helpers.placed_cases import (
 from helpers.ranks import run_ranks
 
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.plans import sampled
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling, sampled
 
 BOUND = 1e-10
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}

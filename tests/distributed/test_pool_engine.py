@@ -12,15 +12,13 @@ from helpers.ranks import run_ranks
 from helpers.tiny_families import build, config_of
 
 import furlong
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard, shard_long
+from furlong.cost.shape import ModelShape
+from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
+from furlong.planners.chunks import group_chunks, shard, shard_long
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas, plan_1f1b
 from furlong.planners.places.plan import plan_places
 from furlong.runtime.parallel.ranks import make_ranks
 

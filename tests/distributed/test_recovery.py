@@ -18,13 +18,10 @@ from helpers.ranks import run_ranks
 
 import furlong
 from furlong.errors import ElsewhereError, NoMemoryElsewhereError
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
 from furlong.runtime.parallel.ranks import make_ranks
 
 LENS = (23, 4, 17)

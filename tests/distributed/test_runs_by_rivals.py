@@ -15,7 +15,7 @@ from helpers.tiny_runs import TinyRun, build_tiny_run, run_command
 
 from furlong.cli.main import main
 from furlong.config.schema import RunConfig
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.planners.auto import rivals
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.rivals import CHUNKS, Rivals

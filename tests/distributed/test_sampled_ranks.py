@@ -12,7 +12,7 @@ from helpers.gradients import Batch, take_grads, worst_relative_error
 from helpers.ranks import run_ranks
 
 import furlong
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 
 LENS = (23, 4, 17, 12)
 SAMPLED: list[dict[str, Any]] = [

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import furlong
 from furlong.errors import FurlongError
-from furlong.plan.values import Backward, Chunk, Forward, Reduce
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.plan.plan import Backward, Chunk, Forward, Reduce
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.cells.layer_view import LayerView
 from furlong.runtime.parallel.ranks import make_ranks

@@ -25,9 +25,9 @@ from helpers.tiny_families import bound, build
 from torch.distributed.fsdp import FSDPModule
 
 import furlong
-from furlong.plan.values import Backward, Chunk, Place, Slice
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
-from furlong.planners.orders.replica import plan_replica
+from furlong.plan.plan import Backward, Chunk, Place, Slice
+from furlong.planners.chunks import chunk_by_chunk
+from furlong.planners.orders import plan_replica
 from furlong.runtime.parallel.ranks import make_ranks
 
 BOUND = 1e-10

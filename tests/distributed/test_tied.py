@@ -11,9 +11,9 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from furlong.models.causal_lm import CausalLM
-from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.runtime.parallel.links import open_links
 from furlong.runtime.parallel.tied import open_tied
 

@@ -21,11 +21,10 @@ from torch import nn
 import furlong
 from furlong.errors import FurlongError
 from furlong.models.held import hold, stand_ins
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 
 STEP = Step(((19,), (4,)))

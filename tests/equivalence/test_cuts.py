@@ -18,7 +18,7 @@ from torch import nn
 import furlong
 from furlong.errors import UnsupportedModelError
 from furlong.models.stage import _Capture
-from furlong.plan.values import Recompute
+from furlong.plan.plan import Recompute
 from furlong.runtime.cells.cell import Cell
 from furlong.verify.subject import spread_weights
 

@@ -15,8 +15,7 @@ import furlong
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import EXACT, Factors
+from furlong.planners.spaco import EXACT, Factors, sample_backwards
 from furlong.runtime.checks.self_check import self_check
 
 BOUND = 1e-9

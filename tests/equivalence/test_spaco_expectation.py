@@ -20,15 +20,15 @@ from helpers.gradients import (
 from helpers.tiny_families import build
 
 import furlong
-from furlong.plan.values import Backward
+from furlong.plan.plan import Backward
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import (
+from furlong.planners.spaco import (
     EXACT,
     Factors,
     Sampling,
     expected_weight,
     fixed_factors,
+    sample_backwards,
 )
 
 CHUNKS, SIZE, LAYERS = 6, 4, 3

@@ -12,8 +12,8 @@ from helpers.wide_norms import widen_norms
 from torch import nn
 
 import furlong
-from furlong.plan.values import ChunkPlan
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.orders import plan_on_device
 
 OTHERS = batch([11, 50], seed=5)
 """Packed beside trees, one of them cut."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from furlong.planners.chunks.branches import Forks
+from furlong.planners.chunks import Forks
 
 
 @dataclass(frozen=True)

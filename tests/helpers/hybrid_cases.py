@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import furlong
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import EXACT, Factors
+from furlong.planners.spaco import EXACT, Factors, sample_backwards
 from helpers.gradients import batch, reference_loss, take_grads, worst_relative_error
 from helpers.hybrids import VOCAB_SIZE, build
 

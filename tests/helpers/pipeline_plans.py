@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import Computing, CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
 from furlong.plan.check import check
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     Chunk,
@@ -22,13 +22,9 @@ from furlong.plan.values import (
     Send,
     Slice,
 )
-from furlong.planners.chunks.groups import Groups
-from furlong.planners.infinipipe.checkpointing import Checkpointing
-from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
-from furlong.planners.infinipipe.plan import plan_infinipipe
-from furlong.planners.orders.layer_first import walk_layer_first
-from furlong.planners.orders.pipeline import number_chunks, plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.chunks import Groups
+from furlong.planners.infinipipe import Checkpointing, PipelineSetting, in_a_row, plan_infinipipe
+from furlong.planners.orders import number_chunks, plan_1f1b, plan_seq1f1b, walk_layer_first
 
 _SMALL = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,

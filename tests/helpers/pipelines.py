@@ -19,7 +19,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.folders.random_weights import draw_adapters
 from furlong.models.held import hold, stand_ins
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.values import Action, ChunkPlan, Recv, Send
+from furlong.plan.plan import Action, ChunkPlan, Recv, Send
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels
 from furlong.runtime.memory.pools import Pools, Storage

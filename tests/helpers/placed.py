@@ -14,9 +14,9 @@ from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
 from furlong.ops.exchange import Exchange
 from furlong.plan.check import check
-from furlong.plan.values import FIRST_PROCESS, Chunk, ChunkPlan, RebuildKV
+from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, RebuildKV
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import stages_of, walk_group
+from furlong.planners.orders import stages_of, walk_group
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

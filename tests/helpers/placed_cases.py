@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.parallel.exchange import AllToAll
 from helpers.gradients import (

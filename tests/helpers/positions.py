@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_action
-from furlong.plan.values import ChunkPlan
 from helpers.load import slowed
 from helpers.ranks import RankError, run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from furlong.plan.values import Chunk, Place, Slice, place_sizes
+from furlong.plan.plan import Chunk, Place, Slice, place_sizes
 
 
 def random_place(draw: random.Random, sp_size: int) -> Place:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from functools import cache
 
 from furlong.plan.liveness import kv_frees
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     Forward,
     RebuildKV,

@@ -1,6 +1,6 @@
 """InfiniPipe's windows (its 3.3.3), the yardstick of what stages hold in token-level 1F1B."""
 
-from furlong.planners.orders.seq1f1b import backward_places, count_ahead
+from furlong.planners.orders import backward_places, count_ahead
 
 
 def windows(counts, num_stages, stage):

@@ -23,7 +23,7 @@ from furlong.models.mixers.caches import SliceCache
 from furlong.models.mixers.doors import Current, own_forward
 from furlong.models.mixers.relay import SliceRows, in_batches
 from furlong.ops.choose import ProbedBackend
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.checks.mixers import mixer_errors
 

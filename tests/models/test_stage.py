@@ -18,8 +18,8 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.stage import Stage
 from furlong.ops.choose import ProbedBackend
 from furlong.plan.passes import Pass
+from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Slice
 from furlong.runtime.cells.cell import Cell
 
 NUM_TOKENS = 9

@@ -18,8 +18,8 @@ from furlong.ops.cuda_flash import CUDAFlash
 from furlong.ops.cudnn import CUDNN
 from furlong.ops.layer_kv import AttentionRule, Relayed
 from furlong.ops.reference import Reference
+from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.plan.values import Chunk, Slice
 
 Slices = list[tuple[int, int, int]]
 """(sequence, start, stop) of each slice of a chunk."""

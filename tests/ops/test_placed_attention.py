@@ -26,9 +26,8 @@ from furlong.ops.cudnn import CUDNN
 from furlong.ops.layer_kv import AttentionRule
 from furlong.ops.reference import Reference
 from furlong.plan.passes import Pass
-from furlong.plan.pieces import piece_lens
+from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice, piece_lens
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.cells.layout import chunk_pieces
 

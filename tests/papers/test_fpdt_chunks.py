@@ -14,9 +14,9 @@ from papers.fpdt_chunks import (
     smallest_hidden_relay_chunk_tokens,
 )
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 
 
 @pytest.mark.parametrize(

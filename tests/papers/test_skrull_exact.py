@@ -9,7 +9,7 @@ from papers import skrull_forms as skrull
 from papers.skrull_exact import SkrullProblem, solve_skrull, step_s
 
 from furlong.errors import DataError
-from furlong.plan.values import Place
+from furlong.plan.plan import Place
 from furlong.planners.methods.skrull import MicroBatch, schedule_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time

@@ -2,7 +2,7 @@
 
 from papers import skrull_forms as skrull
 
-from furlong.plan.values import Place
+from furlong.plan.plan import Place
 
 
 def test_skrulls_flops():

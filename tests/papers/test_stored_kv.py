@@ -3,9 +3,9 @@
 import pytest
 from papers.chunkflow import chunkflow_plan
 
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 
 K = 1024
 

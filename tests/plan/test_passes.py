@@ -3,8 +3,8 @@
 import pytest
 
 from furlong.plan.passes import NOTHING, Pass, passes
+from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import parse_action, parse_chunk
-from furlong.plan.values import ChunkPlan
 
 HEIGHT = 3
 

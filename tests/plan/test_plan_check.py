@@ -9,8 +9,8 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
+from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import parse_action, parse_chunk
-from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
 
 

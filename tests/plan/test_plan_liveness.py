@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.plan.liveness import kv_frees
+from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.planners.options import ChunkOptions
 
 

@@ -12,18 +12,16 @@ from helpers.toy_model import StuckError, gradient, obey
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import PlanError
 from furlong.plan.check import check
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import Factors
+from furlong.planners.orders import join_replicas, plan_seq1f1b
+from furlong.planners.spaco import Factors, sample_backwards
 
 ONE = plan_chunkflow([9, 2], ChunkOptions(size=3, hybrid=False), stages=(2,))
 """One device: chunks 0-2 of sequence 0 keep K,V and attention, packed chunk 3."""

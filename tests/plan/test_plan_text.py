@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import UserError
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action, format_chunk, format_plan, parse_action, parse_chunk
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     Chunk,
@@ -28,6 +26,15 @@ from furlong.plan.values import (
     Tier,
     Tiers,
     Unshard,
+)
+from furlong.plan.text import (
+    format_action,
+    format_chunk,
+    format_plan,
+    load_plan,
+    parse_action,
+    parse_chunk,
+    save_plan,
 )
 
 FORMS = [

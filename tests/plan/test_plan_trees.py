@@ -8,12 +8,18 @@ import pytest
 from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
-from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.plan import ChunkPlan, Slice
 from furlong.plan.segments import StoredTokens
-from furlong.plan.text import format_action, format_chunk, parse_action, parse_chunk
+from furlong.plan.text import (
+    format_action,
+    format_chunk,
+    load_plan,
+    parse_action,
+    parse_chunk,
+    save_plan,
+)
 from furlong.plan.trees import Tree
-from furlong.plan.values import ChunkPlan, Slice
-from furlong.planners.chunks.branches import branch_chunks
+from furlong.planners.chunks import branch_chunks
 
 CHUNKS = "0:0-4; 0:4-7; 0:7-9 0:9-12<7; 0:12-17<7; 0:17-18; 0:18-20<4"
 """A prompt of 7 tokens, two short branches in one chunk, a long one, and one of half the prompt."""

@@ -7,8 +7,8 @@ from itertools import chain, pairwise
 import pytest
 from helpers.random_chunks import random_chunks
 
+from furlong.plan.plan import Chunk, Place, Slice, place_sizes
 from furlong.plan.rows import ChunkRows, Level, inner_size, rows_of
-from furlong.plan.values import Chunk, Place, Slice, place_sizes
 
 HEADS = [(4, 2), (8, 4), (8, 1), (2, 2), (6, 2), (3, 3), (12, 3)]
 NUM_DRAWS = 150

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from furlong.errors import PlanError
-from furlong.plan.runnable import missing_to_run
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.plan.check import missing_to_run
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
 from furlong.runtime.parallel.comms import require_layout
 
 LENS = (40, 9)

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware, this_cpu
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
-from furlong.plan.values import Tiers
+from furlong.plan.plan import Tiers
 from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide
@@ -25,9 +25,9 @@ from furlong.planners.auto.steps import (
 )
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling
 
 GIB = 2**30
 SHAPE = model_shape("Qwen2.5-0.5B")

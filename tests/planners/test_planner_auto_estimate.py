@@ -6,17 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.devices.hardware import hardware, this_cpu
-from furlong.cost.devices.links import Link
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import Link, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Lora, Training
 from furlong.planners.auto.byte_bound import ByteBound
 from furlong.planners.auto.estimate import TimeEstimate
-from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import needs_of, predict, simulated_s
 
 SMALL = {

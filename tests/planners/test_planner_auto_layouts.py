@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from furlong.cost.devices.hardware import THIS_CPU, hardware, one_of, this_cpu
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.machine import THIS_CPU, hardware, one_of, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout
 from furlong.plan.lengths import Lengths, count_lengths
-from furlong.plan.values import Unshard
+from furlong.plan.plan import Layout, Unshard
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide, sample_steps
 from furlong.planners.auto.estimate import TimeEstimate
@@ -33,8 +32,8 @@ from furlong.planners.auto.steps import (
     whole_model,
 )
 from furlong.planners.budget import MARGIN
-from furlong.planners.chunks.balance import sequence_work
-from furlong.planners.layout import layouts
+from furlong.planners.chunks import sequence_work
+from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
 from furlong.planners.search.problem import Problem

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
-from furlong.planners.chunks.balance import by_cost, by_order, sequence_work
+from furlong.planners.chunks import by_cost, by_order, sequence_work
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 12))

@@ -8,16 +8,16 @@ from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.planners.infinipipe.checkpointing import (
+from furlong.planners.infinipipe import (
     Checkpointing,
     PipelineLoads,
     StageLoad,
     choose_layers,
+    group_classes,
     lacking_bytes,
     least_layers,
 )
-from furlong.planners.infinipipe.grouping import group_classes
-from furlong.planners.orders.seq1f1b import backward_places
+from furlong.planners.orders import backward_places
 
 
 def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, again=0):

@@ -8,9 +8,8 @@ from papers.chunkflow_plan import plan_chunkflow
 from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action, format_chunk
-from furlong.plan.values import ON_DEVICE, Backward, Forward, RebuildKV, Recompute, Reduce
+from furlong.plan.plan import ON_DEVICE, Backward, Forward, RebuildKV, Recompute, Reduce
+from furlong.plan.text import format_action, format_chunk, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)

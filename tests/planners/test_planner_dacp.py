@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.skrull_forms import flops
 
-from furlong.plan.values import Place
-from furlong.planners.chunks.dacp import place_by_load
+from furlong.plan.plan import Place
+from furlong.planners.chunks import place_by_load
 
 FIRST, SECOND, BOTH = Place(0, 1), Place(1, 1), Place(0, 2)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=14)

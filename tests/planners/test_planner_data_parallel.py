@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.whole_sequences import plan_ulysses
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.values import Forward
-from furlong.planners.chunks.balance import deal_sequences
+from furlong.plan.plan import Forward
+from furlong.planners.chunks import deal_sequences
 from furlong.simulate.clock import time_actions
 
 K = 1024

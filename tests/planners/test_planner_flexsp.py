@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.whole_sequences import plan_ulysses, with_zero_3
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.budget import fit
 from furlong.planners.methods import flexsp

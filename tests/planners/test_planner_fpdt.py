@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
+from furlong.plan.plan import Backward, Forward, Place, RebuildKV, Reduce, Tiers
 from furlong.plan.text import format_action
-from furlong.plan.values import Backward, Forward, Place, RebuildKV, Reduce, Tiers
-from furlong.planners.orders.layer_first import stage_heights
+from furlong.planners.orders import stage_heights
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -6,11 +6,10 @@ import pytest
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
-from furlong.plan.values import Forward, Recv, Send
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.plan import Forward, Recv, Send
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import plan_1f1b, plan_seq1f1b
 
 
 @pytest.mark.parametrize("frozen", [1, 2])

@@ -9,21 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.layout import Layout
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import Layout
 from furlong.planners.budget import fit
-from furlong.planners.chunks.groups import group_chunks
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.group_order import improve_order, simple_order
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import plan_1f1b, plan_seq1f1b
 from furlong.planners.search.build import build
 from furlong.planners.search.catalogue import SEARCHED
 from furlong.planners.search.dials import Dials
+from furlong.planners.search.group_order import improve_order, simple_order
 from furlong.planners.search.problem import Problem
 from furlong.planners.search.search import search
 from furlong.simulate.clock import time_actions

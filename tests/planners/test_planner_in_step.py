@@ -8,19 +8,18 @@ from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.passes import directions
+from furlong.plan.plan import Backward, Chunk, Forward, Slice
 from furlong.plan.text import format_action, format_chunk
-from furlong.plan.values import Backward, Chunk, Forward, Slice
-from furlong.planners.chunks.balance import by_order
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.planners.chunks import by_order, chunk_by_chunk
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

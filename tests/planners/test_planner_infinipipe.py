@@ -6,24 +6,28 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Training
 from furlong.errors import DataError
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import parse_chunk
-from furlong.plan.values import ON_DEVICE, Chunk, Forward, Tiers
+from furlong.plan.plan import ON_DEVICE, Chunk, Forward, Tiers
+from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners.budget import DoesNotFitError
-from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.checkpointing import Checkpointing, peak_bytes
-from furlong.planners.infinipipe.elastic import PipelineSetting, in_a_row
-from furlong.planners.infinipipe.mesh import SliceWork, cut_and_pack
-from furlong.planners.infinipipe.plan import plan_infinipipe, slice_numbers
-from furlong.planners.infinipipe.stage_loads import BatchLoads
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.chunks import shard
+from furlong.planners.infinipipe import (
+    BatchLoads,
+    Checkpointing,
+    PipelineSetting,
+    SliceWork,
+    cut_and_pack,
+    in_a_row,
+    peak_bytes,
+    plan_infinipipe,
+    slice_numbers,
+)
+from furlong.planners.orders import plan_seq1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.auto.candidates import KEEPS
 from furlong.planners.auto.keep import needs_beside_state, with_keep
 from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_on_device, plan_two_phases
 
 SHAPE = ModelShape.from_config(
     {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout
-from furlong.plan.values import Place
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.layout import cut_layers, layouts, mean_attended_keys, round_numbers
+from furlong.plan.plan import Layout, Place
+from furlong.planners.chunks import group_chunks, shard, shard_long
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys, round_numbers
 from furlong.planners.options import ChunkOptions
 
 SHAPE = model_shape("Llama-3-8B")  # 32 layers, 32 heads

@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.infinipipe import packings
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import DataError
 from furlong.planners.cells import cell_seconds
-from furlong.planners.chunks.placement import shard
-from furlong.planners.infinipipe.mesh import (
+from furlong.planners.chunks import shard
+from furlong.planners.infinipipe import (
     EQUAL_TOKENS,
     SliceWork,
     cut,
     cut_and_pack,
+    fit_work,
     pack_balanced,
 )
-from furlong.planners.infinipipe.mesh_fit import fit_work
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
+from furlong.planners.orders import plan_seq1f1b
 
 K = 1024
 

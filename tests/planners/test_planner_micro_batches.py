@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from papers.whole_sequences import fastest_plan, packed_chunks
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
-from furlong.plan.values import Chunk, Forward, Place, Slice
-from furlong.planners.chunks.micro_batches import (
+from furlong.plan.plan import Chunk, Forward, Place, Slice
+from furlong.planners.chunks import (
     chunk_by_chunk,
     fitting_tokens,
     peak_bytes,

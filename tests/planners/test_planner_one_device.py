@@ -14,9 +14,7 @@ from furlong.errors import PlanError
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import NOTHING, passes
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     Forward,
     Keep,
@@ -26,8 +24,9 @@ from furlong.plan.values import (
     Tier,
     Tiers,
 )
+from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 
 tier = st.sampled_from(get_args(Tier))
 tiers = st.one_of(tier, st.builds(Tiers, tier, tier, tier, tier))

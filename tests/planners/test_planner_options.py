@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.plan.values import ON_DEVICE, Tiers
+from furlong.plan.plan import ON_DEVICE, Tiers
 from furlong.planners.options import ChunkOptions, fixed_options
 
 

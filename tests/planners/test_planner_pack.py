@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import DataError
-from furlong.planners.chunks.pack import pack
+from furlong.planners.chunks import pack
 
 
 def number(seq_lens):

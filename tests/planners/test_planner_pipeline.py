@@ -11,12 +11,11 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import DataError, PlanError
 from furlong.plan.check import check
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action, format_chunk, parse_chunk
-from furlong.plan.values import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
-from furlong.planners.chunks.groups import longest_first, packed_groups, padded_groups, whole_groups
+from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
+from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
+from furlong.planners.chunks import longest_first, packed_groups, padded_groups, whole_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from papers.places_bound import lower_bound_s
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
-from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import fit
-from furlong.planners.chunks.micro_batches import peak_bytes
+from furlong.planners.chunks import peak_bytes
 from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.places.division import Division, Spot
 from furlong.planners.places.emit import plan_of

@@ -16,22 +16,18 @@ from papers.fpdt_plan import plan_fpdt
 from papers.seco import plan_seco, plan_spaco
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.levels import PARTS
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.plan.check import check
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import Backward, Forward, Reduce, Tier, Tiers
-from furlong.planners.chunks.groups import packed_groups, padded_groups, sliced_groups
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.plan.plan import Backward, Forward, Reduce, Tier, Tiers
+from furlong.plan.text import load_plan, save_plan
+from furlong.planners.chunks import packed_groups, padded_groups, sliced_groups
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import plan_seq1f1b
-from furlong.planners.orders.two_phases import plan_two_phases
-from furlong.planners.sampling.plans import sampled
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.orders import plan_1f1b, plan_on_device, plan_seq1f1b, plan_two_phases
+from furlong.planners.spaco import Sampling, sampled
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 from papers.whole_sequences import plan_ulysses
 
-from furlong.cost.devices.hardware import hardware
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.text import format_action, format_chunk
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     Chunk,
     ChunkPlan,
@@ -25,9 +24,10 @@ from furlong.plan.values import (
     Send,
     Slice,
 )
-from furlong.planners.chunks.balance import by_cost, by_order
+from furlong.plan.text import format_action, format_chunk
+from furlong.planners.chunks import by_cost, by_order
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.plan.check import check
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.auto.rivals import CHUNKS, Rivals
 from furlong.planners.auto.search import SLACK
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
+from furlong.planners.orders import plan_replica
 from furlong.planners.predict import step_s
 
 LENS = (30_000, 9_000, 6_000, 2_500, 1_200, 900, 700, 500, 300, 200)

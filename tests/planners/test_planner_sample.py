@@ -15,7 +15,7 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.rules import (
+from furlong.planners.spaco import (
     EXACT,
     Factors,
     Sampling,

@@ -4,10 +4,16 @@ import pytest
 
 from furlong.errors import ConfigError
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import Factors, Sampling, draw_chunks
-from furlong.planners.sampling.use import check_sampling, num_drawn, sampling_in_words
+from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import (
+    Factors,
+    Sampling,
+    check_sampling,
+    draw_chunks,
+    num_drawn,
+    sample_backwards,
+    sampling_in_words,
+)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from furlong.plan.text import format_action
-from furlong.planners.orders.schedule import schedule_group
+from furlong.planners.orders import schedule_group
 
 
 def schedule(num_chunks, **options):

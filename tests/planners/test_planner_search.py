@@ -10,19 +10,19 @@ from helpers.nightly import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.layout import Layout
-from furlong.plan.saved import load_plan, save_plan
+from furlong.plan.plan import Layout
+from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import DoesNotFitError, advice, fit
-from furlong.planners.chunks.balance import deal_sequences
-from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.chunks import deal_sequences
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.orders import join_replicas
 from furlong.planners.search.build import build, replica_model, settled
 from furlong.planners.search.catalogue import PUBLISHED, SEARCHED, chunkflow, combined, infinipipe
 from furlong.planners.search.dials import Dials

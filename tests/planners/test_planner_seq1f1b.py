@@ -9,12 +9,11 @@ from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.plan.values import Backward, Forward
-from furlong.planners.chunks.groups import sliced_groups, whole_groups
-from furlong.planners.chunks.split import equal_work_bounds, split_equal_work
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.seq1f1b import (
+from furlong.plan.plan import Backward, Forward
+from furlong.planners.chunks import equal_work_bounds, sliced_groups, split_equal_work, whole_groups
+from furlong.planners.orders import (
     backward_places,
+    plan_1f1b,
     plan_seq1f1b,
     recompute_on_diagonals,
 )

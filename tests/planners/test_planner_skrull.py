@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.whole_sequences import plan_skrull
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import Backward, Forward, Place, Reduce
+from furlong.plan.plan import Backward, Forward, Place, Reduce
+from furlong.plan.text import load_plan, save_plan
 from furlong.planners.cells import cell_seconds
-from furlong.planners.chunks.balance import sequence_work
+from furlong.planners.chunks import sequence_work
 from furlong.planners.methods.skrull import (
     chunk_of,
     faster_places,

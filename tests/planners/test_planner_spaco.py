@@ -12,13 +12,11 @@ from papers.seco import plan_seco, plan_spaco
 from furlong.plan.check import check
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.sampling.plans import sample_backwards, sampled
-from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw_chunks
+from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import EXACT, Factors, Sampling, draw_chunks, sample_backwards, sampled
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -1,7 +1,7 @@
 """Cutting long sequences."""
 
-from furlong.plan.values import Slice
-from furlong.planners.chunks.split import split_long
+from furlong.plan.plan import Slice
+from furlong.planners.chunks import split_long
 
 
 def test_pieces_have_chunk_size_and_the_last_the_rest():

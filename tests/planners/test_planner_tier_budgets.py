@@ -3,7 +3,7 @@
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.plan.values import Tiers
+from furlong.plan.plan import Tiers
 from furlong.planners.tier_budgets import tier_budgets
 
 GIB = 2**30

@@ -9,11 +9,10 @@ import pytest
 from furlong.errors import ConfigError, PlanError
 from furlong.plan.check import check
 from furlong.plan.passes import passes
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.text import format_action
-from furlong.plan.values import Forward
+from furlong.plan.plan import Forward
+from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_two_phases
 
 
 def written(options, lens=(12, 3)):

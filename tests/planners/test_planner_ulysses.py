@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.whole_sequences import plan_skrull, plan_ulysses, with_zero_3
 
-from furlong.cost.devices.hardware import hardware
 from furlong.cost.lengths import sample_lengths
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.values import Place
+from furlong.plan.plan import Place
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -6,19 +6,21 @@ from itertools import combinations, pairwise
 import pytest
 from papers.chunkflow_plan import plan_chunkflow
 
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, Slice
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Slice
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.report.pictures.colours import (
+from furlong.planners.orders import plan_on_device
+from furlong.report.scene import (
+    MOST_SEQUENCES,
     PACKED_COLOURS,
     PART_COLOURS,
     SEQUENCE_COLOURS,
+    Panel,
     fill,
     ink_on,
+    legend,
+    make_scenes,
     tint,
 )
-from furlong.report.pictures.legend import MOST_SEQUENCES, legend
-from furlong.report.pictures.scene import Panel, make_scenes
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

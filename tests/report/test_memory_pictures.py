@@ -7,20 +7,17 @@ import pytest
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.curve import MemoryCurve
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.training import Lora, Training
+from furlong.cost.machine import hardware
+from furlong.cost.memory import PARTS, MemoryCurve
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Lora, Training
+from furlong.plan.plan import Tiers
 from furlong.plan.text import parse_action
-from furlong.plan.values import Tiers
 from furlong.planners.options import ChunkOptions
-from furlong.report.pictures.legend import legend
-from furlong.report.pictures.memory import memory_steps
-from furlong.report.pictures.scene import Panel, make_scenes
-from furlong.report.pictures.timeline import save_timelines
-from furlong.report.plan_report import report_plan
+from furlong.report.report import report_plan
+from furlong.report.scene import Panel, legend, make_scenes, memory_steps
+from furlong.report.timelines import save_timelines
 from furlong.timeline import Record, Timeline
 from furlong.units import format_bytes
 

@@ -6,27 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from furlong.cost.devices.hardware import hardware
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import model_shape
-from furlong.plan.layout import Layout
+from furlong.cost.shape import model_shape
+from furlong.cost.training import Training
+from furlong.plan.plan import Backward, ChunkPlan, Forward, Layout, Tiers
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.plan.values import Backward, ChunkPlan, Forward, Tiers
-from furlong.planners.chunks.groups import group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import longest_sequence
-from furlong.report.comparison import Row, comparison_json, format_comparison
-from furlong.report.pictures.legend import legend
-from furlong.report.pictures.ranks import choose_ranks, ranks_per_replica
-from furlong.report.pictures.scene import make_scenes
-from furlong.report.plan_report import Breakdown, report_plan
-from furlong.report.plan_text import format_report, num_retained
+from furlong.report.report import Breakdown, report_plan
+from furlong.report.scene import choose_ranks, legend, make_scenes, ranks_per_replica
+from furlong.report.text import Row, comparison_json, format_comparison, format_report, num_retained
 from furlong.report.words import format_figures
 from furlong.units import format_bytes
 

@@ -6,7 +6,7 @@ from helpers.gradients import batch
 from helpers.tiny_families import build
 
 import furlong
-from furlong.plan.values import Backward, Forward, RebuildKV, Recompute
+from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.executor import Executor
 
 OPTIONS = furlong.ChunkOptions(size=8)

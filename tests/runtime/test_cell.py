@@ -13,8 +13,8 @@ from furlong.models.attention import KVReady
 from furlong.ops.choose import ProbedBackend
 from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
+from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Slice
 from furlong.runtime.cells.cell import Cell, require_each_layer
 from furlong.runtime.cells.layer_view import Piece
 

@@ -11,8 +11,8 @@ from papers.chunkflow_plan import plan_chunkflow
 from furlong.errors import PlanError, UnsupportedModelError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import IGNORE_INDEX
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Place, Slice
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.cells.chunk_inputs import chunk_inputs, labelled_chunks
 from furlong.runtime.cells.layout import rows_on

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from furlong.errors import PlanError
-from furlong.plan.runnable import missing_to_run
-from furlong.plan.values import Recv, Send
+from furlong.plan.check import missing_to_run
+from furlong.plan.plan import Recv, Send
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.comms import Alone
 
 PLAN = plan_on_device([9, 3], ChunkOptions(size=4, order="layer-first"), num_layers=2)

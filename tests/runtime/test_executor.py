@@ -23,8 +23,7 @@ from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.models.held import hold, stand_ins
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Backward,
     ChunkPlan,
     Forward,
@@ -34,10 +33,10 @@ from furlong.plan.values import (
     Slice,
     Tiers,
 )
-from furlong.planners.chunks.groups import group_chunks
+from furlong.plan.text import load_plan, save_plan
+from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b, plan_on_device
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
+from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Slice
 from furlong.runtime.cells.chunk_inputs import chunk_inputs
 from furlong.runtime.cells.loss_head import LossHead
 from furlong.runtime.inputs import shift_labels

@@ -14,7 +14,7 @@ import furlong
 from furlong.kv.arena import Arena
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.cells import loss_head
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from furlong.kv.arena import Arena
-from furlong.plan.values import Backward, Forward
+from furlong.plan.plan import Backward, Forward
 from furlong.runtime import recorder, stopwatch
 from furlong.runtime.memory.pools import Pools, Storage
 from furlong.runtime.recorder import Recorder

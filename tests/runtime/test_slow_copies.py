@@ -20,9 +20,9 @@ from furlong.kv.pools.host import HostPool
 from furlong.kv.pools.staged import StagedPool
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.choose import ProbedBackend
-from furlong.plan.values import Tiers
+from furlong.plan.plan import Tiers
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
+from furlong.planners.orders import plan_on_device
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor
 from furlong.runtime.inputs import shift_labels

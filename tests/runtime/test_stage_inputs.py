@@ -9,7 +9,7 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
-from furlong.plan.values import Forward
+from furlong.plan.plan import Forward
 from furlong.runtime.cells.stage_inputs import StageInputs
 from furlong.runtime.memory.ledger import Ledger
 

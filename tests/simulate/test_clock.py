@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
+from furlong.plan.plan import Backward, ChunkPlan, Forward, Recompute, Recv, Send
 from furlong.plan.text import format_action, parse_action, parse_chunk
-from furlong.plan.values import Backward, ChunkPlan, Forward, Recompute, Recv, Send
-from furlong.planners.chunks.groups import whole_groups
+from furlong.planners.chunks import whole_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import plan_1f1b
+from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

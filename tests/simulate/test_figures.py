@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
 
+from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import parse_action, parse_chunk
-from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import RankSeconds, measure

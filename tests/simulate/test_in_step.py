@@ -10,10 +10,10 @@ from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.errors import PlanError
 from furlong.plan.check import check
+from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute, Recv, Send
 from furlong.plan.text import parse_action, parse_chunk
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute, Recv, Send
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -8,11 +8,8 @@ import pytest
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.cost.calibration.file import calibration_file, machine_of
-from furlong.cost.calibration.values import Calibration
-from furlong.cost.devices.hardware import THIS_CPU
-from furlong.cost.devices.known_hardware import KNOWN
-from furlong.cost.devices.names import EXACT_NAMES, nearest_hardware
+from furlong.cost.calibration import Calibration, calibration_file, machine_of
+from furlong.cost.machine import EXACT_NAMES, KNOWN, THIS_CPU, nearest_hardware
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 
@@ -56,7 +53,7 @@ def test_a_budget_that_is_too_small_is_refused_before_the_run(tiny_run, tmp_path
 def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
     tiny_run, tmp_path, capsys, monkeypatch
 ):
-    from furlong.cost.shapes.shape import ModelShape
+    from furlong.cost.shape import ModelShape
     from furlong.errors import ConfigError
 
     def refuse(*_):

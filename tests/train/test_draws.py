@@ -3,9 +3,8 @@
 from dataclasses import asdict
 
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.sampling.plans import sampled
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import Sampling, sampled
 from furlong.train.batches.draws import drawn_share, step_options
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.train.processes.launch import Launch, command_like, layout_of, read_launch
 from furlong.train.processes.together import Processes
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from furlong.errors import ElsewhereError
 from furlong.plan.check import check
-from furlong.plan.layout import Layout
-from furlong.plan.values import Backward, Forward, Unshard
+from furlong.plan.plan import Backward, Forward, Layout, Unshard
 from furlong.planners.options import ChunkOptions
 from furlong.train.batches.plans import (
     BatchPlan,

@@ -14,7 +14,7 @@ from furlong.api import Engine
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling
 from furlong.runtime.rng import RNGState
 from furlong.train.batches.engines import Engines
 from furlong.train.figures.used_memory import OverBudgetError

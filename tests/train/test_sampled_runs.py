@@ -11,7 +11,7 @@ import torch
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling
 from furlong.runtime.executor import Executor
 from furlong.train.figures.metrics import MetricsLog
 from furlong.train.run_folder import CONFIG

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.cost.shapes.known_models import model_shape
+from furlong.cost.shape import model_shape
 from furlong.data.loader import Batch, LoaderState
 from furlong.data.tokenize import IGNORE_INDEX, Sequence
 from furlong.errors import DivergenceError
+from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import parse_action
-from furlong.plan.values import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import EXACT
+from furlong.planners.orders import plan_on_device
+from furlong.planners.spaco import EXACT, sample_backwards
 from furlong.runtime.parallel.norm import clip_gradients
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline

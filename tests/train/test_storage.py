@@ -14,7 +14,7 @@ import torch
 from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 
 FIXED = (
     *("--chunks.size=32", "--chunks.num_retained=1", "--chunks.keep=attention"),

@@ -11,13 +11,13 @@ from helpers.tiny_families import build
 from torch import Tensor
 
 import furlong
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.auto.candidates import KEEPS
 from furlong.planners.auto.keep import needs_beside_state
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_two_phases
 from furlong.runtime.tokens import keep as keep_module
 
 AUTO = furlong.ChunkOptions(size=8, keep="auto")

@@ -21,8 +21,8 @@ from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
 from furlong.models.small.shrink import shrink_config
+from furlong.plan.plan import Chunk, Slice
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.plan.values import Chunk, Slice
 from furlong.runtime import executor
 from furlong.runtime.cells import chunk_inputs
 from furlong.runtime.cells.cell import Cell

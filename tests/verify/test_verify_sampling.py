@@ -22,7 +22,7 @@ from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleCo
 from furlong.config.sources import build_run
 from furlong.config.train import TrainConfig
 from furlong.models.small.shrink import shrink_config
-from furlong.planners.sampling.rules import EXACT, Factors, Sampling, draw
+from furlong.planners.spaco import EXACT, Factors, Sampling, draw
 from furlong.runtime.cells import layer_view
 from furlong.runtime.cells.loss_head import LossHead
 from furlong.verify import run as verify_run

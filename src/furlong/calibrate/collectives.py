@@ -11,11 +11,11 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from furlong.cost.calibration.fitting import relative_line
-from furlong.cost.devices.links import Collective, Link
+from furlong.cost.calibration import relative_line
+from furlong.cost.machine import Collective, Link
 from furlong.ops.exchange import received, returned, send_back, send_in
+from furlong.plan.plan import Chunk, Place, Slice
 from furlong.plan.rows import rows_of
-from furlong.plan.values import Chunk, Place, Slice
 from furlong.runtime.parallel.exchange import AllToAll
 
 _BYTES = (2**14, 2**18, 2**21, 2**23)

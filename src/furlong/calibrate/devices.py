@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from furlong.calibrate.measure import clock_of
-from furlong.cost.calibration.fitting import relative_line
-from furlong.cost.devices.links import Link
+from furlong.cost.calibration import relative_line
+from furlong.cost.machine import Link
 from furlong.kv.pools.contract import Pool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.calibration.fitting import nonnegative, relative_fit
-from furlong.cost.devices.hardware import Efficiency, HardwareSpec
+from furlong.cost.calibration import nonnegative, relative_fit
+from furlong.cost.machine import Efficiency, HardwareSpec
 from furlong.cost.model import CostModel
 from furlong.plan.passes import Computed, passes
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 
 _EFFICIENCIES = ("linear", "attention_forward", "attention_backward")
 _LAUNCHES = ("pass_launch_s", "layer_launch_s", "slice_launch_s")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from furlong.api import Engine
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.memory.measure import memory_bytes
 from furlong.runtime.memory.pools import Storage

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from furlong.calibrate.fit import Residuals
 from furlong.calibrate.run import CalibrationOutcome, TrialResult
-from furlong.cost.calibration.values import Calibration
-from furlong.cost.devices.hardware import Efficiency
-from furlong.cost.devices.links import Link
+from furlong.cost.calibration import Calibration
+from furlong.cost.machine import Efficiency, Link
 from furlong.units import format_bytes, format_count, format_seconds
 
 _WORDS = {

@@ -18,14 +18,12 @@ from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, resi
 from furlong.calibrate.measure import Bench, Measured, merged, tidy
 from furlong.calibrate.subject import build, narrow_config, own_config
 from furlong.calibrate.trials import Trial, TrialModel, trials
-from furlong.cost.calibration.file import machine_of
-from furlong.cost.calibration.values import Calibration
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, this_cpu
-from furlong.cost.devices.names import spec_of_card
-from furlong.cost.memory.heap import Heap
-from furlong.cost.memory.training import Training
+from furlong.cost.calibration import Calibration, machine_of
+from furlong.cost.machine import THIS_CPU, HardwareSpec, spec_of_card, this_cpu
+from furlong.cost.memory import Heap
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.predict import predict
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
 from furlong.families import SPECIAL_TOKENS
 from furlong.models.folders.build import build_model, read_config
 from furlong.models.folders.folder import check_folder

@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     config = _run_config(chosen.subject)
     dtype = chosen.dtype or (config.model.dtype if config else "float32")
     disk_dir = _disk_dir(chosen, config)
-    from furlong.cost.calibration.file import calibration_file, check_place
+    from furlong.cost.calibration import calibration_file, check_place
 
     if chosen.out is not None:
         check_place(chosen.out, "--out")

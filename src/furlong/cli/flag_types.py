@@ -16,7 +16,7 @@ MAX_BATCH = 16_384
 
 
 _BEGINNINGS = {
-    ".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg"), ".html": (b"<!doctype html",),
+    ".png": (b"\x89png",), ".svg": (b"<?xml", b"<svg"),
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _OF_A_PLAN = (
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
-_ENDINGS = {"--picture": (".png", ".svg", ".html"), "--trace": (".json",), "--out": (".json",)}
+_ENDINGS = {"--picture": (".png", ".svg"), "--trace": (".json",), "--out": (".json",)}
 
 _KEYS = {"--out": ("chunks", "actions"), "--trace": ("traceEvents",)}
 """Keys of the files that furlong writes."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from furlong.cost.names import look_up
+from furlong.cost.inputs import look_up
 from furlong.errors import ConfigError
 
 K = 1024

@@ -15,6 +15,8 @@ the best that they do: Megatron-Core's --overlap-grad-reduce and --overlap-param
 gather bucket by bucket in the last and the first micro-batch. Gradients of the embedding and the
 head are complete at the end only, and hide behind nothing. Nor does a CPU's process compute while
 it waits for others.
+
+Seconds of the optimizer's step, which follows the last action of a plan.
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ from typing import Literal
 
 import numpy as np
 
-from furlong.cost.devices.hardware import HardwareSpec
-from furlong.cost.devices.links import Collective, Link
-from furlong.cost.memory.activations import eager
-from furlong.cost.memory.heap import NO_HEAP, Heap
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training, not_in_step
-from furlong.cost.seconds.chunks import Array, ChunkTable, chunk_table
-from furlong.cost.seconds.flops import StageFlops, stage_flops
-from furlong.cost.seconds.rates import PassPart, StageRates, parts_of
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.layout import Layout, first_device
+from furlong.cost.machine import Collective, HardwareSpec, Link
+from furlong.cost.memory import NO_HEAP, Heap, PlanMemory, eager
+from furlong.cost.seconds import (
+    Array,
+    ChunkTable,
+    PassPart,
+    StageFlops,
+    StageRates,
+    chunk_table,
+    parts_of,
+    stage_flops,
+)
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training, not_in_step
 from furlong.plan.passes import passes
-from furlong.plan.segments import segment_tokens
-from furlong.plan.values import (
+from furlong.plan.plan import (
     COMPUTING,
     ON_DEVICE,
     Action,
@@ -46,13 +50,16 @@ from furlong.plan.values import (
     ChunkPlan,
     Computing,
     Forward,
+    Layout,
     RebuildKV,
     Recompute,
     Reduce,
     Send,
     Unshard,
+    first_device,
     place_sizes,
 )
+from furlong.plan.segments import segment_tokens
 
 Hidden = Literal["all-to-all", "gathers", "streams"]
 """Things that a computing action may wait for inside: the all-to-alls of slices on several
@@ -343,3 +350,29 @@ class PlanCosts:
             waits = "all-to-all" not in self._free
             found[size] = links.effective("all_to_all", size, nodes) if waits else _NO_WAIT
         return found
+
+
+def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> float:
+    """Seconds in which the slowest device of a layout updates its trained parameters.
+
+    `stages`: layers of each rank of the pipeline. `num_alike`: processes that hold the same stage,
+    dp x sp, beside the replicas of the model's training; under ZeRO each updates its share. All
+    plans of a layout and a ZeRO stage have the same; their own seconds end before it.
+    """
+    training = model.training
+    trained = max(
+        training.trained_parameters(model.shape, stages, frozenset((stage,)))
+        for stage in range(len(stages))
+    )
+    shards = num_alike * training.replicas if training.zero_stage else 1
+    return trained / (training.tp_size * shards * model.hardware.optimizer_parameters_per_s)
+
+
+def update_s(model: CostModel, plan: ChunkPlan) -> float:
+    """Seconds of the optimizer's step behind a plan; none without a Backward."""
+    if not plan.trained:
+        return 0.0
+    held = [{a.stage for a in own if isinstance(a, Forward)} for own in plan.actions]
+    num_replicas = sum(0 in stages for stages in held)
+    layers = [sum(plan.stages[s] for s in own) for own in held[: len(held) // num_replicas]]
+    return optimizer_s(model, tuple(layers), num_replicas * plan.sp_size)

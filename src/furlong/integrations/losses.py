@@ -11,7 +11,7 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.ops.loss import IGNORE_INDEX, wide
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import require_two_phases
+from furlong.planners.orders import require_two_phases
 from furlong.values import (
     Extras,
     TokenFunction,

@@ -1,4 +1,17 @@
-"""The checker: what every legal plan keeps, one function per invariant.
+"""A plan's actions found by cell, and the errors that show a broken plan.
+
+The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
+cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
+
+The invariants of a plan's chunks alone: coverage, and what a chunk may hold.
+
+The invariants of stored K,V: there when they are read, their gradients complete, then gone.
+
+Where a sequence branches, what comes before a piece is its path alone (`furlong.plan.trees`).
+
+The invariants between ranks: messages, collectives, and that nobody waits for ever.
+
+The checker: what every legal plan keeps, one function per invariant.
 
     I1   every token is in exactly one slice, and every loss counts once (sampled: on average)
     I2   what a chunk may hold: pieces with a prefix, places
@@ -19,29 +32,576 @@ its second loop descending, since dK,dV of a chunk are complete only after all l
 A rule is a sentence and a function that yields what breaks it: why, and the place of the guilty
 action. The first break is refused: each function relies on the rules before it and on its own
 earlier lines. All take time linear in the plan.
+
+Needs of a plan that is to be carried out, beyond what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise, repeat
 from math import inf
 from typing import Protocol
 
 from furlong.errors import PlanError
-from furlong.plan.grid import Breaks, Grid, Rule, refuse_chunk
-from furlong.plan.rules.chunks import check_chunks
-from furlong.plan.rules.kv import after_the_end, lost_kv_gradients, missing_kv
-from furlong.plan.rules.ranks import RANK_RULES
-from furlong.plan.values import (
+from furlong.plan.passes import directions
+from furlong.plan.plan import (
     COMPUTING,
+    MESSAGES,
+    ON_PARAMETERS,
+    Action,
     Backward,
     ChunkPlan,
     Forward,
+    Keep,
     Payload,
+    Place,
+    RebuildKV,
     Recompute,
     Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Slice,
+    Unshard,
+    place_sizes,
 )
+from furlong.plan.text import format_action, format_chunk
 from furlong.units import count_words
+
+_NUM_AROUND = 4
+_ARROW = "    <-- here"
+
+
+class Grid:
+    """The places of each cell's Forward and Backward, for the checks of one plan."""
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        self.plan = plan
+        self.num_chunks = len(plan.chunks)
+        self.num_stages = len(plan.stages)
+        self.actions: list[Action] = [action for actions in plan.actions for action in actions]
+        self.kinds = [type(action) for action in self.actions]
+        self.ranks = [rank for rank, actions in enumerate(plan.actions) for _ in actions]
+        self.starts = [0]
+        for actions in plan.actions:
+            self.starts.append(self.starts[-1] + len(actions))
+        self.cells = [self._cell(at, action) for at, action in enumerate(self.actions)]
+        """The cell of each action; of an action on parameters, the stage's first."""
+        num_cells = self.num_chunks * self.num_stages
+        self.forward = self._first(Forward, num_cells)
+        """The place of each cell's first Forward, or -1."""
+        self.backward = self._first(Backward, num_cells)
+        self.keep: list[Keep | None] = [
+            action.keep if at >= 0 and isinstance(action := self.actions[at], Forward) else None
+            for at in self.forward
+        ]
+        """Each cell's `keep`, None for a cell without a Forward."""
+        groups = plan.groups
+        self.before = [
+            [
+                groups[seq_id][plan.trees[seq_id].parents[at] if seq_id in plan.trees else at - 1]
+                for seq_id, at in links
+                if at
+            ]
+            for links in plan.links
+        ]
+        """For each chunk, the ones that it goes on from."""
+
+    def _cell(self, at: int, action: Action) -> int:
+        rule = "every action names a cell of the grid"
+        if not 0 <= action.stage < self.num_stages:
+            raise self.refuse(rule, f"the plan has {count_words(self.num_stages, 'stage')}", at)
+        if isinstance(action, ON_PARAMETERS):
+            return action.stage * self.num_chunks
+        if not 0 <= action.chunk < self.num_chunks:
+            raise self.refuse(rule, f"the plan has {count_words(self.num_chunks, 'chunk')}", at)
+        if isinstance(action, MESSAGES):
+            peers = range(len(self.plan.actions))
+            if action.peer not in peers or action.peer == self.ranks[at]:
+                raise self.refuse(rule, f"{action.peer} is no other rank of the plan", at)
+        return action.stage * self.num_chunks + action.chunk
+
+    def _first(self, kind: type[Action], num_cells: int) -> list[int]:
+        places = [-1] * num_cells
+        for at, (other, cell) in enumerate(zip(self.kinds, self.cells, strict=True)):
+            if other is kind and places[cell] < 0:
+                places[cell] = at
+        return places
+
+    def each(self, *kinds: type[Action]) -> Iterator[tuple[int, Action, int]]:
+        """The place, the action and the cell of every action of some kinds."""
+        for at, (kind, action, cell) in enumerate(
+            zip(self.kinds, self.actions, self.cells, strict=True)
+        ):
+            if kind in kinds:
+                yield at, action, cell
+
+    def rank_of_forward(self, cell: int) -> int:
+        """The rank that has the cell's first Forward."""
+        return self.ranks[self.forward[cell]]
+
+    def name(self, cell: int) -> str:
+        """`chunk.stage`, as in an action's text."""
+        stage, chunk = divmod(cell, self.num_chunks)
+        return f"{chunk}.{stage}"
+
+    def waiting_words(self, stuck: Sequence[tuple[int, int]]) -> str:
+        """The (rank, place of its action) that wait for each other, in words."""
+        texts = [f"rank {rank} at '{format_action(self.actions[at])}'" for rank, at in stuck]
+        return "these wait for ever: " + ", ".join(texts)
+
+    def refuse(self, rule: str, why: str, at: int) -> PlanError:
+        """The error for a broken rule, showing the actions around the guilty one."""
+        rank = self.ranks[at]
+        guilty = at - self.starts[rank]
+        shown = range(*_around(guilty, self.plan.actions[rank]))
+        lines = [f"{i:6d}  {format_action(self.plan.actions[rank][i])}" for i in shown]
+        lines[shown.index(guilty)] += _ARROW
+        return PlanError("\n".join([f"broken rule: {rule}", why, f"rank {rank}", *lines]))
+
+
+def refuse_chunk(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
+    """The error for a broken rule, showing the chunks around the guilty one."""
+    shown = range(*_around(chunk, plan.chunks))
+    lines = [f"{i:6d}  {format_chunk(plan.chunks[i], plan.sp_size):.80}" for i in shown]
+    if lines:
+        lines[shown.index(chunk)] += _ARROW
+    return PlanError("\n".join([f"broken rule: {rule}", why, "chunks", *lines]))
+
+
+def _around(middle: int, values: Sequence[object]) -> tuple[int, int]:
+    return max(0, middle - _NUM_AROUND), min(len(values), middle + _NUM_AROUND + 1)
+
+
+Breaks = Iterator[tuple[str, int]]
+"""The ways in which a plan breaks a rule: why, and the place of the guilty action."""
+Rule = tuple[str, Callable[[Grid], Breaks]]
+
+
+_RULE_1 = "every token is in exactly one slice"
+_RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
+_RULE_3 = "a branch goes on from the end of an earlier piece on its path"
+
+
+def check_chunks(plan: ChunkPlan) -> None:
+    """Raise PlanError if the chunks of a plan break I1 or I2."""
+    for rule, breaks in (
+        (_RULE_1, _uncovered), (_RULE_2, _misplaced), (_RULE_3, _misgrown),
+    ):  # fmt: skip
+        for why, chunk in breaks(plan):
+            raise refuse_chunk(plan, rule, why, chunk)
+
+
+def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
+    """I1. The slices of each sequence tile it, and every sequence is there; a chunk without slices
+    has no other use than to meet the passes of other ranks, or the Reduce if its rank has no other
+    chunk."""
+    several = len(plan.actions) > 1
+    alone = {min(own) for own in map(_computed, plan.actions) if len(own) == 1}
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
+    for index, chunk in enumerate(plan.chunks):
+        if chunk.is_dummy and not (several and (plan.regathers or index in alone)):
+            yield f"chunk {index} is empty, its rank needs none to go with others", index
+        for piece in chunk.slices:
+            if not 0 <= piece.seq_id < len(plan.seq_lens):
+                yield (
+                    f"none of {count_words(len(plan.seq_lens), 'sequence')} is {piece.seq_id}",
+                    index,
+                )
+            if piece.stop <= piece.start:
+                yield f"a slice of sequence {piece.seq_id} is empty", index
+            pieces[piece.seq_id].append((piece.start, piece.stop, index))
+    for seq_id, (seq_len, found) in enumerate(zip(plan.seq_lens, pieces, strict=True)):
+        covered, index = 0, 0
+        for start, stop, index in sorted(found):
+            if start != covered:
+                yield (
+                    f"sequence {seq_id} is covered up to token {covered}, then from {start}",
+                    index,
+                )
+            covered = stop
+        if covered != seq_len or not found:
+            yield (
+                f"sequence {seq_id} has {count_words(seq_len, 'token')},"
+                f" its slices cover {covered}",
+                index,
+            )
+
+
+def _computed(actions: Iterable[Action]) -> set[int]:
+    """The chunks of a rank."""
+    return {action.chunk for action in actions if isinstance(action, Forward)}
+
+
+def _misplaced(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
+    """I2. Places are nested, few pieces have a prefix, a sequence is once in a chunk and keeps its
+    place."""
+    places: dict[int, Place] = {}
+    for index, chunk in enumerate(plan.chunks):
+        if why := _oddity(chunk.slices, plan.sp_size):
+            yield why, index
+        for piece in chunk.slices:
+            if places.setdefault(piece.seq_id, piece.place) != piece.place:
+                yield f"sequence {piece.seq_id} has another place in an earlier chunk", index
+
+
+def _oddity(slices: tuple[Slice, ...], sp_size: int) -> str:
+    if sp_size < 1:
+        return f"a pool has at least one process, not {sp_size}"
+    places = [piece.place for piece in slices]
+    sizes = place_sizes(sp_size)
+    for place in dict.fromkeys(places):
+        if place.size not in sizes or place.first not in range(0, sp_size, place.size):
+            required = f"a size of {', '.join(map(str, sizes))} and begins at a multiple of it"
+            return f"{place} is none of a pool of {sp_size}, where a place has {required}"
+    if len(slices) > 1:
+        before = {(piece.seq_id, piece.goes_on_from) for piece in slices}
+        if len({seq_id for seq_id, _ in before}) < len(before):
+            return "a sequence has two slices in the chunk, and they are no branches of one piece"
+    order = [(-place.size, place.first) for place in places]
+    if order != sorted(order):
+        return "slices on larger places come first, then those of lower processes"
+    for one, two in pairwise(slices):
+        if one.place == two.place and two.start > 0 and one.seq_id != two.seq_id:
+            return "only the first slice on a place, and branches beside it, may have a prefix"
+    return ""
+
+
+def _misgrown(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
+    """I2, of sequences that branch: pieces lie depth-first, and nothing goes on from those that
+    share a chunk. All are on one process, and none is left out."""
+    pieces: dict[int, list[tuple[Slice, int]]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        for piece in chunk.slices:
+            pieces.setdefault(piece.seq_id, []).append((piece, index))
+    for seq_id, own in pieces.items():
+        branches = [index for piece, index in own if piece.parent is not None]
+        if not branches:
+            continue
+        if plan.sampled or plan.sp_size > 1 or len(plan.actions) > 1:
+            ranks = f"has {count_words(len(plan.actions), 'rank')} of {plan.sp_size} processes"
+            why = "is sampled" if plan.sampled else ranks
+            yield f"sequence {seq_id} branches, and the plan {why}", branches[0]
+        chunks = [index for _, index in own]
+        path = [0]
+        followed = {piece.goes_on_from for piece, _ in own}
+        for piece, index in sorted(own, key=lambda pair: pair[0].start):
+            if piece.goes_on_from not in path or piece.parent == piece.start:
+                yield f"no piece of the path ends at token {piece.parent}, or it is the last", index
+            path = [*path[: path.index(piece.goes_on_from) + 1], piece.stop]
+            if piece.stop in followed and chunks.count(index) > 1:
+                yield f"a piece goes on from token {piece.stop}, in a chunk of branches", index
+
+
+def missing_kv(grid: Grid) -> Breaks:
+    """I4. K,V of a cell that drops them live up to the last Forward of their sequence, then again
+    from a RebuildKV on; those of other cells live up to their Backward. A cell drops them that
+    keeps its input only, or its attention with a RebuildKV to come."""
+    again = {cell for _, _, cell in grid.each(RebuildKV)}
+    gone = bytearray(
+        keep == "input" or (keep == "attention" and cell in again)
+        for cell, keep in enumerate(grid.keep)
+    )
+    drops = bytes(gone)
+    num_ready: dict[tuple[int, int], int] = {}
+    for at, action, cell in grid.each(Recompute, Backward, RebuildKV):
+        stage, chunk = divmod(cell, grid.num_chunks)
+        row = cell - chunk
+        for seq_id, position in grid.plan.links[chunk]:
+            group, tree = grid.plan.groups[seq_id], grid.plan.trees.get(seq_id)
+            if at < grid.forward[row + group[max(0, grid.plan.num_computed[seq_id] - 1)]]:
+                continue
+            first = num_ready.get((seq_id, stage), 0)  # in a line, all before it are there
+            before: Iterable[int] = tree.path(position) if tree else range(first, position)
+            missing = next((n for n in before if gone[row + group[n]]), None)
+            if tree is None:
+                num_ready[seq_id, stage] = max(first, position if missing is None else missing)
+            if missing is not None:
+                name = grid.name(row + group[missing])
+                yield f"{name} has dropped its K,V, and no RebuildKV({name}) came before", at
+        if isinstance(action, RebuildKV):
+            if not drops[cell] or not grid.plan.continues[chunk]:
+                yield "RebuildKV is for cells that drop their K,V and are read by later chunks", at
+            if at < grid.forward[cell]:
+                yield "a RebuildKV needs its Forward", at
+            gone[cell] = 0
+
+
+def lost_kv_gradients(grid: Grid) -> Breaks:
+    """I5. A Backward comes after that of every later chunk of its sequence that has one. These send
+    their dK,dV to K,V that live on until then: a RebuildKV in between would make them anew."""
+    for seq_id, group in grid.plan.groups.items():
+        tree = grid.plan.trees.get(seq_id)
+        for row in range(0, len(grid.backward), grid.num_chunks):
+            for earlier, later in _line(grid, group, row) if tree is None else (
+                (row + group[parent], row + group[n])
+                for n, parent in enumerate(tree.parents) if parent >= 0
+            ):  # fmt: skip
+                if 0 <= grid.backward[earlier] < grid.backward[later]:
+                    chunk = earlier % grid.num_chunks
+                    why = f"B{grid.name(later)} still adds to the dK,dV of chunk {chunk}"
+                    yield why, grid.backward[earlier]
+    begun: dict[tuple[int, int], list[int]] = {}  # positions with a Backward; in a line the first
+    for at, action, cell in grid.each(Backward, RebuildKV):
+        stage, chunk = divmod(cell, grid.num_chunks)
+        if isinstance(action, RebuildKV) and 0 <= grid.backward[cell] < at:
+            continue
+        for seq_id, position in grid.plan.links[chunk]:
+            readers = begun.setdefault((seq_id, stage), [])
+            if isinstance(action, Backward):
+                if not readers or seq_id in grid.plan.trees:
+                    readers.append(position)
+                continue
+            reader = next((n for n in readers if _sees(grid, seq_id, n, position)), None)
+            if reader is not None:
+                name = grid.name(cell - chunk + grid.plan.groups[seq_id][reader])
+                yield f"B{name} has sent dK,dV to {grid.name(cell)}, which this would lose", at
+
+
+def after_the_end(grid: Grid) -> Breaks:
+    """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
+    ended: dict[tuple[int, int], list[int]] = {}  # positions; in a line the last, the lowest
+    for at, action, cell in grid.each(*COMPUTING):
+        stage, chunk = divmod(cell, grid.num_chunks)
+        done = grid.backward[cell]
+        if 0 <= done < at:
+            yield f"B{grid.name(cell)} has run", at
+        makes_graph = isinstance(action, Recompute)
+        makes_graph |= isinstance(action, Forward) and action.keep == "all"
+        if done < 0 and makes_graph:
+            yield f"no Backward consumes the graph of {grid.name(cell)}", at
+        for seq_id, position in grid.plan.links[chunk]:
+            over = ended.setdefault((seq_id, stage), [])
+            lowest = next((n for n in over if _sees(grid, seq_id, position, n)), None)
+            if lowest is not None:
+                earlier = cell - chunk + grid.plan.groups[seq_id][lowest]
+                yield f"B{grid.name(earlier)} has freed the K,V it reads", at
+            if isinstance(action, Backward):
+                if seq_id not in grid.plan.trees:
+                    over.clear()
+                over.append(position)
+
+
+def _line(grid: Grid, group: tuple[int, ...], row: int) -> Iterable[tuple[int, int]]:
+    """Each cell of a sequence without branches, and the one behind it whose Backward is latest."""
+    latest = -1
+    for chunk in reversed(group):
+        at = grid.backward[row + chunk]
+        if latest >= 0 <= at:
+            yield row + chunk, latest
+        if at >= 0:
+            latest = row + chunk
+
+
+def _sees(grid: Grid, seq_id: int, position: int, earlier: int) -> bool:
+    tree = grid.plan.trees.get(seq_id)
+    return earlier < position if tree is None else tree.sees(position, earlier)
+
+
+_Key = tuple[object, object]
+_Entries = list[tuple[int, object]]
+"""Places in a rank's list, and what another rank has to have there too."""
+
+
+def _unpaired_messages(grid: Grid) -> Breaks:
+    """I10. Each message carries a result of its sender to the rank that needs it, and both ranks
+    list the messages between them in the same order."""
+    sent: dict[tuple[int, int], _Entries] = defaultdict(list)
+    received: dict[tuple[int, int], _Entries] = defaultdict(list)
+    seen: set[tuple[str, int]] = set()
+    for at, action, cell in grid.each(*MESSAGES):
+        if isinstance(action, Send):
+            yield from _not_made(grid, at, action)
+            if (action.payload, cell) in seen:
+                yield "it has been sent already", at
+            seen.add((action.payload, cell))
+            sent[grid.ranks[at], action.peer].append((at, (action.payload, cell)))
+        elif isinstance(action, Recv):
+            received[action.peer, grid.ranks[at]].append((at, (action.payload, cell)))
+    for sender, receiver in sorted(sent.keys() | received.keys()):
+        ours, theirs = sent[sender, receiver], received[sender, receiver]
+        yield from _differences(grid, sender, ours, theirs)
+        if len(ours) > len(theirs):
+            yield f"rank {receiver} does not receive it", ours[len(theirs)][0]
+        if len(ours) < len(theirs):
+            yield f"rank {sender} does not send it", theirs[len(ours)][0]
+
+
+def _not_made(grid: Grid, at: int, action: Send) -> Breaks:
+    forward = action.payload == "activation"
+    made = (grid.forward if forward else grid.backward)[grid.cells[at]]
+    if made < 0 or grid.ranks[made] != grid.ranks[at] or made > at:
+        yield f"rank {grid.ranks[at]} has not computed it yet", at
+    reader = grid.cells[at] + (grid.num_chunks if forward else -grid.num_chunks)
+    if not 0 <= reader < len(grid.forward):
+        yield "there is no stage to send it to", at
+    if grid.rank_of_forward(reader) != action.peer:
+        yield f"cell {grid.name(reader)} is on rank {grid.rank_of_forward(reader)}", at
+
+
+def _odd_reduces(grid: Grid) -> Breaks:
+    last: dict[tuple[int, int], int] = {}
+    reduces: dict[tuple[int, int], int] = {}
+    for at, action, _ in grid.each(Backward, Reduce):
+        key = action.stage, grid.ranks[at]
+        if isinstance(action, Backward):
+            last[key] = at
+            if key in reduces:
+                yield "a Backward comes after it", reduces[key]
+        else:
+            if key in reduces:
+                yield f"stage {action.stage} is reduced already", at
+            if key not in last:
+                yield f"no Backward of stage {action.stage} came before", at
+            reduces[key] = at
+    if not reduces:
+        return
+    for key in sorted(last.keys() - reduces.keys()):
+        yield f"no Reduce of stage {key[0]} follows", last[key]
+    reducing = {rank for _, rank in reduces}
+    trained = [ranks for stage, ranks in _members(grid).items() if stage >= grid.plan.frozen_stages]
+    has_frozen_alone = set().union(*_members(grid).values()).difference(*trained)
+    for rank in range(len(grid.plan.actions)):
+        if rank not in reducing and rank not in has_frozen_alone:
+            why = f"rank {rank} has none; without work it takes a token without a label"
+            yield why, min(reduces.values())
+
+
+def _unequal_collectives(grid: Grid) -> Breaks:
+    """I10. The ranks of a stage issue the same collectives in the same order."""
+    lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    for at, action, _ in grid.each(*ON_PARAMETERS):
+        lists[action.stage][grid.ranks[at]].append((at, type(action)))
+    for first, ours, _, theirs in _pairs(grid, lists):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            extra, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+            yield "the other ranks of the stage issue fewer", extra
+
+
+def _used_while_sharded(grid: Grid) -> Breaks:
+    """I10. A stage that is unsharded somewhere computes only while it is."""
+    unsharded = {
+        (action.stage, grid.ranks[at]): False for at, action, _ in grid.each(Unshard, Reshard)
+    }
+    for at, action, _ in grid.each(Unshard, Reshard, *COMPUTING):
+        key = action.stage, grid.ranks[at]
+        if key not in unsharded:
+            continue
+        if isinstance(action, (Unshard, Reshard)):
+            if isinstance(action, Unshard) == unsharded[key]:
+                already = "" if unsharded[key] else "not "
+                yield f"stage {action.stage} is {already}unsharded here", at
+            unsharded[key] = isinstance(action, Unshard)
+        elif not unsharded[key]:
+            yield f"stage {action.stage} is not unsharded here", at
+
+
+def _out_of_step(grid: Grid) -> Breaks:
+    """I10. Where each pass gathers the weights of its stage, the ranks of a stage go through it in
+    the same order of forwards and backwards. In FSDP2 a pass too many hangs, and one the other way
+    round computes with the weights of other layers, silently."""
+    if not grid.plan.regathers:
+        return
+    walks: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
+    for rank, start in enumerate(grid.starts[:-1]):
+        for at, direction in enumerate(directions(grid.plan, rank), start):
+            if grid.kinds[at] in (Unshard, Reshard):
+                yield "no stage of this plan is unsharded for longer", at
+            if direction is not None:
+                walks[grid.actions[at].stage][rank].append((at, direction))
+    for first, ours, rank, theirs in _pairs(grid, walks):
+        yield from _differences(grid, first, ours, theirs)
+        if len(ours) != len(theirs):
+            shorter, longer = (first, theirs) if len(ours) < len(theirs) else (rank, ours)
+            why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
+            yield why, longer[min(len(ours), len(theirs))][0]
+
+
+def _pairs(
+    grid: Grid, lists: dict[int, dict[int, _Entries]]
+) -> Iterator[tuple[int, _Entries, int, _Entries]]:
+    """The first rank of each stage with its list, and each other one with its own."""
+    members = _members(grid)
+    for stage, by_rank in lists.items():
+        first, *others = sorted(members[stage])
+        for rank in others:
+            yield first, by_rank[first], rank, by_rank[rank]
+
+
+def _differences(grid: Grid, rank: int, ours: _Entries, theirs: _Entries) -> Breaks:
+    """The places where a list differs from that of `rank`, as far as both go."""
+    for (one, value), (other, different) in zip(ours, theirs, strict=False):
+        if value != different:
+            yield f"here rank {rank} has '{format_action(grid.actions[one])}'", other
+
+
+def _stalls(grid: Grid) -> Breaks:
+    """I11. Run all ranks at once: a send never waits, a receive waits for its message, a collective
+    for all ranks of its stage, and so does a pass that gathers weights. Relies on equal orders at
+    both ends."""
+    num_ranks = len(grid.plan.actions)
+    posted: dict[_Key, int] = defaultdict(int)
+    sleeping: dict[_Key, list[int]] = defaultdict(list)
+    awake = deque(range(num_ranks) if num_ranks > 1 else ())
+    members = _members(grid)
+
+    def post(key: _Key) -> None:
+        posted[key] += 1
+        awake.extend(sleeping.pop(key, ()))
+
+    def walk(rank: int) -> Iterator[tuple[int, _Key, int]]:
+        """The rank's waits: where, for which signal, for how many of it since the start."""
+        passed: dict[_Key, int] = defaultdict(int)
+        places = range(grid.starts[rank], grid.starts[rank + 1])
+        ways = directions(grid.plan, rank) if grid.plan.regathers else repeat(None)
+        for at, way in zip(places, ways, strict=False):
+            action = grid.actions[at]
+            if isinstance(action, Send):
+                post((rank, action.peer))
+            elif isinstance(action, Recv):
+                passed[action.peer, rank] += 1
+                yield at, (action.peer, rank), passed[action.peer, rank]
+            elif way or isinstance(action, (Unshard, Reduce)):
+                key = "pass" if way else type(action), action.stage
+                passed[key] += 1
+                post(key)
+                yield at, key, passed[key] * len(members[action.stage])
+
+    walks = [walk(rank) for rank in range(num_ranks)]
+    waits: dict[int, tuple[int, _Key, int]] = {}
+    while awake:
+        rank = awake.popleft()
+        while wait := waits.pop(rank, None) or next(walks[rank], None):
+            _, key, needed = wait
+            if posted[key] < needed:
+                waits[rank] = wait
+                sleeping[key].append(rank)
+                break
+    if waits:
+        stuck = sorted((rank, at) for rank, (at, _, _) in waits.items())
+        yield grid.waiting_words(stuck), stuck[0][1]
+
+
+def _members(grid: Grid) -> dict[int, set[int]]:
+    """For each stage, the ranks that hold it; a message names the stage of another rank too."""
+    members: dict[int, set[int]] = defaultdict(set)
+    for action, rank in zip(grid.actions, grid.ranks, strict=True):
+        if not isinstance(action, MESSAGES):
+            members[action.stage].add(rank)
+    return members
+
+
+RANK_RULES: tuple[Rule, ...] = (
+    ("every message that is sent is received, in the same order", _unpaired_messages),
+    ("a Reduce follows the last Backward of its stage on its rank, once", _odd_reduces),
+    ("the ranks of a stage issue its collectives in the same order", _unequal_collectives),
+    ("parameters are unsharded while they are used", _used_while_sharded),
+    ("ranks that gather weights with every pass run the same passes of a stage", _out_of_step),
+    ("no rank waits for ever", _stalls),
+)
 
 
 class Memory(Protocol):
@@ -221,3 +781,28 @@ _CELL_RULES: tuple[Rule, ...] = (
     ("every Backward has one graph, and every Recompute an input to start from", _odd_graphs),
     ("a Backward ends its cell, and no graph is left over", after_the_end),
 )
+
+
+def missing_to_run(
+    plan: ChunkPlan, num_tokens: int | None = None, *, num_processes: int = 1
+) -> str:
+    """The needs of a plan that `num_processes` do not meet, as words; empty where it runs.
+
+    A pool that shards no sequence is data parallelism. `num_tokens`: those of the batch; a plan of
+    more pads its sequences, which nothing carries out. Nor does a pipeline gather its weights with
+    every pass.
+    """
+    needed = len(plan.actions) * plan.sp_size
+    parts = []
+    if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
+        parts.append("padding")
+    num_replicas = sum(_has_first_stage(own) for own in plan.actions)
+    if plan.regathers and len(plan.actions) > num_replicas:
+        parts.append("a pipeline that gathers its weights with every pass (ZeRO-3)")
+    if needed != num_processes:
+        parts.append(f"{needed} processes that run it by furlong.Engine.run")
+    return ", ".join(parts)
+
+
+def _has_first_stage(actions: Iterable[Action]) -> bool:
+    return any(isinstance(action, Forward) and action.stage == 0 for action in actions)

@@ -17,8 +17,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from furlong.plan.passes import NOTHING, passes
+from furlong.plan.plan import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.plan.trees import Tree
-from furlong.plan.values import COMPUTING, Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 
 def kv_frees(plan: ChunkPlan, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:

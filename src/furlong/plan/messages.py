@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from furlong.plan.values import Chunk, ChunkPlan, Payload, Recv, Send
+from furlong.plan.plan import Chunk, ChunkPlan, Payload, Recv, Send
 
 
 @dataclass(frozen=True, slots=True)

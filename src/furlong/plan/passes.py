@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
+from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 
 Computed = Literal["nothing", "to last kv", "values", "graph", "backward"]
 """How far a pass goes: not at all; the stage up to its last layer's K,V projection; the stage

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import gcd
 from operator import attrgetter
 
-from furlong.plan.values import Chunk, Slice
+from furlong.plan.plan import Chunk, Slice
 
 Run = tuple[int, int, int]
 """Consecutive rows: (whose they are, start, stop)."""

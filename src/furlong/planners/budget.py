@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from furlong.cost.memory.levels import Part
-from furlong.cost.memory.training import Training
+from furlong.cost.memory import Part
 from furlong.cost.model import CostModel
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.report.words import PART_WORDS
 from furlong.units import format_bytes
 

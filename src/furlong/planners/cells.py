@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from furlong.cost.model import CostModel, Hidden
-from furlong.cost.seconds.chunks import Array
-from furlong.plan.values import ON_DEVICE, Backward, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.layout import first_alike
+from furlong.cost.seconds import Array
+from furlong.plan.plan import ON_DEVICE, Backward, Chunk, ChunkPlan, Forward, Tiers
+from furlong.planners.layouts import first_alike
 
 
 def cell_seconds(

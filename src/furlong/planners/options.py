@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 from furlong.errors import ConfigError
-from furlong.plan.values import Keep, Order, Tier, Tiers
-from furlong.planners.sampling.rules import Sampling, sampling_of
+from furlong.plan.plan import Keep, Order, Tier, Tiers
+from furlong.planners.spaco import Sampling, sampling_of
 
 TIER_KINDS = tuple(field.name for field in fields(Tiers))
 """Kinds of memory that a mapping of tiers may name."""

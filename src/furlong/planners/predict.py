@@ -12,17 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from furlong.cost.memory.curve import MemoryCurve
-from furlong.cost.model import CostModel
-from furlong.cost.seconds.optimizer import update_s
-from furlong.cost.shapes.shape import ModelShape
-from furlong.plan.values import ON_DEVICE, Action, Chunk, ChunkPlan
-from furlong.planners.chunks.groups import Groups
-from furlong.planners.layout import first_alike
+from furlong.cost.memory import MemoryCurve
+from furlong.cost.model import CostModel, update_s
+from furlong.cost.shape import ModelShape
+from furlong.plan.plan import ON_DEVICE, Action, Chunk, ChunkPlan
+from furlong.planners.chunks import Groups
+from furlong.planners.layouts import first_alike
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_groups, stages_of, walk_group
-from furlong.planners.orders.pipeline import number_chunks
-from furlong.planners.sampling.plans import sampled
+from furlong.planners.orders import number_chunks, plan_groups, stages_of, walk_group
+from furlong.planners.spaco import sampled
 from furlong.simulate.clock import Times, time_actions
 
 

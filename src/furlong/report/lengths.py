@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.plan.lengths import LengthBucket, Lengths
-from furlong.report.pictures.colours import FAINT, INK, LIMIT, tint
+from furlong.report.scene import FAINT, INK, LIMIT, tint
 from furlong.units import count_words, format_count, plural
 
 PICTURES = (".png", ".svg")

@@ -9,8 +9,8 @@ from typing import Any
 
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.check import check
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.text import load_plan, save_plan
 from furlong.timeline import Timeline
 
 MEASURED = "timeline.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from furlong.plan.values import ChunkPlan, Tiers
+from furlong.plan.plan import ChunkPlan, Tiers
 from furlong.simulate.figures import StepFigures
 from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
 

@@ -10,8 +10,8 @@ import torch
 
 from furlong.errors import ConfigError, DataError
 from furlong.models.causal_lm import CausalLM
+from furlong.plan.plan import Chunk, ChunkPlan, Forward
 from furlong.plan.rows import ChunkRows
-from furlong.plan.values import Chunk, ChunkPlan, Forward
 from furlong.runtime.cells.loss_head import FinalHead
 from furlong.runtime.inputs import (
     ShiftedSequence,

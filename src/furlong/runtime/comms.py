@@ -13,9 +13,9 @@ from typing import Protocol
 from torch import Tensor
 
 from furlong.errors import PlanError
-from furlong.plan.runnable import missing_to_run
+from furlong.plan.check import missing_to_run
+from furlong.plan.plan import Action, ChunkPlan, Recv, Send
 from furlong.plan.text import format_action
-from furlong.plan.values import Action, ChunkPlan, Recv, Send
 
 
 class Comms(Protocol):

@@ -17,7 +17,7 @@ from furlong.ops.exchange import Exchange
 from furlong.plan.check import check
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
-from furlong.plan.values import (
+from furlong.plan.plan import (
     ON_DEVICE,
     Action,
     Backward,

@@ -22,8 +22,8 @@ from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
 from furlong.models.support import other_dropouts, refuse_attention_dropout
 from furlong.models.wrappers import bare_model, refuse_backward_hooks, refuse_placement
+from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
-from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cells.layout import rows_on
 from furlong.runtime.checks.self_check import self_check
 from furlong.runtime.checks.surroundings import (

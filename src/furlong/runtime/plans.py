@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.branches import Forks
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import Forks
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.replica import plan_replica
-from furlong.planners.sampling.plans import sampled
+from furlong.planners.orders import plan_on_device, plan_replica
+from furlong.planners.spaco import sampled
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import require_options
 

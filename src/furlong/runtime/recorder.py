@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypedDict, Unpack
 
-from furlong.plan.values import Action
+from furlong.plan.plan import Action
 from furlong.runtime.memory.measure import MemoryMeter
 from furlong.runtime.memory.pools import Pools
 from furlong.runtime.stopwatch import Clock, stopwatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.timeline import Timeline
 
 

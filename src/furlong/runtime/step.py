@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from furlong.errors import PlanError
 from furlong.models.wrappers import refuse_hooks
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
 from furlong.runtime.checks.surroundings import drawn, untrainable
 from furlong.runtime.executor import Executor

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from furlong.plan.passes import computed_late
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     ChunkPlan,

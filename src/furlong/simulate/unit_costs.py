@@ -6,7 +6,7 @@ long as a forward, messages and collectives take no time.
 
 from __future__ import annotations
 
-from furlong.plan.values import Action, Backward, ChunkPlan, Forward, RebuildKV, Recompute, Send
+from furlong.plan.plan import Action, Backward, ChunkPlan, Forward, RebuildKV, Recompute, Send
 
 
 class UnitCosts:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from furlong.data.loader import Batch, LoaderState, told_ahead
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.predict import Prediction
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting

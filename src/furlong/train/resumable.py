@@ -17,7 +17,7 @@ from torch import nn
 
 from furlong.config.schema import RunConfig
 from furlong.data.loader import Batch
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction

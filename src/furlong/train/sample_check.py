@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from furlong.data.loader import Batch
 from furlong.ops.scarcity import is_out_of_memory
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.use import num_drawn
+from furlong.planners.spaco import num_drawn
 from furlong.runtime.memory.measure import give_back_memory
 from furlong.runtime.rng import RNGState
 from furlong.train.evaluation import evaluating

@@ -21,15 +21,16 @@ from furlong.models.small.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.options import fixed_options
-from furlong.planners.sampling.plans import sample_backwards
-from furlong.planners.sampling.rules import (
+from furlong.planners.spaco import (
     Factors,
     Sampling,
+    check_sampling,
     draw,
     expected_weight,
     fixed_factors,
+    sample_backwards,
+    sampling_in_words,
 )
-from furlong.planners.sampling.use import check_sampling, sampling_in_words
 from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import shift_labels
 from furlong.verify.checks import Bound, Finding, bound_of

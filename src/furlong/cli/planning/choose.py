@@ -18,17 +18,16 @@ from furlong.cli.planning.search import (
 )
 from furlong.cli.planning.subject import PlanSubject, subject_of
 from furlong.config.sources import RunFlags
-from furlong.plan.saved import save_plan
-from furlong.plan.values import ChunkPlan
-from furlong.planners.sampling.rules import Sampling
-from furlong.planners.sampling.use import num_drawn, sampling_in_words
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.text import save_plan
 from furlong.planners.search.catalogue import SEARCHED, Method
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.longest import Longest, longest_sequence
 from furlong.planners.search.problem import Found
+from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.patience import Tell
-from furlong.report.plan_report import PlanReport, report_plan
-from furlong.report.plan_text import format_report, line, runs_words
+from furlong.report.report import PlanReport, report_plan
+from furlong.report.text import format_report, line, runs_words
 from furlong.units import count_words, format_count, format_seconds
 
 _SAME = 1 + 1e-6

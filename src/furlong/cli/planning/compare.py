@@ -12,9 +12,9 @@ from furlong.cli.planning.subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import PlanError, UserError
 from furlong.planners.search.problem import Found
-from furlong.report.comparison import Row, comparison_json, format_comparison
 from furlong.report.patience import Tell
-from furlong.report.plan_report import report_plan
+from furlong.report.report import report_plan
+from furlong.report.text import Row, comparison_json, format_comparison
 from furlong.units import count_words
 
 _SLOWEST = 2

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from furlong.cli.flag_types import refusal
-from furlong.report.pictures.scene import Panel
-from furlong.report.pictures.timeline import save_timelines
+from furlong.report.scene import Panel
+from furlong.report.timelines import save_timelines
 
 
 def draw(

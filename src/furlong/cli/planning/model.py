@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cost.calibration.file import Calibrated, calibrated, uncalibrated
-from furlong.cost.devices.hardware import THIS_CPU, HardwareSpec, hardware, one_of, this_cpu
-from furlong.cost.memory.training import ZeroStage
+from furlong.cost.calibration import Calibrated, calibrated, uncalibrated
+from furlong.cost.machine import THIS_CPU, HardwareSpec, hardware, one_of, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.known_models import MODELS, model_shape
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import MODELS, ModelShape, model_shape
+from furlong.cost.training import ZeroStage
 from furlong.errors import UserError
 from furlong.planners.auto.decide import training_of
 

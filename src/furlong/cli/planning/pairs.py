@@ -8,14 +8,14 @@ from furlong.cli.flag_types import refusal
 from furlong.cli.planning.files import draw, writing
 from furlong.cli.planning.subject import PlanSubject
 from furlong.config.sources import RunFlags
-from furlong.plan.saved import save_plan
+from furlong.plan.text import save_plan
 from furlong.planners.auto.pairs import check_dials, decide_pairs
 from furlong.planners.auto.search import Budgets
 from furlong.planners.auto.words import dials_in_words
 from furlong.planners.options import dials_of
-from furlong.planners.orders.two_phases import plan_two_phases
-from furlong.report.plan_report import report_plan
-from furlong.report.plan_text import format_report, line, runs_words
+from furlong.planners.orders import plan_two_phases
+from furlong.report.report import report_plan
+from furlong.report.text import format_report, line, runs_words
 from furlong.units import format_bytes
 
 

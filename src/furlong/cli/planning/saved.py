@@ -17,14 +17,13 @@ from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
-from furlong.plan.saved import load_plan, read_made_for
-from furlong.plan.text import format_plan
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.text import format_plan, load_plan, read_made_for
 from furlong.planners.budget import fit
 from furlong.report.measured import MEASURED, read_measured
-from furlong.report.pictures.scene import Panel
-from furlong.report.plan_report import report_plan
-from furlong.report.plan_text import format_report, line, runs_words
+from furlong.report.report import report_plan
+from furlong.report.scene import Panel
+from furlong.report.text import format_report, line, runs_words
 from furlong.report.words import format_figures, is_alone
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure

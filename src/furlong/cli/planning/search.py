@@ -8,15 +8,14 @@ from typing import Any
 
 from furlong.cli.flag_types import refusal
 from furlong.cli.planning.subject import PlanSubject
-from furlong.cost.names import look_up
+from furlong.cost.inputs import look_up
 from furlong.errors import ConfigError
-from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.lengths import count_lengths
+from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, Layout, Tiers
 from furlong.plan.text import tiers_in_words
-from furlong.plan.values import ON_DEVICE, Tiers
 from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.budget import MARGIN
-from furlong.planners.layout import layouts
+from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.search.build import build

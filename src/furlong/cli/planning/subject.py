@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.planning.batch import PlannedBatch, batch_of
 from furlong.cli.planning.model import check_zero, figures_of, missing, run_of, spec_of
-from furlong.cost.calibration.file import Calibrated
-from furlong.cost.devices.hardware import (
+from furlong.cost.calibration import Calibrated
+from furlong.cost.machine import (
     THIS_CPU,
     free_ram_budget_bytes,
 )
-from furlong.cost.memory.training import Training, ZeroStage
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training, ZeroStage
 from furlong.plan.lengths import MAX_TOKENS
-from furlong.plan.values import Tier
+from furlong.plan.plan import Tier
 from furlong.planners.auto.decide import given_dials
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
-from furlong.planners.sampling.use import check_sampling
 from furlong.planners.search.problem import Problem
+from furlong.planners.spaco import check_sampling
 from furlong.planners.tier_budgets import tier_budgets
-from furlong.report.plan_text import line
+from furlong.report.text import line
 from furlong.units import count_words, format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from furlong.cost.shapes.config_values import MAX_LAYERS, NEEDED_SIZES
+from furlong.cost.shape import MAX_LAYERS, NEEDED_SIZES
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import for_all_layers
 from furlong.models.folders.folder import CONFIG

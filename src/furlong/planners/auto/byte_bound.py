@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from furlong.cost.memory.cells import TOKEN_BYTES, StageBytes
+from furlong.cost.memory import TOKEN_BYTES, StageBytes
 from furlong.cost.model import CostModel
+from furlong.plan.plan import Tier
 from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.plan.values import Tier
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import stages_of
+from furlong.planners.orders import stages_of
 from furlong.planners.predict import Needs
 
 

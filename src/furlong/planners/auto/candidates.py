@@ -12,10 +12,9 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
-from furlong.plan.layout import ONE_DEVICE, Layout
-from furlong.plan.values import Keep, Tier, Tiers
+from furlong.plan.plan import ONE_DEVICE, Keep, Layout, Tier, Tiers
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import stages_of
+from furlong.planners.orders import stages_of
 from furlong.units import count_words
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536

@@ -17,12 +17,11 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from furlong.cost.memory.training import Lora, Training
 from furlong.cost.model import CostModel
+from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
-from furlong.plan.layout import ONE_DEVICE, Layout
 from furlong.plan.lengths import Lengths, draw_lengths
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.layouts import SearchedLayouts, search_layouts, space_of
 from furlong.planners.auto.search import Budgets, Searched, search_device
@@ -31,7 +30,7 @@ from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothin
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.predict import Prediction, predict_step
-from furlong.planners.sampling.rules import Sampling
+from furlong.planners.spaco import Sampling
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:

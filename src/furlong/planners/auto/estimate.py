@@ -13,11 +13,9 @@ from math import inf
 import numpy as np
 
 from furlong.cost.model import CostModel, PlanCosts
-from furlong.cost.seconds.chunks import chunk_table
-from furlong.cost.seconds.rates import PassPart, parts_of
+from furlong.cost.seconds import PassPart, chunk_table, parts_of
 from furlong.plan.passes import passes
-from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     Chunk,
@@ -28,11 +26,11 @@ from furlong.plan.values import (
     Slice,
     Tier,
 )
-from furlong.planners.chunks.groups import Groups
-from furlong.planners.layout import first_alike
+from furlong.plan.segments import NUM_HOT, segment_tokens
+from furlong.planners.chunks import Groups
+from furlong.planners.layouts import first_alike
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import stages_of, walk_group
-from furlong.planners.orders.schedule import schedule_group
+from furlong.planners.orders import schedule_group, stages_of, walk_group
 from furlong.planners.predict import count_kinds
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from furlong.cost.memory.levels import PARTS
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.plan.values import ChunkPlan
+from furlong.cost.memory import PARTS, PlanMemory
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.auto.candidates import KEEPS
 from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import Needs
 
 _STATE = ("weights", "gradients", "optimizer")

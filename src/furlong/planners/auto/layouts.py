@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from furlong.cost.memory.training import ZeroStage
-from furlong.plan.layout import Layout
-from furlong.plan.values import Order
+from furlong.cost.training import ZeroStage
+from furlong.plan.plan import Layout, Order
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.search import SLACK, Budgets, Searched, Tried, search_device
 from furlong.planners.auto.steps import Dealt, deal_steps, mean_step_s
-from furlong.planners.layout import cut_layers
+from furlong.planners.layouts import cut_layers
 from furlong.planners.options import ChunkOptions
 from furlong.planners.search.bounds import least_s
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
-from furlong.plan.values import ChunkPlan, Keep, Tiers
+from furlong.plan.plan import ChunkPlan, Keep, Tiers
 from furlong.planners.auto.candidates import KEEPS, Space, sizes
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.search import SLACK, Budgets
 from furlong.planners.auto.words import dials_in_words, needs_in_words
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.two_phases import plan_two_phases
+from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import Needs, needs_of, step_s
 from furlong.units import format_bytes
 

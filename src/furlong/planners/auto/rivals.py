@@ -19,11 +19,11 @@ from math import inf
 
 from furlong.cost.model import CostModel
 from furlong.errors import UserError
-from furlong.plan.values import ON_DEVICE, ChunkPlan
+from furlong.plan.plan import ON_DEVICE, ChunkPlan
 from furlong.planners.auto.search import SLACK
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
+from furlong.planners.orders import plan_replica
 from furlong.planners.places.plan import plan_places
 from furlong.planners.predict import step_s
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from furlong.cost.memory.curve import MemoryCurve
-from furlong.plan.values import Chunk, Tier, Tiers
+from furlong.cost.memory import MemoryCurve
+from furlong.plan.plan import Chunk, Tier, Tiers
 from furlong.planners.auto.byte_bound import ByteBound, Share
 from furlong.planners.auto.candidates import Space, options_of, sizes
 from furlong.planners.auto.estimate import TimeEstimate
@@ -33,7 +33,7 @@ from furlong.planners.auto.steps import (
 )
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import stages_of
+from furlong.planners.orders import stages_of
 from furlong.planners.predict import Needs, needs_of
 
 SLACK = 0.02

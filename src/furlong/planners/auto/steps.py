@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from furlong.cost.model import CostModel
-from furlong.cost.seconds.optimizer import update_s
-from furlong.plan.values import Chunk, ChunkPlan
+from furlong.cost.model import CostModel, update_s
+from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.planners.auto.candidates import Space
-from furlong.planners.chunks.balance import by_cost, sequence_work
-from furlong.planners.chunks.groups import Groups, group_chunks
-from furlong.planners.chunks.placement import shard
+from furlong.planners.chunks import Groups, by_cost, group_chunks, sequence_work, shard
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.pipeline import number_chunks, state_aware_lists
-from furlong.planners.orders.replica import plan_replica
-from furlong.planners.orders.replicas import join_kept
+from furlong.planners.orders import join_kept, number_chunks, plan_replica, state_aware_lists
 from furlong.planners.predict import one_draw, simulated_s, step_s
 
 Dealt = list[list[list[int]]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from furlong.cost.devices.hardware import are_links_measured
-from furlong.cost.memory.training import Training
+from furlong.cost.machine import are_links_measured
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.planners.auto.candidates import SMALLEST_CHUNK
 from furlong.planners.auto.layouts import SearchedLayouts, TooLarge
 from furlong.planners.auto.search import SLACK, Budgets, Searched

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import Array
-from furlong.plan.values import ChunkPlan
+from furlong.cost.seconds import Array
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.places.division import Division, Spot, Spots
 from furlong.planners.places.fastest import plan_fastest
 from furlong.planners.places.rates import Rates

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.fastest import plan_fastest
 from furlong.planners.places.starts import earliest_first

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from furlong.cost.model import CostModel
-from furlong.cost.seconds.chunks import Array
+from furlong.cost.seconds import Array
 from furlong.errors import DataError
-from furlong.plan.values import Chunk, Place, Slice
-from furlong.planners.chunks.balance import by_cost, sequence_work
-from furlong.planners.chunks.dacp import place_by_load
-from furlong.planners.chunks.placement import by_place
+from furlong.plan.plan import Chunk, Place, Slice
+from furlong.planners.chunks import by_cost, by_place, place_by_load, sequence_work
 from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
 from furlong.units import count_words
 

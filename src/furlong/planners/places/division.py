@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from furlong.cost.seconds.chunks import Array
+from furlong.cost.seconds import Array
 from furlong.planners.places.setting import Setting
 
 _ALIKE = 1e-9

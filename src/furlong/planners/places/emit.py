@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.values import Chunk, ChunkPlan, Place, Slice
-from furlong.planners.chunks.micro_batches import chunk_by_chunk, does_not_fit
-from furlong.planners.chunks.placement import by_place
+from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
+from furlong.planners.chunks import by_place, chunk_by_chunk, does_not_fit
 from furlong.planners.places.division import Spots
 from furlong.planners.places.rates import PoolBatch
 

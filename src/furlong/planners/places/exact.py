@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.seconds.chunks import Array
+from furlong.cost.seconds import Array
 from furlong.planners.places.division import Division, Spot, Spots
 from furlong.planners.places.least import Least
 

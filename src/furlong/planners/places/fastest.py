@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import refuse_unusable
-from furlong.planners.chunks.micro_batches import recompute_choices
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import recompute_choices, refuse_unusable
 from furlong.planners.places.division import Division, Spots
 from furlong.planners.places.emit import nothing_fits, plan_of
 from furlong.planners.places.least import Least

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.seconds.chunks import Array
+from furlong.cost.seconds import Array
 from furlong.planners.places.rates import TOKENS
 from furlong.planners.places.setting import Setting
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import ChunkPlan
-from furlong.planners.chunks.groups import refuse_unusable
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.chunks import refuse_unusable
 from furlong.planners.methods.flexsp import flexsp_divisions
 from furlong.planners.methods.hybrid_cp import hybrid_cp_divisions
 from furlong.planners.places.division import Division, Spots

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from furlong.cost.memory.stored_layers import gathered_tokens
+from furlong.cost.memory import gathered_tokens
 from furlong.cost.model import CostModel, PlanCosts
-from furlong.cost.seconds.chunks import Array, ChunkTable, attention_calls, computed_keys
-from furlong.plan.values import Backward, Chunk, Forward, Place, Slice, place_sizes
-from furlong.planners.chunks.micro_batches import chunk_by_chunk
+from furlong.cost.seconds import Array, ChunkTable, attention_calls, computed_keys
+from furlong.plan.plan import Backward, Chunk, Forward, Place, Slice, place_sizes
+from furlong.planners.chunks import chunk_by_chunk
 
 TOKENS, _CALLS, GATHERED = range(3)
 """Sums of a load that do not depend on sizes or windows: tokens, calls of attention, and tokens of

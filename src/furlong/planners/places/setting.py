@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from furlong.cost.seconds.chunks import Array
-from furlong.planners.chunks.micro_batches import fitting_tokens
+from furlong.cost.seconds import Array
+from furlong.planners.chunks import fitting_tokens
 from furlong.planners.places.rates import GATHERED, TOKENS, PoolBatch, Rates
 
 

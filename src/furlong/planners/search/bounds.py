@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from furlong.cost.model import CostModel, Hidden
-from furlong.plan.values import Chunk, Slice
+from furlong.plan.plan import Chunk, Slice
 from furlong.planners.cells import cell_seconds
-from furlong.planners.chunks.placement import shard
+from furlong.planners.chunks import shard
 
 
 def stage_bounds_s(

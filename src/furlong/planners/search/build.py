@@ -9,30 +9,33 @@ from math import inf
 from typing import Any
 
 from furlong.cost.model import CostModel
-from furlong.plan.values import Action, Chunk, ChunkPlan, Forward, Tiers
+from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
 from furlong.planners.cells import cell_seconds
-from furlong.planners.chunks.groups import (
+from furlong.planners.chunks import (
     Groups,
     group_chunks,
     packed_groups,
     padded_groups,
+    shard,
+    shard_long,
     sliced_groups,
 )
-from furlong.planners.chunks.placement import shard, shard_long
-from furlong.planners.infinipipe.mesh import cut_and_pack
-from furlong.planners.infinipipe.mesh_fit import fit_work
-from furlong.planners.infinipipe.plan import plan_infinipipe
+from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.methods.hybrid_cp import plan_hybrid_cp
 from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.group_order import choose_order
-from furlong.planners.orders.one_device import plan_groups
-from furlong.planners.orders.pipeline import assemble, number_chunks, state_aware_lists
-from furlong.planners.orders.replica import plan_replica
-from furlong.planners.orders.seq1f1b import token_level_lists
+from furlong.planners.orders import (
+    assemble,
+    number_chunks,
+    plan_groups,
+    plan_replica,
+    state_aware_lists,
+    token_level_lists,
+)
 from furlong.planners.places.plan import plan_places
 from furlong.planners.search.dials import Cut, Dials
+from furlong.planners.search.group_order import choose_order
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from furlong.plan.values import Keep
+from furlong.plan.plan import Keep
 from furlong.planners.search.dials import Cut, Dials, Ladder
 from furlong.planners.search.room import Room
 

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from furlong.cost.memory.training import ZeroStage
-from furlong.plan.layout import Layout
-from furlong.plan.values import Keep, Tier
-from furlong.planners.chunks.balance import Balance
-from furlong.planners.infinipipe.checkpointing import Mode
+from furlong.cost.training import ZeroStage
+from furlong.plan.plan import Keep, Layout, Tier
+from furlong.planners.chunks import Balance
+from furlong.planners.infinipipe import Mode
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
-from furlong.planners.orders.group_order import GroupOrder
+from furlong.planners.search.group_order import GroupOrder
 
 Cut = Literal[
     "tokens", "time", "slices", "packed", "padded", "placed",

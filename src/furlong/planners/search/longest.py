@@ -7,7 +7,7 @@ from typing import Literal
 
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.budget import fit
 from furlong.planners.search.build import build, replica_model, settled
 from furlong.planners.search.dials import Dials

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from furlong.plan.layout import Layout
-from furlong.planners.layout import round_numbers
+from furlong.plan.plan import Layout
+from furlong.planners.layouts import round_numbers
 from furlong.planners.search.catalogue import Method, combined, flexsp, hybrid_cp
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.problem import Problem

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
+from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.layout import Layout
-from furlong.plan.values import Tier
+from furlong.plan.plan import Layout, Tier
 from furlong.planners.budget import MARGIN, DoesNotFitError, advice
 from furlong.planners.search.dials import Dials
 from furlong.planners.search.replicas import Outcome

@@ -7,21 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from furlong.cost.memory.training import ZeroStage
 from furlong.cost.model import CostModel
+from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
-from furlong.plan.layout import Layout
-from furlong.plan.values import Chunk, ChunkPlan
+from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.budget import fit
-from furlong.planners.chunks.balance import (
+from furlong.planners.chunks import (
     Balance,
     by_cost,
     by_speed,
     deal_sequences,
+    fitting_tokens,
     sequence_work,
 )
-from furlong.planners.chunks.micro_batches import fitting_tokens
-from furlong.planners.orders.replicas import join_replicas
+from furlong.planners.orders import join_replicas
 from furlong.planners.places.rates import PoolBatch, Rates
 from furlong.planners.search.bounds import least_s
 from furlong.planners.search.build import build, groups_of, replica_model

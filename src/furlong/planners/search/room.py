@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from furlong.cost.memory.training import ZeroStage
-from furlong.plan.layout import Layout
-from furlong.plan.values import Tier
-from furlong.planners.chunks.balance import Balance
-from furlong.planners.chunks.micro_batches import recompute_choices
-from furlong.planners.layout import cut_layers, layouts, mean_attended_keys
+from furlong.cost.training import ZeroStage
+from furlong.plan.plan import Layout, Tier
+from furlong.planners.chunks import Balance, recompute_choices
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.search.dials import Dials, Ladder
 from furlong.planners.search.problem import Problem
 

@@ -19,11 +19,11 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from furlong.cost.memory.training import ZeroStage
+from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.planners.budget import DoesNotFitError, fit
-from furlong.planners.infinipipe.plan import NotFasterError
+from furlong.planners.infinipipe import NotFasterError
 from furlong.planners.search.bounds import stage_bounds_s
 from furlong.planners.search.build import replica_model
 from furlong.planners.search.catalogue import SHARING_WHOLE, Method

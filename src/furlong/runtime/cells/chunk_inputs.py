@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.plan.rows import ChunkRows
-from furlong.plan.values import Backward, Chunk, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.runtime.inputs import ShiftedSequence, count_valid_tokens
 
 

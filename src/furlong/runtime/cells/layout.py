@@ -9,9 +9,8 @@ from furlong.errors import PlanError
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.exchange import Exchange
-from furlong.plan.pieces import piece_lens
+from furlong.plan.plan import Chunk, ChunkPlan, piece_lens
 from furlong.plan.rows import ChunkRows, rows_of
-from furlong.plan.values import Chunk, ChunkPlan
 from furlong.runtime.cells.layer_view import Piece
 from furlong.runtime.memory.pools import Pools
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from furlong.plan.values import Action, Backward, Forward, RebuildKV, Recompute
+from furlong.plan.plan import Action, Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.memory.saved_graphs import SavedGraph
 from furlong.runtime.rng import RNGState

@@ -12,7 +12,7 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens, tiled_loss, token_losses
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.runtime.cells.chunk_inputs import ChunkInputs, sent_to
 
 

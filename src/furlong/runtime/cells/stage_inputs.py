@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from furlong.kv.pools.contract import Handle, Lease, Pool
-from furlong.plan.values import Action, Backward, Forward, RebuildKV, Recompute
+from furlong.plan.plan import Action, Backward, Forward, RebuildKV, Recompute
 from furlong.runtime.memory.ledger import Ledger
 
 _Cell = tuple[int, int]

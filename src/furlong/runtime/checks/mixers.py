@@ -30,8 +30,7 @@ from furlong.models.mixers.relay import Mixer, first, relaying
 from furlong.models.switches import own_forward
 from furlong.ops.backend import Backend
 from furlong.plan.passes import Pass
-from furlong.plan.pieces import piece_lens
-from furlong.plan.values import Chunk, ChunkPlan, Slice
+from furlong.plan.plan import Chunk, ChunkPlan, Slice, piece_lens
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.cells.layout import chunk_pieces, rows_on
 from furlong.runtime.checks.differences import relative

@@ -24,8 +24,7 @@ from furlong.ops.backend import Backend
 from furlong.ops.layer_kv import AttentionRule
 from furlong.ops.loss import IGNORE_INDEX
 from furlong.plan.passes import Pass
-from furlong.plan.pieces import piece_lens
-from furlong.plan.values import Chunk, ChunkPlan, Slice
+from furlong.plan.plan import Chunk, ChunkPlan, Slice, piece_lens
 from furlong.runtime.cells.cell import Cell
 from furlong.runtime.cells.chunk_inputs import chunk_inputs
 from furlong.runtime.cells.layout import chunk_pieces, rows_on

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from furlong.cost.memory.heap import SPARE, SPARE_BYTES
+from furlong.cost.memory import SPARE, SPARE_BYTES
 from furlong.plan.passes import Pass
 
 _STATM = Path("/proc/self/statm")

@@ -15,7 +15,7 @@ from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.pools.staged import Budget
-from furlong.plan.values import Tier
+from furlong.plan.plan import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from furlong.errors import ConfigError, PlanError
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.runtime.parallel.likeness import require_same_sequences
 from furlong.runtime.parallel.ranks import Ranks
 

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from furlong.errors import LinkError, PlanError
 from furlong.ops.scarcity import is_out_of_memory
-from furlong.plan.text import format_action
-from furlong.plan.values import (
+from furlong.plan.plan import (
     Action,
     Backward,
     ChunkPlan,
@@ -25,6 +24,7 @@ from furlong.plan.values import (
     Send,
     Unshard,
 )
+from furlong.plan.text import format_action
 from furlong.runtime.parallel.empty_passes import EmptyPasses
 from furlong.runtime.parallel.links import Links, Parcel
 from furlong.runtime.parallel.ranks import Ranks

@@ -15,8 +15,8 @@ from torch import nn
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.level_attention import LevelAttention
 from furlong.plan.passes import Pass, passes
+from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.plan.rows import ChunkRows, Level
-from furlong.plan.values import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.runtime.cells.layout import chunk_pieces, rows_on
 from furlong.runtime.parallel.exchange import AllToAll
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from furlong.errors import PlanError
 from furlong.plan.messages import Message, all_rows, messages
+from furlong.plan.plan import Action, Chunk, ChunkPlan, Computing, Recv, Send
 from furlong.plan.text import format_action
-from furlong.plan.values import Action, Chunk, ChunkPlan, Computing, Recv, Send
 from furlong.runtime.parallel.waiter import Waiter
 from furlong.runtime.parallel.wires import GroupWire, Wire, Work, guarded
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch.distributed as dist
 
 from furlong.errors import ConfigError, UserError
-from furlong.plan.values import ChunkPlan
-from furlong.planners.orders.replicas import join_replicas
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.orders import join_replicas
 from furlong.runtime.cells.chunk_inputs import labelled_chunks
 from furlong.runtime.inputs import ShiftedSequence
 from furlong.runtime.parallel.ranks import Ranks

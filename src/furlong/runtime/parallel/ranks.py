@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from furlong.errors import ConfigError
-from furlong.plan.values import place_sizes
+from furlong.plan.plan import place_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.plan.plan import Slice
 from furlong.plan.rows import ChunkRows
-from furlong.plan.values import Slice
-from furlong.planners.chunks.branches import Forks
+from furlong.planners.chunks import Forks
 from furlong.runtime.inputs import ShiftedSequence, TreePart
 
 _Ids = NDArray[np.int64]

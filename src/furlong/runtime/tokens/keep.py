@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from furlong.cost.devices.hardware import free_ram_budget_bytes, rounded_budget
-from furlong.cost.memory.plan_memory import PlanMemory
-from furlong.cost.memory.training import Training
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
+from furlong.cost.memory import PlanMemory
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.auto.keep import with_keep
 from furlong.planners.auto.search import Budgets

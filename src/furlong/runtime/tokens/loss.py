@@ -15,7 +15,7 @@ from torch import Tensor
 from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens
 from furlong.ops.token_values import TiledValues
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.batch import PlannedSequences
 from furlong.runtime.cells.chunk_inputs import ChunkInputs, sent_to

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from furlong.errors import ConfigError
 from furlong.models.fingerprint import adapter_states
 from furlong.models.wrappers import refuse_hooks
-from furlong.plan.values import ChunkPlan, Forward
+from furlong.plan.plan import ChunkPlan, Forward
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.comms import Alone
 from furlong.runtime.executor import Executor

@@ -15,8 +15,7 @@ from furlong.models.causal_lm import CausalLM
 from furlong.ops.loss import tile_tokens
 from furlong.ops.token_values import TiledValues
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.one_device import plan_on_device
-from furlong.planners.orders.two_phases import plan_two_phases, require_two_phases
+from furlong.planners.orders import plan_on_device, plan_two_phases, require_two_phases
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.followed_model import FollowedModel
 from furlong.runtime.inputs import ShiftedSequence, check_ranges, no_data, require_options

@@ -8,10 +8,9 @@ import numpy as np
 
 from furlong.data.loader import Batch
 from furlong.data.tokenize import IGNORE_INDEX
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
-from furlong.planners.sampling.plans import sampled
-from furlong.planners.sampling.use import num_drawn
+from furlong.planners.spaco import num_drawn, sampled
 
 
 def step_options(options: ChunkOptions, step: int) -> ChunkOptions:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from furlong.data.loader import Batch
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.plan.text import format_action
 from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions

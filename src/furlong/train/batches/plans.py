@@ -21,14 +21,12 @@ from typing import Any
 
 from furlong.errors import ElsewhereError
 from furlong.plan.check import check
-from furlong.plan.layout import Layout
-from furlong.plan.saved import load_plan, save_plan
-from furlong.plan.values import ChunkPlan
+from furlong.plan.plan import ChunkPlan, Layout
+from furlong.plan.text import load_plan, save_plan
 from furlong.planners.auto.rivals import CHUNKS, Rivals
-from furlong.planners.chunks.balance import by_cost
+from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
-from furlong.planners.orders.replica import plan_replica
-from furlong.planners.orders.replicas import join_kept
+from furlong.planners.orders import join_kept, plan_replica
 from furlong.runtime.parallel.recovery import reason_of
 from furlong.train.processes.together import Processes
 

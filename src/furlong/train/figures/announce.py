@@ -10,7 +10,7 @@ from furlong.config.schema import RunConfig
 from furlong.planners.auto.decide import Decision
 from furlong.planners.auto.words import division_in_words
 from furlong.planners.options import dials_of, value_in_words
-from furlong.planners.sampling.use import sampling_in_words
+from furlong.planners.spaco import sampling_in_words
 from furlong.runtime.memory.pools import Storage
 from furlong.train.setup.decide import DIALS
 from furlong.train.whole import ModelSize

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from furlong.cost.devices.known_hardware import KNOWN
-from furlong.cost.devices.names import EXACT_NAMES
-from furlong.cost.seconds.flops import sequence_flops
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.machine import EXACT_NAMES, KNOWN
+from furlong.cost.seconds import sequence_flops
+from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 
 

@@ -24,7 +24,7 @@ from furlong.api import Engine
 from furlong.data.loader import Batch, LoaderState, sequence_tensors
 from furlong.data.tokenize import IGNORE_INDEX
 from furlong.data.tokenize import Sequence as Tokens
-from furlong.plan.values import Backward, Forward
+from furlong.plan.plan import Backward, Forward
 from furlong.planners.options import ChunkOptions
 from furlong.runtime.result import StepResult
 from furlong.timeline import Record, Timeline

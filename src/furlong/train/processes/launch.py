@@ -9,7 +9,7 @@ from math import prod
 
 from furlong.config.parallel import ParallelConfig
 from furlong.errors import ConfigError
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "MASTER_PORT")
 _COMMAND = "torchrun --nproc-per-node {} -m furlong train RUN.yaml"

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from furlong.config.schema import RunConfig
-from furlong.cost.calibration.file import calibrated
-from furlong.cost.devices.hardware import (
+from furlong.cost.calibration import calibrated
+from furlong.cost.machine import (
     HardwareSpec,
     free_ram_budget_bytes,
     one_of,
     rounded_budget,
+    spec_of_card,
     this_cpu,
 )
-from furlong.cost.devices.names import spec_of_card
 from furlong.cost.model import CostModel
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.models.folders.build import read_config
@@ -37,9 +37,9 @@ from furlong.planners.auto.pairs import decide_pairs
 from furlong.planners.auto.rivals import Rivals
 from furlong.planners.auto.search import Budgets
 from furlong.planners.budget import MARGIN
-from furlong.planners.layout import layouts
+from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.sampling.use import check_sampling
+from furlong.planners.spaco import check_sampling
 from furlong.runtime.memory.pools import Storage
 from furlong.train.processes.launch import layout_of, sizes_of
 from furlong.train.setup.stages import stages_of_run

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.planners.auto.decide import Decision
 from furlong.planners.options import ChunkOptions
 

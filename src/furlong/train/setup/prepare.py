@@ -28,9 +28,9 @@ from furlong.errors import ConfigError
 from furlong.models.folders.build import build_model, read_config
 from furlong.models.folders.check import check_model
 from furlong.models.folders.folder import check_folder
-from furlong.plan.layout import Layout
+from furlong.plan.plan import Layout
 from furlong.planners.auto.decide import Decision
-from furlong.planners.chunks.balance import sequence_work
+from furlong.planners.chunks import sequence_work
 from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.train.checkpoints.state import check_data

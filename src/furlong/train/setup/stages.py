@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from furlong.config.schema import RunConfig
-from furlong.cost.shapes.shape import ModelShape
+from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
-from furlong.plan.layout import Layout
-from furlong.planners.layout import cut_layers, mean_attended_keys
-from furlong.planners.orders.layer_first import stage_heights
+from furlong.plan.plan import Layout
+from furlong.planners.layouts import cut_layers, mean_attended_keys
+from furlong.planners.orders import stage_heights
 
 
 def stages_of_run(

@@ -10,7 +10,7 @@ import torch
 
 from furlong.config.schema import RunConfig
 from furlong.config.tiers import names_tier
-from furlong.cost.devices.hardware import free_ram_budget_bytes
+from furlong.cost.machine import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
 from furlong.planners.auto.decide import Decision

@@ -1,1 +1,0 @@
-"""Rates, memory and links of hardware, by name or of this machine."""

@@ -1,0 +1,1170 @@
+"""Bytes that a plan moves between the device and the tiers below it, by kind and action.
+
+attention      written by the Forward that remembers, read by the Recompute, and by a RebuildKV
+               that peeks at them
+inputs         written by the pass that delivers them, read by every pass of their own stage but
+               the Backward, overwritten by their gradient, which the Backward of the stage
+               before reads
+graphs         of retained cells: written by the Forward, read by the Backward
+kv             a segment is written once its last piece is, and read by every later pass whose
+               attention runs and sees any of it
+kv_gradients   all of a prefix but its newest segments is read (but for the first time) and
+               written by every backward; those of a cell's own K,V that are not on the device
+               are read
+
+Bytes in use, by tier and by what they are for, while a walk adds and takes away.
+
+Bytes of a rank in every tier while each of its actions runs: the outcome of a walk.
+
+The tensors of a layer's graph between forward and backward, as multiples of its widths.
+
+N H queries' width, K H keys' width, D hidden size, F MLP width that one token passes, e element
+size; log-sum-exp and experts' routes included, id and position tensors left out
+
+Bytes of one cell: of all that a `keep` lets survive its forward, and of what works as it runs.
+
+All figures are per token and per sp process; tokens T, query heads N, key-value heads K, head dim
+H, hidden D, MLP width F, element size e.
+
+Freed memory that the C library's heap holds, in a process that computes on a CPU.
+
+glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
+back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
+the next graph does not find room in all of the holes. Plans with a lower tier, which are there for
+memory, give back what the next actions do not need (`runtime.memory.heap`); others keep it, for
+time.
+
+MemoryRules: everything that decides a plan's bytes but the plan.
+
+Bytes of every action of a plan, by what they are for; implements the checker's Memory.
+
+memory = PlanMemory(shape, training, budget_bytes)
+check(plan, memory)                    # refuses a plan that does not fit
+memory.curve(plan, rank).peak          # the parts where the rank needs most
+
+One process of one rank walks its actions and adds up bytes.
+
+Follows the executor, which obeys the plan's passes. A graph lives from its Forward or Recompute to
+its Backward. The input of a cell behind the first stage lives where stage inputs do, from the pass
+that delivers it; it dies with the pass that reads it last, or in its Backward becomes its own
+gradient, which dies with the Backward of the stage before. For K,V see `stored_kv`.
+
+What lives in a lower tier still has a working set on the device while an action runs: the input
+that is read and the output on its way, one layer's attention outputs (from the Recompute to the
+Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V.
+
+Tokens of one cut sequence that one process stores at one stage, in segments, and their bytes.
+
+Bytes of the KVStore of one process: K,V of cut sequences and their gradients, by segments.
+
+On the device a layer's K,V come into being as a whole with the first piece that is written, their
+gradients with the first backward that sees any of them; a segment of both dies with the last piece
+that touches it (`plan.segments`). In a lower tier a segment moves there once all of its pieces are
+written; on the device remain, per layer, the segment that fills and the gradients of the newest
+NUM_HOT segments of a prefix, and while an action reads, two segments: one computes, one arrives.
+
+Bytes of the states that recurrent layers leave at the end of a chunk, for the next one.
+
+The state of a cut sequence lives as long as its chunk's K,V do, in the same tier: from the pass
+that writes them until the chunk's Backward (`plan.liveness`). The next chunk's passes work on a
+copy, and its Backward makes the gradients: they stay on the device until the chunk's own Backward,
+one set per sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.cost.shape import ModelShape
+from furlong.cost.training import Lora, Training
+from furlong.families import family_of
+from furlong.plan.liveness import input_frees, kv_frees
+from furlong.plan.passes import Pass, passes
+from furlong.plan.plan import (
+    ON_DEVICE,
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reshard,
+    Send,
+    Slice,
+    Tier,
+    Tiers,
+    Unshard,
+    piece_lens_of,
+)
+from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
+
+Kind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class PlanTraffic:
+    """Bytes and operations of one rank; one row per action, one column per kind."""
+
+    tiers: Tiers
+    read: NDArray[np.float64]
+    """(actions, kinds) bytes from the kind's tier to the device."""
+    written: NDArray[np.float64]
+    """(actions, kinds) bytes from the device to the kind's tier."""
+    num_reads: NDArray[np.float64]
+    """(actions, kinds) number of operations."""
+    num_writes: NDArray[np.float64]
+
+    def by_kind(self) -> dict[Kind, tuple[int, int]]:
+        """(read, written) bytes of each kind that moves at all, by the whole plan."""
+        sums = zip(KINDS, self.read.sum(axis=0), self.written.sum(axis=0), strict=True)
+        rounded = {
+            kind: (round(float(read)), round(float(written))) for kind, read, written in sums
+        }
+        return {kind: moved for kind, moved in rounded.items() if any(moved)}
+
+    def of(self, tier: Tier) -> list[int]:
+        """The columns of the kinds that live in a tier."""
+        return [i for i, kind in enumerate(KINDS) if tier_of(self.tiers, kind) == tier]
+
+
+def tier_of(tiers: Tiers, kind: Kind) -> Tier:
+    """The tier of a kind; gradients of K,V lie where K,V do."""
+    tier: Tier = getattr(tiers, kind.removesuffix("_gradients"))
+    return tier
+
+
+Part = Literal[
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "kv",
+    "kv_gradients",
+    "states",
+    "logits",
+    "buffers",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class Levels:
+    """Bytes that one process has in use now, and those that have gone from tier to tier so far."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._device = dict.fromkeys(PARTS, 0.0)
+        self._passing = dict.fromkeys(PARTS, 0.0)
+        self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        self._columns = {k: i for i, k in enumerate(KINDS) if tier_of(tiers, k) != "device"}
+        self.moved = [[0.0] * len(KINDS) for _ in range(4)]
+        """Bytes read, bytes written, reads and writes; a column for each kind."""
+        self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
+        """(name, chunk, stage) -> its tier, part and bytes."""
+
+    def now(self) -> tuple[list[float], list[float]]:
+        """Bytes of the parts on the device, then of (host, disk). Those that pass by are gone
+        after."""
+        device = [self._device[part] + self._passing[part] for part in PARTS]
+        self._passing = dict.fromkeys(PARTS, 0.0)
+        return device, [*self._lower.values()]
+
+    def add(self, part: Part, num_bytes: float, tier: Tier = "device") -> None:
+        """Bytes that stay, or go where they are negative."""
+        if tier == "device":
+            self._device[part] += num_bytes
+        else:
+            self._lower[tier] += num_bytes
+
+    def pass_by(self, part: Part, num_bytes: float) -> None:
+        """Bytes on the device until the next question for what is there now."""
+        self._passing[part] += num_bytes
+
+    def hold(self, name: str, chunk: int, stage: int, part: Part, num_bytes: float) -> None:
+        """Bytes until they are let go: in the tier of their kind, if `name` is one."""
+        key = name, chunk, stage
+        assert key not in self.held, f"{name} of {chunk}.{stage} is there"
+        tier: Tier = self._tiers.kv if name == "states" else getattr(self._tiers, name, "device")
+        self.held[key] = tier, part, num_bytes
+        self.add(part, num_bytes, tier)
+
+    def let_go(self, name: str, chunk: int, stage: int) -> float:
+        """The bytes that it had; 0 if it is not there."""
+        if (found := self.held.pop((name, chunk, stage), None)) is None:
+            return 0.0
+        tier, part, num_bytes = found
+        self.add(part, -num_bytes, tier)
+        return num_bytes
+
+    def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
+        """Count bytes from the tier of `kind` to the device, unless that is the same."""
+        self._move(0, kind, num_bytes, operations)
+
+    def write(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
+        """Count bytes from the device to the tier of `kind`, unless that is the same."""
+        self._move(1, kind, num_bytes, operations)
+
+    def _move(self, row: int, kind: Kind, num_bytes: float, operations: int) -> None:
+        if (column := self._columns.get(kind)) is not None:
+            self.moved[row][column] += num_bytes
+            self.moved[2 + row][column] += operations
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes of one rank while each of its actions runs."""
+
+    device: NDArray[np.int64]
+    """(actions, parts) bytes at the moment of the action when their sum is highest."""
+    host: NDArray[np.int64]
+    """(actions,) bytes in the host's memory."""
+    disk: NDArray[np.int64]
+    """(actions,) bytes on disk."""
+
+    @property
+    def device_bytes(self) -> list[int]:
+        totals: list[int] = self.device.sum(axis=1).tolist()
+        return totals
+
+    @property
+    def lower_bytes(self) -> list[int]:
+        """Bytes in host and disk together, as a timeline's records count them."""
+        totals: list[int] = (self.host + self.disk).tolist()
+        return totals
+
+    @property
+    def peak(self) -> dict[Part, int]:
+        """Bytes of the parts at the action whose sum is highest."""
+        if not len(self.device):
+            return dict.fromkeys(PARTS, 0)
+        at = int(self.device.sum(axis=1).argmax())
+        return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
+
+
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Tensors that one layer saves, per token: how many there are of each width; e bytes an
+    element, 4 where it says float32."""
+
+    hidden: float
+    """Tensors of width D, from norms and residual stream."""
+    hidden_float32: float = 0.0
+    query: float = 2.0
+    """Tensors of width N H: q, and attention's output."""
+    kv: float = 1.0
+    """Tensors of width 2 K H: k and v."""
+    qk: float = 0.0
+    """Tensors of width N H + K H, from norms of q and k."""
+    qk_float32: float = 0.0
+    mlp: float = 4.0
+    """Tensors of width F."""
+    routed: float = 0.0
+    """Tensors of width D for every expert that the token visits."""
+    end_hidden: float = 0.0
+    """Tensors of width D: the final norm's, and the hidden states that the loss waits for."""
+    end_float32: float = 0.0
+    logit_bytes: float = 0.0
+    """Bytes of one logit at the peak of the loss, its gradient included."""
+
+    def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
+        """Bytes per token of one layer's graph."""
+        mlp, mixer = shape.mlps[layer], shape.mixers[layer]
+        routed = self.routed * (mlp.num_active if mlp.router else 0)
+        qk_size = mixer.query_size + mixer.kv_width // 2
+        narrow = (
+            (self.hidden + routed) * shape.hidden_size
+            + (self.query - 1) * mixer.query_size
+            + mixer.output_size
+            + self.kv * mixer.kv_width
+            + self.qk * qk_size
+            + self.mlp * mlp.active_width
+            + mixer.saved
+        )
+        wide = self.hidden_float32 * shape.hidden_size + self.qk_float32 * qk_size
+        wide += (shape.num_heads if mixer.attends else 0) + mixer.saved_float32
+        return element_bytes * narrow + _FLOAT32 * wide
+
+    def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
+        """Bytes per token behind the last layer."""
+        each = element_bytes * self.end_hidden + _FLOAT32 * self.end_float32
+        return each * shape.hidden_size
+
+
+# (float32 tensors, narrow ones) that a norm saves beside its output; float32 ones are copies that
+# exist only where the computation is narrower. A frozen weight needs no factor of its product.
+_NORM_SAVES = {"rms": (1, 1), "rms32": (2, 0), "layer": (0, 1), "layer32": (3, 0)}
+_FROZEN_NORM_SAVES = {"rms": (1, 0), "rms32": (1, 0), "layer": (0, 1), "layer32": (2, 0)}
+
+
+def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Activations:
+    """Saved tensors of transformers' own modules around chunk attention (the tests count on them).
+
+    Norms save their input, in float32 where they compute in it, the normalised input and, unless it
+    is only added, their output; attention q, k, v, its output; a gated MLP the outputs of gate,
+    activation and up, and their product. Under LoRA a matrix without adapter saves no input. Logits
+    exist for a tile: in compute dtype and in float32, with their log-softmax and both gradients.
+    """
+    family = family_of(shape.family)
+    in_float32, narrow = (_FROZEN_NORM_SAVES if lora else _NORM_SAVES)[family.norm]
+    if element_bytes >= _FLOAT32:  # nothing is copied: float32 tensors are the only ones
+        in_float32, narrow = 0, in_float32 + narrow
+    # Of the outputs of norms, or inputs of the residual stream, a matrix saves two at most.
+    outputs: float = min(family.num_norms, 2)
+    mlp = family.mlp_saves or (4 if family.gated else 2)
+    if lora is not None and not lora.mlp:
+        outputs, mlp = (outputs / 2 if lora.attention else 0), mlp - 1
+    has_qk_norm = family.qk_norm in ("head", "width")
+    wide, loss = element_bytes >= _FLOAT32, 3 * max(element_bytes, _FLOAT32)
+    return Activations(
+        hidden=family.num_norms * narrow + outputs,
+        hidden_float32=family.num_norms * in_float32,
+        query=3 if family.fused_qkv else 2,
+        kv=1.5 if family.fused_qkv else 1,
+        qk=narrow if has_qk_norm else 0,
+        qk_float32=in_float32 if has_qk_norm else 0,
+        mlp=mlp,
+        routed=2,
+        end_hidden=narrow + 1,
+        end_float32=in_float32,
+        logit_bytes=loss if wide else loss + 2 * element_bytes,
+    )
+
+
+TOKEN_BYTES = 24
+"""Bytes of one token's id, position and label, int64 each."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes per token of one stage on one sp process (tp shards everything alike)."""
+
+    input: float
+    """Bytes of the stage input; of token ids at stage 0."""
+    graph_layers: tuple[float, ...]
+    """Bytes of each layer's graph."""
+    checkpointed: float
+    """Bytes that a layer which is recomputed alone keeps: its input."""
+    attention_layers: tuple[float, ...]
+    """Bytes of each layer's attention output and log-sum-exp; 0 without attention."""
+    working: float
+    """Bytes of the largest set of tensors at work in one layer beside what it saves."""
+    exchange: float
+    """Bytes that a token's way to other processes of a pool and back takes in one layer beside what
+    is at work there in any case: of its four ways (q, k, v; the output; its gradient; those of q,
+    k, v) what comes in last and is not yet used, and a copy of what is sent."""
+    message: float
+    """Bytes of hidden states, or their gradient, between two stages."""
+    kv_layer: float
+    """Bytes of K and V of one layer in the store."""
+    kv_gradient_layer: float
+    """Bytes of dK and dV of one layer in the store."""
+    ends: float
+    """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
+    state: int
+    """Bytes of the states that leave a chunk, whatever its tokens."""
+    logit: float
+    """Bytes per logit of a tile; 0 except at the last stage."""
+    head_gradient: float
+    """Bytes of a trained head's gradient, which autograd makes whole for each tile before it is
+    added to the others; 0 except at the last stage."""
+
+    def attention(self, layers: range) -> float:
+        """Bytes per token of the attention outputs of some layers."""
+        return sum(self.attention_layers[layers.start : layers.stop])
+
+    @property
+    def widest_attention(self) -> float:
+        """Bytes per token of the largest attention output."""
+        return max(self.attention_layers, default=0.0)
+
+    def graph(self, recompute_layers: int = 0) -> float:
+        """Bytes per token of the stage's whole graph, its first layers checkpointed."""
+        kept = sum(self.graph_layers[recompute_layers:])
+        return kept + recompute_layers * self.checkpointed + self.ends
+
+
+@lru_cache(maxsize=4096)
+def stage_bytes(
+    shape: ModelShape,
+    stages: tuple[int, ...],
+    stage: int,
+    training: Training,
+    activations: Activations | None = None,
+    factor: float = 1.0,
+) -> StageBytes:
+    """Bytes per token of the cells of `stage`. `activations`: default `eager`; `factor` multiplies
+    the graphs (a calibration's)."""
+    element, tp = training.compute_bytes, training.tp_size
+    saved = activations or eager(shape, element, training.lora)
+    first = sum(stages[:stage])
+    layers = range(first, first + stages[stage])
+    is_last = stage == len(stages) - 1
+    hidden = element * shape.hidden_size / tp
+    widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
+    lse = max(element, _FLOAT32) * shape.num_heads
+    mixers = [shape.mixers[layer] for layer in layers]
+    scans = [mixer.saved + mixer.saved_float32 * _FLOAT32 / element for mixer in mixers]
+    at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
+    # other frameworks' kernels add to it in place
+    makes_one = is_last and activations is None and training.lora is None
+    return StageBytes(
+        input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
+        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) / tp for i in layers),
+        checkpointed=hidden,
+        attention_layers=tuple(
+            (element * mixer.output_size + lse) / tp if mixer.attends else 0.0 for mixer in mixers
+        ),
+        working=3 * hidden + element * at_work / tp,
+        exchange=element * (2 * shape.q_size + 2 * shape.kv_size) / tp,
+        message=hidden,
+        kv_layer=shape.stored_size * element / tp,
+        kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes / tp,
+        state=shape.state_bytes(layers, element),
+        ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
+        logit=saved.logit_bytes / tp if is_last else 0.0,
+        head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,
+    )
+
+
+SPARE = 0.1
+SPARE_BYTES = 2**22
+"""Bytes that a plan with a lower tier leaves free beyond what its next actions need, and a share of
+that."""
+_LARGEST_BLOCK = 2**25
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks go back to the system when they are freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    """The heap as it was measured; it holds nothing where it was not, and on a GPU."""
+
+    blocks: float = 0.0
+    """Number of freed blocks of the largest size that it holds."""
+    share: float = 0.0
+    """Share that it holds of one layer of the largest graph, where more than one cell makes a
+    graph: a layer's backward frees its part of the graph while it takes as much for gradients."""
+
+    def held_bytes(self, shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> int:
+        """Bytes that it holds all through a step."""
+        if not self.blocks and not self.share:
+            return 0
+        largest = min(_largest_block(shape, training, plan, rank), _LARGEST_BLOCK)
+        held = self.blocks * largest
+        if self.share:
+            graphs = _layer_graphs(shape, training, plan, rank)
+            held += self.share * max(graphs) if len(graphs) > 1 else 0.0
+            if plan.tiers != ON_DEVICE:
+                held = min(held, SPARE * max(graphs, default=0.0) + SPARE_BYTES)
+        return round(held)
+
+
+NO_HEAP = Heap()
+
+
+def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> float:
+    """Bytes of the largest block that comes and goes with the cells: activations, gradients of a
+    matrix."""
+    widest = max(shape.hidden_size, shape.q_size, *(mlp.width for mlp in shape.mlps))
+    tokens = [plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)]
+    largest = max(tokens, default=0) * widest * training.compute_bytes
+    if training.lora is None and any(isinstance(a, Backward) for a in plan.actions[rank]):
+        largest = max(largest, shape.hidden_size * widest * training.gradient_bytes)
+    return largest
+
+
+def _layer_graphs(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> list[float]:
+    """Bytes per layer of every graph that the rank makes."""
+    cells = [stage_bytes(shape, plan.stages, s, training) for s in range(len(plan.stages))]
+    return [
+        plan.chunks[action.chunk].num_tokens
+        * cells[action.stage].graph(what.recompute_layers)
+        / plan.stages[action.stage]
+        for action, what in zip(plan.actions[rank], passes(plan, rank), strict=True)
+        if isinstance(action, (Forward, Recompute)) and what.computes == "graph"
+    ]
+
+
+# by whether the device is a CPU, where a tile of the loss also has a most
+_TILE_LOGITS = {False: 2**27, True: 2**22}
+_LEAST_TILE_TOKENS = {False: 64, True: 128}
+_MOST_CPU_TILE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """A model, its training, and the devices that run it."""
+
+    shape: ModelShape
+    training: Training
+    device_budget_bytes: int
+    activations: Activations | None = None
+    """Tensors that a layer saves; None: those of transformers' modules (`activations.eager`)."""
+    activation_factor: float = 1.0
+    """Measured over counted bytes of a graph."""
+    overhead_bytes: int = 0
+    """Bytes of a framework's own, counted as buffers all through the step."""
+    heap: Heap = NO_HEAP
+    """The C library's; the bytes that it holds are counted as buffers, too."""
+    whole_logits: bool = False
+    """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
+    device_type: str = "cuda"
+    """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Rows of a tile of the loss, as `ops.loss` cuts it; None where it is not cut."""
+        if self.whole_logits:
+            return None
+        on_cpu = self.device_type == "cpu"
+        tokens = max(_TILE_LOGITS[on_cpu] // self.shape.vocab_size, _LEAST_TILE_TOKENS[on_cpu])
+        return min(tokens, _MOST_CPU_TILE_TOKENS) if on_cpu else tokens
+
+    def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
+        """Bytes per token of a cell of one stage."""
+        return stage_bytes(
+            self.shape, stages, stage, self.training, self.activations, self.activation_factor
+        )
+
+    def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
+        """Bytes of the logits of a tile; in a backward with the gradient of the head."""
+        tile = min(num_tokens, self.tile_tokens or num_tokens)
+        logits = cell.logit * self.shape.vocab_size * tile
+        return logits + (cell.head_gradient if backward else 0.0)
+
+
+class PlanMemory(MemoryRules):
+    """The memory of any plan of one model, on devices with one budget."""
+
+    def budget_bytes(self, rank: int) -> int:
+        return self.device_budget_bytes
+
+    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        """For each action of the rank, the peak of device bytes in use while it runs."""
+        return self.curve(plan, rank).device_bytes
+
+    def curve(self, plan: ChunkPlan, rank: int) -> MemoryCurve:
+        """Bytes in every tier while each action of the rank runs; of a pool those of the process
+        that needs most."""
+        return self.walk(plan, rank)[0]
+
+    def traffic(self, plan: ChunkPlan, rank: int) -> PlanTraffic:
+        """Bytes that the rank moves between tiers; of a pool those of the process that moves
+        most."""
+        return self.walk(plan, rank)[1]
+
+    def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
+        """The curve and the traffic, from one walk."""
+        heap = self.heap.held_bytes(self.shape, self.training, plan, rank)
+        overhead = self.overhead_bytes + heap
+        unlike = _unlike(plan, rank, self.shape)
+        walks = [walk(self, plan, rank, process, overhead) for process in unlike]
+        if len(walks) == 1:
+            return walks[0]
+        curves = [curve for curve, _ in walks]
+        worst = np.stack([curve.device.sum(axis=1) for curve in curves]).argmax(axis=0)
+        device = np.stack([curve.device for curve in curves])[worst, np.arange(len(worst))]
+        host = np.stack([curve.host for curve in curves]).max(axis=0)
+        disk = np.stack([curve.disk for curve in curves]).max(axis=0)
+        most = max((moved for _, moved in walks), key=lambda t: float((t.read + t.written).sum()))
+        return MemoryCurve(device, host, disk), most
+
+
+def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
+    """One process of the pool for all that hold as many tokens of every chunk of the rank, exchange
+    as many, get as many of others, and hold as many of every cut sequence."""
+    if plan.sp_size == 1:
+        return [0]
+    rows: list[NDArray[np.float64]] = []
+    for chunk in {a.chunk: None for a in plan.actions[rank] if isinstance(a, Forward)}:
+        tokens, gathered, exchanged = np.zeros((3, plan.sp_size))
+        for piece in plan.chunks[chunk].slices:
+            who = slice(piece.place.first, piece.place.stop)
+            tokens[who] += piece.num_tokens / piece.place.size
+            gathered[who] += gathered_tokens(piece, piece.place.first, shape)
+            if piece.place.size > 1:
+                exchanged[who] += piece.num_tokens / piece.place.size
+            if piece.seq_id in plan.groups:
+                share = np.zeros(plan.sp_size)
+                share[who] = 1 / piece.place.size
+                rows.append(share)
+        rows += tokens, gathered, exchanged
+    processes: list[int] = np.unique(rows, axis=1, return_index=True)[1].tolist() if rows else [0]
+    return processes
+
+
+def walk(
+    rules: MemoryRules, plan: ChunkPlan, rank: int, process: int, overhead_bytes: float = 0.0
+) -> tuple[MemoryCurve, PlanTraffic]:
+    """Bytes of process `process` of the pool that obeys the list of `rank`; the overhead is there
+    all through the step."""
+    one = _Walk(rules, plan, rank, process)
+    one.start(overhead_bytes)
+    actions = plan.actions[rank]
+    device, lower = np.zeros((len(actions), len(PARTS))), np.zeros((len(actions), 2))
+    moved = np.zeros((1 + len(actions), 4, len(KINDS)))
+    for i, (action, what) in enumerate(zip(actions, passes(plan, rank), strict=True)):
+        one.begin(action, what)
+        device[i], lower[i] = one.levels.now()
+        if plan.tiers != ON_DEVICE:
+            moved[i + 1] = one.levels.moved
+        one.end(action, i)
+    host, disk = np.rint(lower).astype(np.int64).T
+    curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
+    return curve, PlanTraffic(plan.tiers, *np.diff(moved, axis=0).swapaxes(0, 1))
+
+
+class _Walk:
+    """Bytes that one process has in use, action by action."""
+
+    def __init__(self, rules: MemoryRules, plan: ChunkPlan, rank: int, process: int) -> None:
+        self._rules, self._plan, self._actions = rules, plan, plan.actions[rank]
+        self._frees = kv_frees(plan, rank), input_frees(plan, rank)
+        self._cells = [rules.cell(plan.stages, stage) for stage in range(len(plan.stages))]
+        computed = [a for a in self._actions if isinstance(a, (Forward, Backward))]
+        self._held = frozenset(action.stage for action in computed)
+        trained = {a.chunk for a in computed if isinstance(a, Backward) and a.stage == 0}
+        self._last_use = {
+            action.chunk: index
+            for index, action in enumerate(self._actions)
+            if isinstance(action, (Forward, RebuildKV)) and action.chunk not in trained
+            if action.stage == 0
+        }
+        """chunk without a Backward -> the action that reads its token ids last."""
+        # of the rank's own chunks only: a plan may have a thousand ranks
+        self._tokens = {
+            index: 1.0
+            if plan.chunks[index].is_dummy
+            else sum(s.num_tokens * token_share(s, process) for s in plan.chunks[index].slices)
+            for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
+        }
+        self._exchanged = {
+            index: sum(
+                s.num_tokens * token_share(s, process)
+                for s in plan.chunks[index].slices
+                if s.place.size > 1
+            )
+            for index in self._tokens
+        }
+        """Tokens of the process's own part that travel, in each layer."""
+        self._gathered = {
+            index: sum(gathered_tokens(s, process, rules.shape) for s in plan.chunks[index].slices)
+            for index in self._tokens
+        }
+        """Tokens of which K,V come beyond the process's own part; their gradients go back."""
+        self.levels = Levels(plan.tiers)
+        self._store = StoredKV(rules, plan, process, self.levels)
+        self._states = StoredStates(rules, plan, process, self.levels)
+
+    def start(self, overhead_bytes: float) -> None:
+        """Bytes that are there before the first action, and stay."""
+        plan, training = self._plan, self._rules.training.under(self._plan.regathers)
+        # ranks that share one stage share all of theirs, so the first one tells
+        firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
+        alike = sum(first is not None and first.stage in self._held for first in firsts)
+        group = max(1, alike) * plan.sp_size * training.replicas
+        state = training.state_bytes(self._rules.shape, plan.stages, self._held, group)
+        self.levels.add("weights", state.weights)
+        trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
+        unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, trained, group)
+        self.levels.add("gradients", state.gradients + unreduced)
+        self.levels.add("optimizer", state.optimizer)
+        collective = training.collective_bytes(self._rules.shape, plan.stages, self._held, group)
+        self.levels.add("buffers", overhead_bytes + collective + self._under_way())
+        if not any(isinstance(action, Unshard) for action in self._actions):
+            gathered = training.gathered_bytes(self._rules.shape, plan.stages, self._held, group)
+            self.levels.add("buffers", gathered)
+
+    def _under_way(self) -> float:
+        """Bytes of messages beside those that an action reads or makes: from each neighbour one
+        receive is posted ahead, and sends wait until the neighbour takes them, of activations as
+        many as a stage may be ahead."""
+        most: dict[tuple[type[Action], int], float] = {}
+        for action in self._actions:
+            if isinstance(action, (Send, Recv)):
+                ahead = 1
+                if isinstance(action, Send):
+                    is_ahead = action.payload == "activation"
+                    ahead = len(self._plan.stages) - action.stage if is_ahead else 2
+                message = self._tokens[action.chunk] * self._cells[action.stage].message
+                key = type(action), action.peer
+                most[key] = max(most.get(key, 0.0), ahead * message)
+        return sum(most.values())
+
+    def begin(self, action: Action, what: Pass) -> None:
+        """Allocate what the action makes and keeps, and what only lives while it runs."""
+        match action:
+            case Forward() | Recompute() | RebuildKV() | Backward():
+                self._compute(action, what)
+            case Recv(payload, chunk, stage):
+                message = self._tokens[chunk] * self._cells[stage].message
+                arrives = payload == "activation"
+                part: Part = "activations" if arrives else "buffers"
+                self.levels.hold("inputs", chunk, stage + arrives, part, message)
+            case Unshard(stage) if self._rules.training.regathers:
+                training, shape = self._rules.training, self._rules.shape
+                own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
+                whole = own * training.compute_bytes / training.tp_size
+                self.levels.hold("unsharded", 0, stage, "weights", whole)
+
+    def _compute(self, action: Forward | Recompute | RebuildKV | Backward, what: Pass) -> None:
+        chunk, stage, levels = action.chunk, action.stage, self.levels
+        tokens, cell, tiers = self._tokens[chunk], self._cells[stage], self._plan.tiers
+        if isinstance(action, Forward):
+            self._deliver(chunk, stage)
+        if what.computes == "nothing":
+            return
+        backward, message = what.computes == "backward", tokens * cell.message
+        gathered = self._gathered[chunk] * cell.kv_layer
+        exchanged = self._exchanged[chunk] * cell.exchange
+        levels.pass_by("buffers", tokens * cell.working + gathered + exchanged)
+        if what.loss:
+            levels.pass_by("logits", self._rules.loss_bytes(cell, tokens, backward=backward))
+        if what.writes_kv:
+            self._store.write(chunk, stage)
+            self._states.write(chunk, stage)
+        height = self._plan.stages[stage]
+        if backward:
+            again = range(what.remembered, what.recompute_layers)
+            self._store.read(chunk, stage, range(height), again)
+            self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
+            return
+        self._states.read(chunk, stage)
+        layers = range(what.remembered, height - (what.computes == "to last kv"))
+        if layers:
+            self._store.read(chunk, stage, layers)
+        if stage:
+            levels.read("inputs", message)
+        levels.read(
+            "attention", tokens * cell.attention(range(what.remembered)), 2 * what.remembered
+        )
+        if what.computes == "graph":
+            self._graph(action, what)
+        else:
+            if stage and tiers.inputs != "device":
+                levels.pass_by("activations", message)
+            if tiers.attention != "device" and (what.remembers or what.remembered):
+                levels.pass_by("activations", tokens * cell.widest_attention)
+        if remembered := tokens * cell.attention(range(what.remembers)):
+            levels.write("attention", remembered, 2 * what.remembers)
+            levels.hold("attention", chunk, stage, "activations", remembered)
+
+    def _deliver(self, chunk: int, stage: int) -> None:
+        """The cell's own input, if it comes from nowhere else, and its output."""
+        tokens, cell, levels = self._tokens[chunk], self._cells[stage], self.levels
+        message = tokens * cell.message
+        if stage == 0:
+            levels.hold("ids", chunk, 0, "activations", tokens * cell.input)
+        elif ("inputs", chunk, stage) not in levels.held:
+            levels.hold("inputs", chunk, stage, "activations", message)
+        if stage < len(self._plan.stages) - 1:
+            part: Part = "activations" if stage + 1 in self._held else "buffers"
+            levels.hold("inputs", chunk, stage + 1, part, message)
+            levels.write("inputs", message)
+            if self._plan.tiers.inputs != "device":
+                levels.pass_by("buffers", message)
+
+    def _graph(self, action: Action, what: Pass) -> None:
+        assert isinstance(action, (Forward, Recompute))
+        chunk, stage, levels = action.chunk, action.stage, self.levels
+        tokens, cell, tiers = self._tokens[chunk], self._cells[stage], self._plan.tiers
+        height, gathered = self._plan.stages[stage], self._gathered[chunk] * cell.kv_layer
+        num_bytes = tokens * cell.graph(what.recompute_layers)
+        num_bytes += gathered * (height - what.recompute_layers)
+        if isinstance(action, Forward):
+            levels.hold("graphs", chunk, stage, "activations", num_bytes)
+            levels.write("graphs", num_bytes, height)
+            if tiers.graphs != "device":
+                levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
+        else:
+            if tiers.attention == "device":
+                # the graph is made of what was remembered of attention, no second copy
+                num_bytes -= tokens * cell.attention(range(what.remembered))
+            levels.hold("graph again", chunk, stage, "activations", num_bytes)
+        if stage and tiers.inputs != "device":
+            levels.hold("leaf", chunk, stage, "activations", tokens * cell.message)
+
+    def _backward(self, chunk: int, stage: int, *, recomputes: bool) -> None:
+        tokens, cell, levels = self._tokens[chunk], self._cells[stage], self.levels
+        message = tokens * cell.message
+        self._store.send_back(chunk, stage)
+        self._states.send_back(chunk, stage)
+        levels.pass_by("buffers", message)
+        graph = levels.held.get(("graphs", chunk, stage))
+        if graph is not None:
+            levels.read("graphs", graph[2], self._plan.stages[stage])
+        if recomputes or (graph is not None and self._plan.tiers.graphs != "device"):
+            gathered = self._gathered[chunk] * cell.kv_layer
+            levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
+        if stage < len(self._plan.stages) - 1:
+            levels.read("inputs", message)
+        if stage > self._plan.frozen_stages:
+            levels.write("inputs", message)
+            if ("inputs", chunk, stage) in levels.held:
+                # autograd's gradient, until it is copied over the input
+                levels.pass_by("buffers", message)
+            else:
+                levels.hold("inputs", chunk, stage, "buffers", message)
+
+    def end(self, action: Action, index: int) -> None:
+        """Free what ends with the action."""
+        levels, (kv_dead, inputs_dead) = self.levels, (frees[index] for frees in self._frees)
+        for chunk, stage in inputs_dead:
+            num_bytes = levels.let_go("inputs", chunk, stage)
+            if ("graphs", chunk, stage) in levels.held and self._plan.tiers.inputs == "device":
+                # nobody reads it again, but it is the leaf of a graph
+                levels.hold("leaf", chunk, stage, "activations", num_bytes)
+        for chunk, stage in kv_dead:
+            self._store.free(chunk, stage)
+            self._states.free(chunk, stage)
+        match action:
+            case Backward(chunk, stage):
+                for name in ("graphs", "graph again", "attention", "ids", "leaf"):
+                    levels.let_go(name, chunk, stage)
+                levels.let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
+                gradient = levels.let_go("inputs", chunk, stage)
+                if gradient and stage > self._plan.frozen_stages:
+                    levels.hold("inputs", chunk, stage, "buffers", gradient)
+            case Forward(chunk, 0) | RebuildKV(chunk, 0) if index == self._last_use.get(chunk):
+                levels.let_go("ids", chunk, 0)
+            case Send(payload, chunk, stage):
+                levels.let_go("inputs", chunk, stage + (payload == "activation"))
+            case Reshard(stage):
+                levels.let_go("unsharded", 0, stage)
+
+
+def token_share(piece: Slice, process: int) -> float:
+    """Share of a slice's tokens that a process of the pool holds."""
+    place = piece.place
+    return 1 / place.size if place.first <= process < place.stop else 0.0
+
+
+def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
+    """Tokens whose K and V a process of the slice's place gets beyond its own part of them all,
+    in units of whole heads: 0 where each has its own heads alone."""
+    share = token_share(piece, process)
+    return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """Tokens of one sequence that one process stores in the layers of a stage that share a
+    window."""
+
+    tokens: StoredTokens
+    window: int | None
+    layers: tuple[int, ...]
+    """Numbers of the layers within the stage."""
+    kv_token_bytes: float
+    """Bytes of K and V of one token in one layer."""
+    gradient_token_bytes: float
+    sizes: tuple[int, ...]
+    """Tokens of each segment."""
+    pieces: tuple[tuple[int, ...], ...]
+    """The pieces that touch each segment."""
+
+    def touched(self, piece: int) -> range:
+        """The segments that hold tokens of a piece."""
+        return self.tokens.segments(self.tokens.of_piece(piece))
+
+    def seen(self, piece: int) -> Sequence[int]:
+        """The segments that hold tokens which a piece sees, ascending."""
+        return self.tokens.seen_segments(piece, self.window)
+
+    def sent_to(self, piece: int) -> Sequence[int]:
+        """The segments that a piece sees and sends gradients to."""
+        runs = self.tokens.seen_from(piece, self.window)
+        parts = [part for run in runs for part in self.tokens.gradients_in(run)]
+        if len(parts) == 1:
+            return self.tokens.segments(parts[0])
+        return sorted({index for part in parts for index in self.tokens.segments(part)})
+
+    def takes_gradients(self, index: int) -> bool:
+        """Whether a segment holds tokens whose gradients are kept."""
+        return bool(self.tokens.gradients_in(range(*self.tokens.bounds[index : index + 2])))
+
+
+def stored_layers(
+    shape: ModelShape,
+    plan: ChunkPlan,
+    cell: StageBytes,
+    seq_id: int,
+    stage: int,
+    process: int,
+    device_type: str,
+) -> tuple[StoredLayers, ...]:
+    """Stored tokens of a cut sequence at a stage, one entry per window; none on a process without a
+    share."""
+    group = plan.groups[seq_id][: plan.num_computed[seq_id]]
+    first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
+    if not token_share(first_piece, process):
+        return ()
+    share = shape.kv_share(first_piece.place.size)
+    first = sum(plan.stages[:stage])
+    windows = shape.windows[first : first + plan.stages[stage]]
+    lens, tree = piece_lens_of(plan, seq_id), plan.trees.get(seq_id)
+    kv = cell.kv_layer * share
+    found = []
+    attends = [mixer.attends for mixer in shape.mixers[first : first + plan.stages[stage]]]
+    for window in dict.fromkeys(w for w, has in zip(windows, attends, strict=True) if has):
+        tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type), tree)
+        if plan.sampled:
+            tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
+        sizes = [stop - start for start, stop in pairwise(tokens.bounds)]
+        layers = tuple(i for i, other in enumerate(windows) if other == window and attends[i])
+        gradients = cell.kv_gradient_layer * share
+        touching = _pieces_of_segments(tokens)
+        found.append(StoredLayers(tokens, window, layers, kv, gradients, tuple(sizes), touching))
+    return tuple(found)
+
+
+def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
+    """The pieces that touch each segment, each found once."""
+    pieces: list[list[int]] = [[] for _ in range(tokens.num_segments)]
+    for piece in range(len(tokens.lens)):
+        for index in tokens.segments(tokens.of_piece(piece)):
+            pieces[index].append(piece)
+    return tuple(map(tuple, pieces))
+
+
+_NUM_BUFFERS = 2
+
+
+class StoredKV:
+    """The store of one process, which adds to its `levels`."""
+
+    def __init__(self, rules: MemoryRules, plan: ChunkPlan, process: int, levels: Levels) -> None:
+        self._rules, self._plan, self._process, self._levels = rules, plan, process, levels
+        self._stored: dict[tuple[int, int], list[_Segments]] = {}
+
+    def write(self, chunk: int, stage: int) -> None:
+        """The cell's K,V come into being."""
+        for position, segments in self._pieces(chunk, stage):
+            segments.write(position)
+
+    def read(self, chunk: int, stage: int, *layers: range) -> None:
+        """The cell's attention runs in `layers` of the stage; K,V of a lower tier pass by."""
+        if self._plan.tiers.kv == "device":
+            return
+        most = 0.0
+        for position, segments in self._pieces(chunk, stage):
+            segments.read(position, *layers)
+            stored = segments.stored
+            arriving = sum(stored.sizes[i] for i in stored.seen(position)[:_NUM_BUFFERS])
+            most = max(most, arriving * stored.kv_token_bytes)
+        self._levels.pass_by("kv", most)
+
+    def send_back(self, chunk: int, stage: int) -> None:
+        """The cell's Backward adds to the gradients of its prefix, of which old ones pass by."""
+        most = 0.0
+        for position, segments in self._pieces(chunk, stage):
+            segments.send_back(position)
+            stored, seen = segments.stored, segments.stored.seen(position)
+            cold = sum(stored.sizes[i] for i in seen[: max(0, len(seen) - NUM_HOT)][-_NUM_BUFFERS:])
+            most = max(most, cold * stored.gradient_token_bytes)
+        if self._plan.tiers.kv != "device":
+            self._levels.pass_by("kv_gradients", most)
+
+    def free(self, chunk: int, stage: int) -> None:
+        """The cell's K,V die, and every segment that no other piece touches."""
+        for position, segments in self._pieces(chunk, stage):
+            segments.free(position)
+
+    def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, _Segments]]:
+        plan, rules = self._plan, self._rules
+        for seq_id, position in plan.links[chunk]:
+            if (seq_id, stage) not in self._stored:
+                found = stored_layers(
+                    rules.shape, plan, rules.cell(plan.stages, stage), seq_id, stage,
+                    self._process, rules.device_type,
+                )  # fmt: skip
+                self._stored[seq_id, stage] = [
+                    _Segments(stored, self._levels, plan.tiers.kv) for stored in found
+                ]
+            for segments in self._stored[seq_id, stage]:
+                yield position, segments
+
+
+class _Segments:
+    """The segments of some layers, by where they are now."""
+
+    def __init__(self, stored: StoredLayers, levels: Levels, tier: Tier) -> None:
+        self.stored = stored
+        self._levels, self._tier, self._on_device = levels, tier, tier == "device"
+        self._num_layers = num_layers = len(stored.layers)
+        self._kv = [num_layers * stored.kv_token_bytes * n for n in stored.sizes]
+        self._gradients = [num_layers * stored.gradient_token_bytes * n for n in stored.sizes]
+        self._kv_before = [0.0, *accumulate(self._kv)]
+        self._written: dict[int, set[int]] = {}
+        """segment that is there -> its pieces that were written."""
+        self._owners: dict[int, set[int]] = {}
+        """segment that is there -> its pieces that are alive."""
+        self._filling: set[int] = set()
+        """Segments whose K,V are on the device."""
+        self._hot: set[int] = set()
+        """Segments whose gradients are on the device."""
+        self._sent: set[int] = set()
+        """Segments that have gradients; where some backwards are left out, not all behind one."""
+
+    def write(self, piece: int) -> None:
+        levels, stored = self._levels, self.stored
+        if self._on_device and not self._written:
+            for index in range(len(stored.sizes)):
+                self._begin(index)
+        for index in stored.touched(piece):
+            if index not in self._written:
+                self._begin(index)
+            elif not self._on_device and index not in self._filling:
+                # a segment that another piece keeps in the lower tier
+                levels.read("kv", self._kv[index], self._num_layers)
+                levels.write("kv", self._kv[index], self._num_layers)
+            if piece not in self._owners[index] and self._is_cold(index):
+                # a piece that is computed again begins without gradients, there too
+                levels.read("kv_gradients", self._gradients[index], self._num_layers)
+                levels.write("kv_gradients", self._gradients[index], self._num_layers)
+            self._written[index].add(piece)
+            self._owners[index].add(piece)
+            complete = len(self._written[index]) == len(stored.pieces[index])
+            if not self._on_device and complete and index in self._filling:
+                self._filling.remove(index)
+                levels.add("kv", -self._kv[index])
+                levels.add("kv", self._kv[index], self._tier)
+                levels.write("kv", self._kv[index], self._num_layers)
+
+    def read(self, piece: int, *layers: range) -> None:
+        """The segments that `piece` sees come from the lower tier."""
+        seen = self.stored.seen(piece)
+        filling = [index for index in self._filling if index in seen]
+        if isinstance(seen, range):
+            num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
+        else:
+            num_bytes = sum(self._kv[index] for index in seen)
+        num_bytes -= sum(self._kv[index] for index in filling)
+        reading = sum(layer in some for some in layers for layer in self.stored.layers)
+        num_reads = (len(seen) - len(filling)) * reading
+        self._levels.read("kv", num_bytes * reading / self._num_layers, num_reads)
+
+    def send_back(self, piece: int) -> None:
+        levels, seen, touched = self._levels, self.stored.seen(piece), self.stored.sent_to(piece)
+        if self._on_device:
+            # the first gradient brings those of all segments
+            for index in self._written if touched else ():
+                if index not in self._hot and self.stored.takes_gradients(index):
+                    self._hot.add(index)
+                    levels.add("kv_gradients", self._gradients[index])
+            return
+        num_rest = bisect_left(touched, seen[-NUM_HOT:][0] if seen else 0)
+        rest, newest = touched[:num_rest], touched[num_rest:]
+        had = [index for index in touched if index in self._sent]
+        here = [index for index in self._hot if index in touched]
+        were_here = self._sum(here)
+        brought, taken = self._sum(had) - were_here, self._sum(rest)
+        levels.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
+        levels.write("kv_gradients", taken, self._num_layers * len(rest))
+        levels.add("kv_gradients", taken - brought, self._tier)
+        levels.add("kv_gradients", self._sum(newest) - were_here)
+        self._hot = self._hot.difference(rest).union(newest)
+        self._sent.update(touched)
+        # its own, which later pieces have sent
+        relayed = [i for i in self.stored.touched(piece) if self._is_cold(i)]
+        levels.read("kv_gradients", self._sum(relayed), self._num_layers * len(relayed))
+
+    def free(self, piece: int) -> None:
+        for index in self.stored.touched(piece):
+            owners = self._owners.get(index, set())
+            if piece not in owners:
+                continue
+            owners.remove(piece)
+            if owners:
+                continue
+            if index in self._sent or index in self._hot:
+                tier = "device" if index in self._hot else self._tier
+                self._levels.add("kv_gradients", -self._gradients[index], tier)
+            tier = "device" if index in self._filling else self._tier
+            self._levels.add("kv", -self._kv[index], tier)
+            for indices in (self._filling, self._hot, self._sent):
+                indices.discard(index)
+            del self._written[index], self._owners[index]
+
+    def _begin(self, index: int) -> None:
+        self._written[index], self._owners[index] = set(), set()
+        self._filling.add(index)
+        self._levels.add("kv", self._kv[index])
+
+    def _is_cold(self, index: int) -> bool:
+        """Whether the gradients of a segment are in the lower tier."""
+        return index in self._sent and index not in self._hot
+
+    def _sum(self, indices: Iterable[int]) -> float:
+        """Bytes of the gradients of some segments."""
+        return sum(self._gradients[index] for index in indices)
+
+
+class StoredStates:
+    """The states of one process, which add to its `levels`."""
+
+    def __init__(self, rules: MemoryRules, plan: ChunkPlan, process: int, levels: Levels) -> None:
+        self._plan, self._process, self._levels = plan, process, levels
+        stages = range(len(plan.stages))
+        self._bytes = [rules.cell(plan.stages, stage).state for stage in stages]
+        """Bytes of one sequence's state at each stage."""
+
+    def write(self, chunk: int, stage: int) -> None:
+        """The states that leave a cell come into being, unless they are there."""
+        leaving = self._bytes[stage] * sum(
+            self._plan.is_read(*link) for link in self._sequences(chunk, stage)
+        )
+        if leaving and ("states", chunk, stage) not in self._levels.held:
+            self._levels.hold("states", chunk, stage, "states", leaving)
+            self._levels.write("kv", leaving)
+
+    def read(self, chunk: int, stage: int) -> None:
+        """The cell starts with copies of the states of the chunk before."""
+        entering = self._bytes[stage] * len(list(self._entering(chunk, stage)))
+        if entering:
+            self._levels.read("kv", entering)
+            self._levels.pass_by("states", entering)
+
+    def send_back(self, chunk: int, stage: int) -> None:
+        """The cell's Backward makes the gradients of the states that it started with."""
+        for seq_id, before in self._entering(chunk, stage):
+            if before in self._plan.trained:
+                name = _gradient_of(seq_id)
+                self._levels.hold(name, before, stage, "states", self._bytes[stage])
+
+    def free(self, chunk: int, stage: int) -> None:
+        """The cell's states die, and their gradients."""
+        self._levels.let_go("states", chunk, stage)
+        for seq_id, _ in self._sequences(chunk, stage):
+            self._levels.let_go(_gradient_of(seq_id), chunk, stage)
+
+    def _entering(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
+        """Cut sequences whose state enters a chunk, and the chunk that it comes from."""
+        for seq_id, position in self._sequences(chunk, stage):
+            if position:
+                yield seq_id, self._plan.groups[seq_id][position - 1]
+
+    def _sequences(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
+        """Cut sequences of a chunk on this process, and their positions; none without states."""
+        if not self._bytes[stage]:
+            return
+        slices = self._plan.chunks[chunk].slices
+        here = {s.seq_id for s in slices if token_share(s, self._process)}
+        for seq_id, position in self._plan.links[chunk]:
+            if seq_id in here:
+                yield seq_id, position
+
+
+def _gradient_of(seq_id: int) -> str:
+    return f"gradients of the states of {seq_id}"

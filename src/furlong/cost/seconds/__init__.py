@@ -1,1 +1,0 @@
-"""Seconds of a plan: FLOPs, rates, and what waits for a link."""

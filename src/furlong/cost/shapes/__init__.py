@@ -1,1 +1,0 @@
-"""Sizes of a model, read from its config.json or known by name."""

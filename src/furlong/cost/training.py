@@ -1,0 +1,216 @@
+"""The training of a model, as far as bytes and seconds depend on it: dtypes, optimizer, ZeRO, LoRA.
+
+    weights     in compute dtype (bf16: 2 bytes) plus the float32 master copy of trained ones (4)
+    gradients   of trained weights, float32 (4)
+    optimizer   AdamW: two float32 moments (8)
+
+Under ZeRO the n ranks of a sharding group hold 1/n of: 1 the optimizer state and the master copy;
+2 also the gradients; 3 also the weights in compute dtype, of which some layers are whole at a time.
+
+A plan reduces the gradients of a stage once, in its Reduce behind the last Backward. Until then
+ZeRO-2 holds them whole, as ZeRO-1 does, and replicas need not go in step (DeepSpeed's reduces with
+every micro-batch); under ZeRO-3 every Backward reduces. This runtime (`Training.gathers`) reduces
+those of its layers so; what is beside the layers is gathered and summed whole all through a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from furlong.cost.shape import ModelShape
+from furlong.errors import ConfigError
+
+ZeroStage = Literal[0, 1, 2, 3]
+_GATHERED_LAYERS = 2
+"""Layers whose weights are whole at a time under ZeRO-3: one computes, the next arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of peft: for a matrix (in, out), rank * (in + out) trained parameters."""
+
+    rank: int
+    attention: bool = True
+    """Whether the q, k, v and output matrices have them."""
+    mlp: bool = False
+    """Whether the MLP's matrices have them; experts have none."""
+
+    def layer_parameters(self, shape: ModelShape, layer: int) -> int:
+        hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
+        count = 0
+        if self.attention and shape.mixers[layer].attends:
+            count += 2 * (hidden + q) + 2 * (hidden + kv)
+        mlp = shape.mlps[layer]
+        if self.mlp and mlp.num_experts == 1 and mlp.width:
+            count += mlp.num_matrices * (hidden + mlp.width)
+        return self.rank * count
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of one device's state, between steps and all through a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Trained weights and their dtypes; the defaults are this project's own (bf16 compute)."""
+
+    compute_bytes: int = 2
+    """Bytes of a number in weights in use, activations, K and V."""
+    master_bytes: int = 4
+    """Bytes of the float32 master copy of a trained weight; 0 if compute runs in that dtype."""
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    """Bytes of the optimizer's state per trained parameter: AdamW's two moments in float32."""
+    zero_stage: ZeroStage = 0
+    lora: Lora | None = None
+    replicas: int = 1
+    """Data-parallel replicas of the whole plan that it does not list; they share its state."""
+    tp_size: int = 1
+    """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
+    gathers: bool = False
+    """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
+    the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
+    ones. The plan says whether they are kept for the step or come with every pass."""
+    overlaps: bool = True
+    """Whether gradients that wait for the last Backward are reduced behind it, and weights gathered
+    behind the first Forward: not so where DeepSpeed's overlap_comm is off, its default below
+    ZeRO-3."""
+    kv_gradient_bytes: int = 4
+    """Bytes of a number in dK,dV while they wait for their own chunk."""
+
+    @classmethod
+    def in_dtype(cls, dtype: str) -> Training:
+        """The training of `furlong train`: float32 weights, computing in `dtype`."""
+        wide = {"float32": 4, "float64": 8}.get(dtype)
+        if wide is None:
+            return cls()
+        return cls(compute_bytes=wide, master_bytes=0, gradient_bytes=wide, kv_gradient_bytes=wide)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether each pass gathers weights, unless they are unsharded for longer; a plan that is
+        made for it says so too."""
+        return self.zero_stage == 3
+
+    def under(self, regathers: bool) -> Training:
+        """The training under a plan that says so much of its weights (`ChunkPlan.regathers`)."""
+        return replace(self, zero_stage=3) if self.gathers and regathers else self
+
+    def trained_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Number of trained parameters of a rank that holds the stages `held`."""
+        if self.lora is None:
+            return self.held_parameters(shape, stages, held)
+        return sum(self.lora.layer_parameters(shape, layer) for layer in _layers(stages, held))
+
+    def held_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Number of parameters of a rank that holds the stages `held`, without adapters. A rank
+        with both ends shares a tied head with the embedding."""
+        count = sum(shape.stage_parameters(stages, stage) for stage in held)
+        both_ends = len(stages) > 1 and {0, len(stages) - 1} <= held
+        return count - (shape.embedding_parameters if both_ends and shape.tied_head else 0)
+
+    def beside_parameters(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]
+    ) -> int:
+        """Trained parameters of a rank's embedding and head."""
+        return 0 if self.lora else _beside(shape, stages, held)
+
+    def state_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> StateBytes:
+        """State of a device that holds the stages `held`; `group_size` devices share it."""
+        base = self.held_parameters(shape, stages, held) / self.tp_size
+        trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        in_use = base + (trained if self.lora is not None else 0)
+        shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
+        weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
+        if self.gathers and group_size > 1 and self.zero_stage < 3:
+            frozen = in_use - trained
+            weights += (frozen + (0 if self.master_bytes else trained)) * (
+                self.compute_bytes / group_size
+            )
+        return StateBytes(
+            weights=round(weights),
+            gradients=round(trained * self.gradient_bytes / shard[1]),
+            optimizer=round(trained * self.optimizer_bytes / shard[0]),
+        )
+
+    def collective_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Bytes beside whole gradients where they are added up by a group: the largest layer passes
+        through a buffer; so does what is beside the layers, which by then are shards. Under ZeRO-3
+        that layer's gradient is whole in compute dtype, too."""
+        if not self.gathers or group_size <= 1:
+            return 0
+        layers = list(map(shape.layer_parameters, _layers(stages, held)))
+        freed = sum(layers) * (1 - 1 / group_size) if self.zero_stage < 3 else 0.0
+        added = self.gradient_bytes if self.lora is None else 0
+        element_bytes = max(self.compute_bytes, added)
+        widest = max(*layers, _beside(shape, stages, held) - freed) * element_bytes
+        if self.zero_stage == 3 and self.lora is None:
+            widest = max(widest, max(layers) * (element_bytes + self.compute_bytes))
+        return round(widest / self.tp_size)
+
+    def unreduced_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Bytes of gradients beyond their shard that wait for a Reduce: all under ZeRO-2; under
+        this runtime's ZeRO-3 those beside the layers."""
+        if self.zero_stage == 2:
+            trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        elif self.zero_stage == 3 and self.gathers:
+            trained = self.beside_parameters(shape, stages, held) / self.tp_size
+        else:
+            return 0
+        return round(trained * self.gradient_bytes * (1 - 1 / group_size))
+
+    def gathered_bytes(
+        self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
+    ) -> int:
+        """Weights in compute dtype that are whole at a time under ZeRO-3 without an Unshard: the
+        largest layers, or the head; in this runtime both, and the embedding."""
+        if self.zero_stage < 3 or group_size <= 1:
+            return 0
+        layers = sorted(map(shape.layer_parameters, _layers(stages, held)), reverse=True)
+        largest = sum(layers[:_GATHERED_LAYERS])
+        ends = {0, len(stages) - 1} & held
+        widest = max(largest, shape.embedding_parameters if ends else 0)
+        if self.gathers:
+            widest = largest + _beside(shape, stages, held)
+        return round(widest * self.compute_bytes / self.tp_size)
+
+
+def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:
+    """The layers of the stages `held`."""
+    return [sum(stages[:stage]) + i for stage in held for i in range(stages[stage])]
+
+
+def _beside(shape: ModelShape, stages: tuple[int, ...], held: frozenset[int]) -> int:
+    """Parameters beside the layers: of the embedding and the head, on a rank with those stages."""
+    ends = (0 in held) + (len(stages) - 1 in held)
+    return shape.embedding_parameters * (min(1, ends) if shape.tied_head else ends)
+
+
+def not_in_step() -> ConfigError:
+    """The error for replicas that each go their own way where ZeRO-3 gathers weights for all."""
+    return ConfigError(
+        given="a plan whose replicas pass their chunks independently of each other",
+        required="replicas that go in step: weights are gathered with every pass, from all of them",
+        source="the plan, and ZeRO-3",
+        change="plan the batch for ZeRO-3, or shard no more than optimizer and gradients (ZeRO-2)",
+    )

@@ -1,0 +1,350 @@
+"""The values that a plan is made of: slices, chunks, actions, the plan itself.
+
+A plan walks a grid. Its columns are chunks (at most `chunk_size` tokens of one or more sequences),
+its rows are stages (consecutive layers); a cell is (chunk, stage). For each rank the plan lists the
+actions over those cells, in order. Everything here is immutable and free of torch.
+
+The division of devices into replicas, pools and stages, as a value.
+
+Lengths of the pieces of cut sequences: what a sequence has in each chunk of its group.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from furlong.plan.trees import Bounds, Tree, positions_behind, tree_of
+
+Keep = Literal["input", "kv", "attention", "all"]
+"""The part of a cell that survives its forward: the stage input; and its K,V; and every layer's
+attention output with its log-sum-exp; or its whole graph."""
+
+Tier = Literal["device", "host", "disk"]
+Order = Literal["chunk-first", "layer-first"]
+ChunkKind = Literal["packed", "split", "hybrid", "dummy"]
+Payload = Literal["activation", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tier of each kind of memory between the actions that use it."""
+
+    kv: Tier = "device"
+    """K,V of cut sequences, and their gradients."""
+    inputs: Tier = "device"
+    """Stage inputs, which become their gradients."""
+    attention: Tier = "device"
+    """Attention outputs with their log-sum-exps, for recomputes without attention."""
+    graphs: Tier = "device"
+    """Tensors that the graphs of retained cells have saved."""
+
+
+ON_DEVICE = Tiers()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The processes [first, first + size) of a pool: those that hold a slice, in equal parts."""
+
+    first: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.size
+
+
+FIRST_PROCESS = Place(0, 1)
+
+
+def place_sizes(sp_size: int) -> tuple[int, ...]:
+    """Sizes that places of a pool may have, rising: the powers of two that divide it, and all of
+    it. A place begins at a multiple of its size, so that any two are nested or apart."""
+    powers = {1 << bits for bits in range(sp_size.bit_length()) if sp_size % (1 << bits) == 0}
+    return tuple(sorted(powers | {sp_size}))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of one sequence inside a chunk."""
+
+    seq_id: int
+    start: int
+    stop: int
+    place: Place = FIRST_PROCESS
+    parent: int | None = None
+    """The token behind the piece that it goes on from; None: `start`, the piece before it."""
+
+    @property
+    def goes_on_from(self) -> int:
+        return self.start if self.parent is None else self.parent
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit of one forward.
+
+    A slice with `start > 0` has a prefix: the earlier tokens of its sequence, or of its path where
+    that branches (`furlong.plan.trees`). Slices on larger places come first, those of one size by
+    their first process: the order of their exchanges. A chunk without slices is a dummy: each
+    process passes one token of no sequence, without a label.
+    """
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the chunk only goes with other ranks: with their passes (see
+        `ChunkPlan.regathers`), or with their Reduce where its own rank has no other chunk."""
+        return not self.slices
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    chunk: int
+    stage: int
+    keep: Keep
+    recompute_layers: int = 0
+    """First layers of the stage that are checkpointed, each by its own input (the l of
+    InfiniPipe)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    chunk: int
+    stage: int
+    recompute_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    chunk: int
+    stage: int
+    loss_factor: float = 1.0
+    """Factor of the chunk's own loss (SpaCO's a)."""
+    relay_factor: float = 1.0
+    """Factor of the dK,dV that later chunks have sent (SpaCO's c)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildKV:
+    """The stage's forward without gradients, up to its last K,V projection."""
+
+    chunk: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    payload: Payload
+    chunk: int
+    stage: int
+    """The stage whose output (activation) or whose input's gradient (gradient) travels."""
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    payload: Payload
+    chunk: int
+    stage: int
+    """The stage of the matching Send."""
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    stage: int
+
+
+Computing = Forward | Recompute | Backward | RebuildKV
+COMPUTING = (Forward, Recompute, Backward, RebuildKV)
+MESSAGES = (Send, Recv)
+ON_PARAMETERS = (Unshard, Reshard, Reduce)
+Action = Computing | Send | Recv | Unshard | Reshard | Reduce
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The actions of every rank on one global batch."""
+
+    seq_lens: tuple[int, ...]
+    """Tokens of each sequence; a slice's `seq_id` is an index into it."""
+    chunks: tuple[Chunk, ...]
+    stages: tuple[int, ...]
+    """Layers of each stage, from the first to the last."""
+    actions: tuple[tuple[Action, ...], ...]
+    """actions[rank]: that rank's actions in order. Where sp_size > 1 a list is obeyed by the
+    sp_size processes of one pool together."""
+    tiers: Tiers = ON_DEVICE
+    sp_size: int = 1
+    sampled: bool = False
+    """Whether chunks without a Backward are meant (SpaCO draws the chunks that get one)."""
+    report_loss: bool = True
+    """Whether chunks without a Backward compute their loss. Without it, which a sampled plan may
+    do, they stop at their last K,V, and those that no drawn chunk reads have no Forward at all."""
+    two_phases: bool = False
+    """Whether the caller makes its loss of the last stage's outputs, between two phases: all
+    Forwards, each of which runs to its end, and everything else."""
+    frozen_stages: int = 0
+    """First stages without a trained parameter in them or below: they have no Backward."""
+    regathers: bool = False
+    """Whether each pass gathers the weights of its stage anew, as ZeRO-3 does. Passes are then
+    collectives of all ranks that hold the stage: these go in step, through equally many passes in
+    one order of forwards and backwards, and dummies fill up the lists of those with less to do."""
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of all fields, for processes that compare their plans."""
+        return zlib.crc32(repr(self).encode())
+
+    @cached_property
+    def sizes_of_places(self) -> tuple[int, ...]:
+        """Sizes of the places that hold slices, rising: only (1,) where no sequence is sharded."""
+        return tuple(sorted({p.place.size for chunk in self.chunks for p in chunk.slices})) or (1,)
+
+    @cached_property
+    def groups(self) -> dict[int, tuple[int, ...]]:
+        """For each sequence that is cut, its chunks in the order of its tokens."""
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for index, chunk in enumerate(self.chunks):
+            for piece in chunk.slices:
+                pieces.setdefault(piece.seq_id, []).append((piece.start, index))
+        return {
+            seq_id: tuple(dict.fromkeys(index for _, index in sorted(starts)))
+            for seq_id, starts in pieces.items()
+            if len(starts) > 1
+        }
+
+    @cached_property
+    def trees(self) -> dict[int, Tree]:
+        """For each sequence that branches, how the chunks of its group follow one another."""
+        return {
+            seq_id: tree_of([self.bounds(seq_id, c) for c in self.groups.get(seq_id, ())])
+            for seq_id in {s.seq_id for c in self.chunks for s in c.slices if s.parent is not None}
+        }
+
+    @cached_property
+    def _behind(self) -> dict[int, dict[int, int]]:
+        return {
+            seq_id: positions_behind(b for c in self.groups[seq_id] for b in self.bounds(seq_id, c))
+            for seq_id in self.trees
+        }
+
+    def bounds(self, seq_id: int, chunk: int) -> list[Bounds]:
+        """(start, stop, what it goes on from) of a sequence's slices in a chunk."""
+        own = (s for s in self.chunks[chunk].slices if s.seq_id == seq_id)
+        return [(s.start, s.stop, s.goes_on_from) for s in own]
+
+    def position(self, piece: Slice) -> int:
+        """Position of a slice's first token: tokens of its path before it."""
+        behind = self._behind.get(piece.seq_id)
+        return piece.start if behind is None else behind[piece.goes_on_from]
+
+    @cached_property
+    def links(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each chunk, (seq_id, position in its group) of every cut sequence in it."""
+        links: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
+        for seq_id, group in self.groups.items():
+            for position, index in enumerate(group):
+                links[index].append((seq_id, position))
+        return tuple(tuple(pairs) for pairs in links)
+
+    @cached_property
+    def num_computed(self) -> dict[int, int]:
+        """For each sequence that is cut, how many of its chunks have a Forward: the first ones."""
+        if self.report_loss:
+            return {seq_id: len(group) for seq_id, group in self.groups.items()}
+        computed = {a.chunk for acts in self.actions for a in acts if isinstance(a, Forward)}
+        return {
+            seq_id: sum(chunk in computed for chunk in group)
+            for seq_id, group in self.groups.items()
+        }
+
+    @cached_property
+    def continues(self) -> tuple[bool, ...]:
+        """For each chunk, whether a later chunk reads its K,V."""
+        return tuple(any(self.is_read(*pair) for pair in pairs) for pairs in self.links)
+
+    def is_read(self, seq_id: int, position: int) -> bool:
+        """Whether a later chunk of a sequence's group reads the K,V of one."""
+        tree = self.trees.get(seq_id)
+        return tree.continued[position] if tree else position < self.num_computed[seq_id] - 1
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The chunks that have a Backward."""
+        return frozenset(a.chunk for acts in self.actions for a in acts if isinstance(a, Backward))
+
+    def kind(self, chunk: int) -> ChunkKind:
+        """The kind of a chunk. packed: whole sequences; split: a piece; hybrid: a tail piece and
+        whole sequences; dummy: none."""
+        slices = self.chunks[chunk].slices
+        if not slices:
+            return "dummy"
+        whole = [s.start == 0 and s.stop == self.seq_lens[s.seq_id] for s in slices]
+        if all(whole):
+            return "packed"
+        return "hybrid" if any(whole) else "split"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """`dp` replicas, each a pipeline of `pp` stages, each stage on a group of `sp` devices."""
+
+    dp: int = 1
+    sp: int = 1
+    pp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.sp * self.pp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} x sp {self.sp} x pp {self.pp}"
+
+
+ONE_DEVICE = Layout()
+
+
+def first_device(plan_rank: int, layout: Layout) -> int:
+    """The number, among all devices of a layout, of the first one that obeys a list of a plan.
+
+    Lists are numbered replica by replica, and in each stage by stage; devices with the pool
+    innermost and the stages outermost, so that those which share a stage's weights are neighbours.
+    """
+    replica, stage = divmod(plan_rank, layout.pp)
+    return (stage * layout.dp + replica) * layout.sp
+
+
+def piece_lens(plan: ChunkPlan) -> dict[int, list[int]]:
+    """Tokens of each cut sequence in each chunk of its group that has a Forward, by `seq_id`."""
+    return {seq_id: piece_lens_of(plan, seq_id) for seq_id in plan.groups}
+
+
+def piece_lens_of(plan: ChunkPlan, seq_id: int) -> list[int]:
+    """Tokens of a cut sequence in each chunk of its group that has a Forward."""
+    computed = plan.groups[seq_id][: plan.num_computed[seq_id]]
+    bounds = (plan.bounds(seq_id, chunk) for chunk in computed)
+    return [sum(stop - start for start, stop, _ in own) for own in bounds]

@@ -1,1 +1,0 @@
-"""Planners of chunks: they say which tokens share one, and which sequences share a replica."""

@@ -1,1 +1,0 @@
-"""InfiniPipe: equal-time chunks, elastic pipelines, recomputation by integer programs."""

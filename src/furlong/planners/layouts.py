@@ -1,0 +1,197 @@
+"""How devices are divided: data-parallel replicas, sequence-parallel groups, pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import inf, prod
+
+import numpy as np
+import numpy.typing as npt
+
+from furlong.cost.shape import ModelShape
+from furlong.errors import ConfigError
+from furlong.plan.plan import Layout
+from furlong.units import count_words
+
+Floats = npt.NDArray[np.float64]
+
+
+def layouts(
+    num_devices: int,
+    shape: ModelShape,
+    *,
+    dp: int | None = None,
+    sp: int | None = None,
+    pp: int | None = None,
+    tp_size: int = 1,
+    idle: bool = False,
+    gathers: bool = False,
+) -> list[Layout]:
+    """All layouts of `num_devices` that the model can take, with the sizes that are given.
+
+    An sp group divides the query heads (Ulysses), unless the given sizes leave no such one, or
+    with `gathers`: then it may be larger, and gathers K,V; recurrent layers are on one device. A
+    pipeline has no more stages than layers, and one where layers need more than what the one before
+    them gives.
+    `idle`: also those that leave devices out, so that more devices are hardly ever slower, and
+    sizes need not divide their number.
+    Raises ConfigError that shows the arithmetic where nothing is left.
+    """
+    groups, product = num_devices // tp_size, (dp or 1) * (sp or 1) * (pp or 1)
+    numbers = {groups}
+    if idle and None in (dp, sp, pp):
+        fewer = {groups >> bits for bits in range(groups.bit_length())}
+        fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
+        fewer.update(round_numbers(groups))
+        # where no power of two divides the heads, they still divide evenly over fewer devices
+        odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
+        fewer.update(n * times for n in odd for times in round_numbers(groups // n))
+        numbers |= fewer | {n // product * product for n in fewer}
+    for larger in (True,) if gathers else (False, True):
+        found = [
+            layout
+            for n in sorted(numbers, reverse=True)
+            for layout in _layouts(n, shape, dp, sp, pp, gathers=larger)
+        ]
+        if found and num_devices % tp_size == 0:
+            return found
+    raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp}, tp_size)
+
+
+def round_numbers(number: int) -> list[int]:
+    """A number, and the largest multiples of 2, 4, 8 ... below it, falling: 13, 12 and 8. An odd
+    one has those of the number before it, which has more divisors."""
+    return sorted({number >> b << b for b in range(number.bit_length())}, reverse=True)
+
+
+def _no_layout(
+    num_devices: int, shape: ModelShape, sizes: dict[str, int | None], tp_size: int
+) -> ConfigError:
+    """The error for sizes that no layout of the devices has: the first reason why."""
+    given = sizes | ({"tp": tp_size} if tp_size > 1 else {})
+    product = prod(size or 1 for size in given.values())
+    words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
+    relation = "a multiple of" if None in given.values() else "="
+    shown = f"{words}, {relation} {count_words(product, 'device')}"
+    pp, layers = sizes["pp"] or 1, shape.num_layers
+    if (sizes["sp"] or 1) > 1 and shape.is_recurrent:
+        return _not_divided(
+            f"parallel: {shown}, for {_recurrent_words(shape)}", "parallel.sp",
+            "the state of a sequence goes from token to token on one device",
+        )  # fmt: skip
+    if pp > 1 and shape.whole:
+        return _not_divided(
+            f"parallel: {shown}, for a {shape.family}, which {shape.whole}", "parallel.pp",
+            "its decoder is not divided between layers",
+        )  # fmt: skip
+    if pp > layers:
+        required = f"a parallel.pp of at most the model's {count_words(layers, 'layer')}"
+        change = f"set parallel.pp to {layers}{' or less, or auto' if layers > 1 else ''}"
+    else:
+        required = f"sizes that multiply to {count_words(num_devices, 'device')}"
+        change = f"use {count_words(product, 'device')}, or change the sizes"
+        if product < num_devices:
+            change += "; auto lets a size follow the others"
+    return ConfigError(
+        given=f"parallel: {shown}",
+        required=required,
+        source="the sizes of parallel and the number of devices",
+        change=change,
+    )
+
+
+def _not_divided(given: str, size: str, reason: str) -> ConfigError:
+    return ConfigError(
+        given=given,
+        required=f"{size} 1: {reason}",
+        source="the sizes of parallel and the model's layers",
+        change=f"set {size} to 1; replicas (parallel.dp) take further devices",
+    )
+
+
+def _recurrent_words(shape: ModelShape) -> str:
+    """A model's name and the number of its recurrent layers."""
+    count = sum(mixer.is_recurrent for mixer in shape.mixers)
+    return f"a {shape.family}, in which {count} of {shape.num_layers} layers are recurrent"
+
+
+def _layouts(
+    groups: int,
+    shape: ModelShape,
+    dp: int | None,
+    sp: int | None,
+    pp: int | None,
+    *,
+    gathers: bool = False,
+) -> list[Layout]:
+    found = [
+        Layout(groups // (s * p), s, p)
+        for s in _divisors(groups)
+        if (sp is None or s == sp) and (gathers or shape.num_heads % s == 0)
+        if s == 1 or not shape.is_recurrent
+        for p in _divisors(groups // s)
+        if (pp is None or p == pp) and p <= (1 if shape.whole else shape.num_layers)
+    ]
+    return [layout for layout in found if dp is None or layout.dp == dp]
+
+
+def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest stage does least, the head counted with the last.
+
+    `mean_keys`: keys that a token of the batch attends on average.
+    """
+    work = [
+        shape.layer_flops(i) + mixer.key_flops * mean_keys for i, mixer in enumerate(shape.mixers)
+    ]
+    work[-1] += 2.0 * shape.embedding_parameters
+    before = [0.0, *accumulate(work)]
+    slowest, _ = _cut(before, num_stages, np.maximum)
+    limit = slowest * (1 + 1e-9)
+    # of all cuts with that slowest stage the most even one
+    _, stages = _cut(
+        before, num_stages, lambda so_far, stage: np.where(stage <= limit, so_far + stage**2, inf)
+    )
+    return stages
+
+
+def _cut(
+    before: Sequence[float], num_stages: int, add: Callable[[Floats, Floats], Floats]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut with the least cost, and its layers per stage. `before[n]`: work of the first n
+    layers; `add`: the cost of some stages and one more."""
+    num_layers = len(before) - 1
+    work = np.subtract.outer(np.array(before), np.array(before))  # [stop, first]
+    costs = np.full(num_layers + 1, inf)
+    costs[0] = 0.0
+    firsts = []
+    for stage in range(num_stages):
+        options = add(costs[None, :], work)
+        options[:, :stage] = inf  # each stage before it has a layer
+        options[np.triu_indices(num_layers + 1)] = inf
+        firsts.append(options.argmin(axis=1))
+        costs = options.min(axis=1)
+    stop, stages = num_layers, list[int]()
+    for first in reversed(firsts):
+        stages.append(stop - int(first[stop]))
+        stop = int(first[stop])
+    return float(costs[-1]), tuple(reversed(stages))
+
+
+def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
+    """For each stage the first one with the same layers, head included: it takes the same time."""
+    starts = [0, *accumulate(stages)]
+    kinds = [
+        (shape.windows[a:b], shape.mlps[a:b], shape.mixers[a:b], b == shape.num_layers)
+        for a, b in pairwise(starts)
+    ]
+    return [kinds.index(kind) for kind in kinds]
+
+
+def mean_attended_keys(seq_lens: Sequence[int]) -> float:
+    """Keys that a token attends on average, without a window."""
+    return sum(n * (n + 1) / 2 for n in seq_lens) / max(1, sum(seq_lens))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,1 +1,0 @@
-"""The order in which every rank runs the forwards and backwards of its chunks."""

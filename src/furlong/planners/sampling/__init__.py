@@ -1,1 +1,0 @@
-"""The draw of the chunks that get a backward (SpaCO): rules, plans, refusals."""

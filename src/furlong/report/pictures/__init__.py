@@ -1,1 +1,0 @@
-"""A timeline as a PNG, an HTML page and a Perfetto trace."""

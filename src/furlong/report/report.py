@@ -1,0 +1,265 @@
+"""Figures of a plan on a cost model: seconds and their shares, bytes and their parts."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from furlong.cost.memory import MemoryCurve, Part, PlanTraffic, tier_of
+from furlong.cost.model import CostModel, Hidden, PlanCosts, update_s
+from furlong.cost.seconds import Array, PassPart, chunk_table
+from furlong.plan.check import missing_to_run
+from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
+from furlong.report.scene import Panel, ranks_per_replica
+from furlong.simulate.clock import simulate
+from furlong.simulate.figures import StepFigures, measure
+from furlong.timeline import Timeline
+
+_WAITS: tuple[Hidden, ...] = ("streams", "all-to-all", "gathers")
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Shares of all ranks' time; they add up to 1."""
+
+    compute: float
+    """Forwards, backwards and recomputation of the slowest process of each pool, without what they
+    wait for inside."""
+    all_to_all: float
+    """Exchanges of sharded slices, as far as no attention hides them."""
+    collectives: float
+    """Weights gathered and gradients reduced, as far as no computation hides it (FSDP)."""
+    copies: float
+    """Copies between tiers, as far as no computation hides them."""
+    idle_and_p2p: float
+    """Idle time, and waiting for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The peak of one rank."""
+
+    parts: dict[Part, int]
+    """Bytes on its device at the action that needs most."""
+    host_bytes: int
+    """Bytes in the host's memory at their own peak."""
+    disk_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan on a cost model."""
+
+    plan: ChunkPlan
+    timeline: Timeline
+    figures: StepFigures
+    breakdown: Breakdown
+    memory: tuple[RankMemory, ...]
+    """One per rank: of its process that needs most."""
+    traffic: tuple[PlanTraffic, ...]
+    """One per rank: of its process that moves most."""
+    pool_idle_ratio: float
+    """Share of the processes' time inside passes in which they wait for the slowest process of
+    their pool, 0..1. No other figure has it: a rank's time is that of its slowest process."""
+    update_s: float
+    """Seconds of the optimizer's step behind it, which no other figure counts."""
+    budget_bytes: int
+    """Budget of one device."""
+    num_tokens: int
+    """Tokens of the batch, padding left out."""
+    num_processes: int
+    """Processes that are there to run it."""
+    curves: tuple[MemoryCurve, ...] = field(repr=False, compare=False)
+    """The bytes of each rank while each of its actions runs."""
+
+    @property
+    def step_s(self) -> float:
+        return self.figures.duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s if self.step_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.device_bytes for rank in self.memory)
+
+    @property
+    def missing(self) -> str:
+        """The words for what the plan needs beyond the processes; empty where they run it."""
+        return missing_to_run(self.plan, self.num_tokens, num_processes=self.num_processes)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Sizes of the axes. A pool that shards no sequence is data parallelism, and counts as dp;
+        `sp_size` is the plan's own."""
+        pp = ranks_per_replica(self.plan)
+        dp, sp_size = len(self.plan.actions) // pp, self.plan.sp_size
+        sizes = self.plan.sizes_of_places
+        dp, sp = (dp * sp_size, 1) if sizes == (1,) else (dp, sp_size)
+        return {"dp": dp, "sp": sp, "pp": pp, "sp_size": sp_size, "sizes_of_places": sizes}
+
+    def panel(self, title: str, note: str = "") -> Panel:
+        """The plan as one panel of a picture."""
+        limits = (self.budget_bytes,) * len(self.memory)
+        if self.plan.sp_size > 1:
+            idle = f"{self.pool_idle_ratio:.1%} of the processes' time in passes is idle"
+            note = "; ".join(filter(None, (note, idle)))
+        return Panel(self.timeline, self.plan, title, limits, note=note, memory=self.curves)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "layout": self.layout,
+            "step_s": self.step_s,
+            "optimizer_s": self.update_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bubble_ratio": self.figures.bubble_ratio,
+            "pool_idle_ratio": self.pool_idle_ratio,
+            "processes_without_tokens": processes_without_tokens(self.plan),
+            "breakdown": asdict(self.breakdown),
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "memory": [
+                {"rank": rank, "device_bytes": own.device_bytes, "host_bytes": own.host_bytes}
+                | {"disk_bytes": own.disk_bytes, "parts": own.parts}
+                | {"moved": _moved_json(self.traffic[rank])}
+                for rank, own in enumerate(self.memory)
+            ],
+            "figures": self.figures.to_json(),
+            "runs_here": not self.missing,
+            "missing_to_run": self.missing,
+        }
+
+
+def report_plan(
+    plan: ChunkPlan,
+    model: CostModel,
+    budget_bytes: int | None = None,
+    num_tokens: int | None = None,
+    *,
+    num_processes: int = 1,
+) -> PlanReport:
+    """Simulate a plan that has passed `plan.check` and measure it.
+
+    `budget_bytes`: of a device. `num_tokens`: of the batch; None: as many as the plan has, which
+    may pad. `num_processes`: those that are there to run it.
+    """
+    costs, memory = model.costs(plan), model.memory(budget_bytes)
+    walks = [memory.walk(plan, rank) for rank in range(len(plan.actions))]
+    curves = [curve for curve, _ in walks]
+    timeline = simulate(
+        plan, costs,
+        copies=None if plan.tiers == ON_DEVICE else costs,
+        device_bytes=[curve.device_bytes for curve in curves],
+        host_bytes=[curve.lower_bytes for curve in curves],
+    )  # fmt: skip
+    figures = measure(timeline, plan)
+    return PlanReport(
+        plan=plan,
+        timeline=timeline,
+        figures=figures,
+        breakdown=break_down(plan, model, figures),
+        memory=tuple(_rank_memory(curve) for curve in curves),
+        traffic=tuple(traffic for _, traffic in walks),
+        pool_idle_ratio=_pool_idle_ratio(plan, model),
+        update_s=update_s(model, plan),
+        budget_bytes=memory.device_budget_bytes,
+        num_tokens=sum(plan.seq_lens) if num_tokens is None else num_tokens,
+        num_processes=num_processes,
+        curves=tuple(curves),
+    )
+
+
+def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Breakdown:
+    """The shares of a simulated step's time.
+
+    A wait inside computing actions is what they take less when it is free; the waits are freed one
+    after the other, so that each second is counted once.
+    """
+    shares = figures.shares()
+    total_s = figures.duration_s * len(figures.ranks) or 1.0
+    inside: dict[Hidden, float] = {}
+    before_s = _computing_s(plan, model.costs(plan, free=_WAITS))
+    for number, wait in enumerate(_WAITS, start=1):
+        after_s = _computing_s(plan, model.costs(plan, free=_WAITS[number:]))
+        inside[wait] = (after_s - before_s) / total_s
+        before_s = after_s
+    return Breakdown(
+        compute=1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
+        all_to_all=inside["all-to-all"],
+        collectives=shares["collectives"] + inside["gathers"],
+        copies=shares["copies"] + inside["streams"],
+        idle_and_p2p=shares["messages"] + shares["waiting"],
+    )
+
+
+def processes_without_tokens(plan: ChunkPlan) -> list[tuple[int, int]]:
+    """(rank, process of its pool) of all processes that hold no token of any chunk."""
+    found = []
+    for rank, actions in enumerate(plan.actions):
+        used: set[int] = set()
+        for chunk in {action.chunk for action in actions if isinstance(action, Forward)}:
+            tokens: Counter[Place] = Counter()
+            for piece in plan.chunks[chunk].slices:
+                tokens[piece.place] += piece.num_tokens
+            for place, count in tokens.items():  # in equal parts, the first ones get the rest
+                used.update(range(place.first, place.first + min(place.size, count)))
+        found += [(rank, process) for process in range(plan.sp_size) if process not in used]
+    return found
+
+
+def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
+    """1 - mean / max of the seconds of a pool's processes, over all parts of all passes.
+
+    Gathering weights is left out: all processes of a pool do it alike, however few tokens they
+    have.
+    """
+    if plan.sp_size == 1:
+        return 0.0
+    gathers: Hidden = "gathers"
+    costs = model.costs(plan, free=(gathers,))
+    table = chunk_table(plan.chunks, model.shape, plan.sp_size, model.hardware.tile_tokens)
+    times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
+    for action, _ in _computing(plan):
+        for part in costs.parts(action):
+            times[part, action.stage][action.chunk] += 1
+    busy_s = pool_s = 0.0
+    for (part, stage), counts in times.items():
+        (seconds,) = costs.process_seconds((part,), stage, table)
+        busy_s += float(seconds.mean(axis=0) @ counts)
+        pool_s += float(seconds.max(axis=0) @ counts)
+    return max(0.0, 1 - busy_s / pool_s) if pool_s else 0.0  # a mean of equals may round up
+
+
+def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:
+    return {
+        kind: {"tier": tier_of(traffic.tiers, kind), "read_bytes": read, "written_bytes": written}
+        for kind, (read, written) in traffic.by_kind().items()
+    }
+
+
+def _rank_memory(curve: MemoryCurve) -> RankMemory:
+    lower = (int(tier.max(initial=0)) for tier in (curve.host, curve.disk))
+    return RankMemory(curve.peak, *lower)
+
+
+def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:
+    """Seconds of all cells of all ranks."""
+    return sum(costs.compute_s(action, rank) for action, rank in _computing(plan))
+
+
+def _computing(plan: ChunkPlan) -> Iterator[tuple[Computing, int]]:
+    """(action, rank) of everything that computes a cell."""
+    for rank, actions in enumerate(plan.actions):
+        for action in actions:
+            if isinstance(action, COMPUTING):
+                yield action, rank

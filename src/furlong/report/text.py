@@ -1,0 +1,354 @@
+"""A plan's report as lines for a terminal.
+
+Several methods on one batch: a table, and the refusals below it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from furlong.cost.memory import PARTS, tier_of
+from furlong.plan.passes import computed_late, passes
+from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
+from furlong.plan.text import tiers_in_words
+from furlong.report.report import PlanReport, processes_without_tokens
+from furlong.report.scene import choose_ranks, held_stages
+from furlong.report.words import (
+    BREAKDOWN_WORDS,
+    MOVED_WORDS,
+    PART_WORDS,
+    align,
+    is_alone,
+    share_words,
+)
+from furlong.units import count_words, format_bytes, format_count, format_seconds
+
+_MAX_RANKS = 16
+_INDENT = 11
+_KEPT_WORDS: dict[Keep, str] = {
+    "all": "the graph",
+    "attention": "input, K,V and attention",
+    "kv": "input and K,V",
+    "input": "the input",
+}
+
+
+def line(name: str, text: str) -> str:
+    """One line of the page: a word, then what it says; further lines are indented."""
+    return name.ljust(_INDENT) + text.replace("\n", "\n" + " " * _INDENT)
+
+
+def format_report(report: PlanReport) -> str:
+    """The page of a plan: its chunks and actions, its seconds, its bytes."""
+    plan, figures, alone = report.plan, report.figures, is_alone(report.plan)
+    breakdown = "   ·   ".join(
+        f"{word} {getattr(report.breakdown, name):.1%}"
+        for name, word in BREAKDOWN_WORDS.items()
+        if getattr(report.breakdown, name) >= 5e-4
+    )
+    each = f" ({format_count(report.tokens_per_s / _num_devices(plan))} per device)"
+    whose = "" if alone else "ranks' "
+    update = report.update_s
+    texts = {
+        "chunks": _chunk_words(plan),
+        "kept": _kept_words(plan),
+        "recompute": "\n".join(_recompute_words(plan)),
+        "order": _order_words(plan),
+        "tier": tiers_in_words(plan.tiers),
+        "moved": "\n".join(_traffic_words(report)),
+        "layout": _layout_words(report),
+        "step": f"{format_seconds(report.step_s)} predicted,"
+        f" {format_count(report.tokens_per_s)} tokens/s{'' if alone else each}"
+        + (f"\n{format_seconds(update)} more for the optimizer" if update else ""),
+        "bubble": f"{figures.bubble_ratio:.1%} of the {whose}time is no first forward and no"
+        f" backward\n{share_words(figures, alone=alone)}",
+        "pool": _pool_words(report),
+        "time": breakdown,
+        "memory": _memory_words(report),
+    }
+    lines = [line(name, text) for name, text in texts.items() if text]
+    return "\n".join([*lines, *("  " + row for row in _memory_table(report))])
+
+
+def runs_words(report: PlanReport, train_on: str = "") -> str:
+    """Whether this release runs the plan. `train_on`: the device on which a run would decide for
+    this very plan, one for each of the report's processes."""
+    if report.missing:
+        own = "furlong train makes a plan of its own (see --runnable)"
+        return f"no, it needs {report.missing}; {own}"
+    if train_on:
+        if report.num_processes == 1:
+            return f"yes: furlong train decides for it on one {train_on}"
+        started = f"torchrun --nproc-per-node {report.num_processes}"
+        return f"yes: {started} -m furlong train decides for it, each process on one {train_on}"
+    return "yes, from Python: furlong.Engine.run takes a plan; furlong train chooses its own"
+
+
+def num_retained(plan: ChunkPlan) -> int:
+    """The most chunks of one sequence that keep their graphs at a stage."""
+    retained = {(a.chunk, a.stage) for a in _forwards(plan) if a.keep == "all"}
+    counts = (
+        sum((chunk, stage) in retained for chunk in group)
+        for group in plan.groups.values()
+        for stage in range(len(plan.stages))
+    )
+    return max(counts, default=0)
+
+
+def _chunk_words(plan: ChunkPlan) -> str:
+    kinds = Counter(plan.kind(index) for index in range(len(plan.chunks)))
+    dummies = kinds.pop("dummy", 0)
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    sizes = [chunk.num_tokens for chunk in plan.chunks if not chunk.is_dummy]
+    span = count_words(sizes[0], "token")
+    if min(sizes) < max(sizes):
+        mean = sum(sizes) / len(sizes)
+        span = f"{min(sizes):,} to {max(sizes):,} tokens, mean {mean:,.0f}"
+    more = f"; besides {count_words(dummies, 'dummy chunk')}, to go in step" if dummies else ""
+    if plan.trees:
+        branches = sum(s.parent is not None for chunk in plan.chunks for s in chunk.slices)
+        more += f"; {count_words(branches, 'branch')} of {count_words(len(plan.trees), 'sequence')}"
+    return f"{count_words(len(sizes), 'chunk')} ({named}) of {span}{more}"
+
+
+def _kept_words(plan: ChunkPlan) -> str:
+    """The number of cells that keep each thing between forward and backward."""
+    keeps = Counter(action.keep for action in _forwards(plan))
+    cells = ", ".join(
+        f"{words} of {count_words(keeps[keep], 'cell')}"
+        for keep, words in _KEPT_WORDS.items()
+        if keeps[keep]
+    )
+    return cells + (f"; num_retained {num_retained(plan)}" if plan.groups else "")
+
+
+def _recompute_words(plan: ChunkPlan) -> list[str]:
+    """A text per stage: cells that are computed twice, layers that are checkpointed; equal stages
+    share one."""
+    cells = Counter(action.stage for action in _forwards(plan))
+    again: Counter[int] = Counter()
+    layers: dict[int, list[int]] = defaultdict(list)
+    late = computed_late(plan)
+    for rank, actions in enumerate(plan.actions):
+        for action, what in zip(actions, passes(plan, rank), strict=True):
+            if isinstance(action, Recompute) and (action.chunk, action.stage) not in late:
+                again[action.stage] += 1
+            if what.computes == "graph":
+                layers[action.stage].append(what.recompute_layers)
+    texts: dict[str, list[int]] = {}
+    for stage, height in enumerate(plan.stages):
+        text = f"{again[stage]} of {count_words(cells[stage], 'chunk')} run again"
+        if any(own := layers[stage]):
+            span = f"{min(own)} to {max(own)} (mean {sum(own) / len(own):.1f})"
+            span = span if min(own) < max(own) else f"{own[0]}"
+            text += f", {span} of {count_words(height, 'layer')} checkpointed"
+        texts.setdefault(text, []).append(stage)
+    if len(plan.stages) == 1:
+        return list(texts)
+    return [f"{_named('stage', stages)}: {text}" for text, stages in texts.items()]
+
+
+def _order_words(plan: ChunkPlan) -> str:
+    """The way in which the grid of chunks and stages is walked."""
+    if max(len(stages) for stages in held_stages(plan)) > 1:
+        return "layer-first: each rank finishes a stage for all chunks before the next"
+    walk = "1F1B over chunks" if len(plan.stages) > 1 else "chunk-first"
+    return f"{walk}: forwards ascending, backwards descending within a sequence"
+
+
+def _traffic_words(report: PlanReport) -> list[str]:
+    """A text per kind of memory that travels, over all ranks."""
+    sums: dict[str, list[int]] = {}
+    for traffic in report.traffic:
+        for kind, moved in traffic.by_kind().items():
+            name = f"{MOVED_WORDS[kind]}, {tier_of(traffic.tiers, kind)}"
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0)), moved, strict=True)]
+    return [
+        f"{name}: {format_bytes(written)} written, {format_bytes(read)} read"
+        for name, (read, written) in sums.items()
+    ]
+
+
+def _layout_words(report: PlanReport) -> str:
+    """Replicas, pools, stages, and the layers of each stage."""
+    plan, layout, of_pool = report.plan, report.layout, ""
+    sizes, size = plan.sizes_of_places, plan.sp_size
+    if layout["sp"] < size:
+        of_pool = f", in pools of {size} that shard no sequence"
+    elif sizes != (size,):
+        of_pool = f", sequences on {' or '.join(map(str, sizes))} of a pool's {size} devices"
+    axes = " x ".join(f"{name} {layout[name]}" for name in ("dp", "sp", "pp"))
+    heights = [f"{n} of {height}" for height, n in sorted(Counter(plan.stages).items())]
+    many = len(plan.stages) > (16 if len(heights) > 1 else 4)
+    layers = ", ".join(heights if many else map(str, plan.stages))
+    if is_alone(plan):
+        return f"one device; {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
+    return (
+        f"{axes} = {count_words(_num_devices(plan), 'device')}{of_pool};"
+        f" {count_words(len(plan.stages), 'stage')}, layers per stage: {layers}"
+    )
+
+
+def _pool_words(report: PlanReport) -> str:
+    """The idleness of the processes of pools, which the bubble does not show."""
+    if report.plan.sp_size == 1:
+        return ""
+    idle = report.pool_idle_ratio
+    why = ": the slowest of a pool holds the others up" if idle >= 5e-4 else ""
+    words = [f"{idle:.1%} of the processes' time in passes is idle{why}"]
+    without = processes_without_tokens(report.plan)
+    for rank, pairs in groupby(without, key=lambda pair: pair[0]):
+        names = _named("process", [process for _, process in pairs], "processes")
+        words.append(f"rank {rank}: {names} never get a token")
+    return "\n".join(words)
+
+
+def _memory_words(report: PlanReport) -> str:
+    """The rank that needs most, and what is left of its budget."""
+    peaks = [rank.device_bytes for rank in report.memory]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    left = report.budget_bytes - peaks[worst]
+    over = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+    if is_alone(report.plan):
+        budget = format_bytes(report.budget_bytes)
+        return f"peak {format_bytes(peaks[worst])}, budget {budget}: {over}"
+    return (
+        f"peak {format_bytes(peaks[worst])} on rank {worst},"
+        f" budget {format_bytes(report.budget_bytes)} per device: {over}"
+        + (f"; a rank is {report.plan.sp_size} devices" if report.plan.sp_size > 1 else "")
+    )
+
+
+def _memory_table(report: PlanReport) -> list[str]:
+    """A row for ranks with equal ones: the parts at their peak, their sum, the peaks of host and
+    disk."""
+    parts = [part for part in PARTS if any(rank.parts[part] for rank in report.memory)]
+    lower = {
+        name: values
+        for name in ("host", "disk")
+        if any(values := [getattr(rank, f"{name}_bytes") for rank in report.memory])
+    }
+    names = [PART_WORDS.get(part, part) for part in parts]
+    head = ["rank", "stages", *names, "device", *lower]
+    ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, held in enumerate(held_stages(report.plan)):
+        own = report.memory[rank]
+        values = [*(own.parts[part] for part in parts), own.device_bytes]
+        values += [of_ranks[rank] for of_ranks in lower.values()]
+        span = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else "-"
+        ranks[span, *map(format_bytes, values)].append(rank)
+    note = ""
+    if len(ranks) > _MAX_RANKS:
+        shown, note = choose_ranks(report.plan, report.timeline, _MAX_RANKS)
+        kept = {row: [rank for rank in own if rank in shown] for row, own in ranks.items()}
+        ranks = defaultdict(list, {row: own for row, own in kept.items() if own})
+    rows = [head, *([_spans(own), *row] for row, own in ranks.items())]
+    if is_alone(report.plan):
+        rows = [row[2:] for row in rows]
+    return [*align(rows), *([f"({note})"] if note else [])]
+
+
+def _named(noun: str, numbers: list[int], plural: str = "") -> str:
+    """`stage 4`, `stages 0, 3-5`; the numbers ascend."""
+    return f"{noun if len(numbers) == 1 else plural or noun + 's'} {_spans(numbers)}"
+
+
+def _spans(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _forwards(plan: ChunkPlan) -> list[Forward]:
+    """The Forwards of all ranks, without those of dummies."""
+    return [
+        action
+        for actions in plan.actions
+        for action in actions
+        if isinstance(action, Forward) and not plan.chunks[action.chunk].is_dummy
+    ]
+
+
+def _num_devices(plan: ChunkPlan) -> int:
+    return len(plan.actions) * plan.sp_size
+
+
+_FAR = 10
+"""Most seconds of a row of the table, in those of the fastest."""
+_WIDTH = 160
+"""Most characters of a reason for having no plan; `--json` has all of it."""
+_SHARES = {name: word for name, word in BREAKDOWN_WORDS.items() if name != "compute"}
+"""Columns of the time in which nothing is computed, by the fields of Breakdown."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method and its best plan, or why it has none."""
+
+    method: str
+    layout: str = ""
+    dials: str = ""
+    report: PlanReport | None = None
+    refusal: str = ""
+
+
+def format_comparison(rows: Sequence[Row]) -> str:
+    """The methods that have a plan, fastest first; in footnotes those that take many times as long,
+    and those that have none, with the reason."""
+    every = _by_time(rows)
+    planned = [pair for pair in every if pair[1].step_s <= _FAR * every[0][1].step_s]
+    table = [[
+        "method", "dp x sp x pp", "runs here", "s/step", "vs best", "tokens/s", "bubble",
+        "idle in pools", *_SHARES.values(), "peak", "dials",
+    ]]  # fmt: skip
+    for row, report in planned:
+        shares = [getattr(report.breakdown, name) for name in _SHARES]
+        table.append([
+            row.method, row.layout, "no" if report.missing else "yes",
+            format_seconds(report.step_s), f"{report.step_s / planned[0][1].step_s:.2f}x",
+            format_count(report.tokens_per_s), f"{report.figures.bubble_ratio:.1%}",
+            *(f"{share:.1%}" for share in (report.pool_idle_ratio, *shares)),
+            format_bytes(report.peak_bytes), row.dials,
+        ])  # fmt: skip
+    # columns in which every row says nothing, or no share, are left out
+    columns = [
+        own for own in zip(*table, strict=True) if not {"", "0.0%", "-0.0%"}.issuperset(own[1:])
+    ]
+    lines = align(list(zip(*columns, strict=True)), left=("method", "dials"))
+    lines += [
+        f"{row.method}: {report.step_s / every[0][1].step_s:.0f}x the time of the fastest"
+        for row, report in every[len(planned) :]
+    ]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.report is None:
+            reasons.setdefault(row.refusal, []).append(row.method)
+    for reason, methods in reasons.items():
+        lines.append(textwrap.shorten(f"{', '.join(methods)}: no plan: {reason}", _WIDTH))
+    return "\n".join(lines)
+
+
+def comparison_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The methods as plain values, in the same order."""
+    planned = _by_time(rows)
+    values: list[dict[str, Any]] = [
+        {"method": row.method, "layout": row.layout, "dials": row.dials}
+        | {"relative": report.step_s / planned[0][1].step_s, **report.to_json()}
+        for row, report in planned
+    ]
+    refused = [row for row in rows if row.report is None]
+    return values + [{"method": row.method, "refusal": row.refusal} for row in refused]
+
+
+def _by_time(rows: Sequence[Row]) -> list[tuple[Row, PlanReport]]:
+    planned = [(row, row.report) for row in rows if row.report is not None]
+    return sorted(planned, key=lambda pair: pair[1].step_s)
