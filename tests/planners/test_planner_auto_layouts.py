@@ -36,8 +36,8 @@ from furlong.planners.chunks import sequence_work
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
+from furlong.planners.published.problem import Problem
 from furlong.planners.question import Limits
-from furlong.planners.search.problem import Problem
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30

@@ -21,8 +21,8 @@ from furlong.planners.auto.search import SLACK, Searched, Tried, search_device
 from furlong.planners.auto.steps import Dealt, deal_steps, mean_step_s
 from furlong.planners.layouts import cut_layers
 from furlong.planners.options import ChunkOptions
+from furlong.planners.published.bounds import least_s
 from furlong.planners.question import Limits
-from furlong.planners.search.bounds import least_s
 
 _MOST_WALKS = 4
 """Orders and heights of stages of which the replicas of a layout are joined and timed."""
