@@ -188,6 +188,7 @@ def _search(
     if best is not None:
         check(best.plan, setting.memory)
         return replace(best, tried=tuple(tried))
+    least_s = min([least_s, *(step_s for _, step_s in tried)])
     if least_s < inf:
         raise NotFasterError(
             given=f"a step of at least {least_s:.3g} s however it is cut",

@@ -51,7 +51,7 @@ def _run(flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], t
     chosen = flags.own
     problem, sampling = subject.problem, subject.dials.get("sample")
     decision = decision_of(subject, chosen.method)
-    if decision is not None and decision.searched is not None:
+    if decision is not None and decision.answer is not None:
         found = found_of(decision, subject)
     else:
         found = search_with(subject, methods, strict=True, tell=tell)

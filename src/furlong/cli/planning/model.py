@@ -15,7 +15,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import MODELS, ModelShape, model_shape
 from furlong.cost.training import ZeroStage
 from furlong.errors import UserError
-from furlong.planners.auto.decide import training_of
+from furlong.planners.decide import training_of
 
 if TYPE_CHECKING:
     from furlong.config.schema import RunConfig

@@ -9,10 +9,10 @@ from furlong.cli.planning.files import draw, writing
 from furlong.cli.planning.subject import PlanSubject
 from furlong.config.sources import RunFlags
 from furlong.plan.text import save_plan
-from furlong.planners.auto.pairs import check_dials, decide_pairs
-from furlong.planners.auto.words import dials_in_words
+from furlong.planners.decide import dials_in_words
 from furlong.planners.options import dials_of
 from furlong.planners.orders import plan_two_phases
+from furlong.planners.pairs import check_dials, decide_pairs
 from furlong.planners.question import Limits
 from furlong.report.report import report_plan
 from furlong.report.text import format_report, line, runs_words

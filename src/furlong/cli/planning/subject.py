@@ -21,8 +21,8 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training, ZeroStage
 from furlong.plan.lengths import MAX_TOKENS
 from furlong.plan.plan import Tier
-from furlong.planners.auto.decide import given_dials
 from furlong.planners.budget import MARGIN
+from furlong.planners.decide import given_dials
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.published.problem import Problem
 from furlong.planners.spaco import check_sampling
