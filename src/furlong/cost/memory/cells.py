@@ -46,6 +46,10 @@ class StageBytes:
     """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
     state: int
     """Bytes of the states that leave a chunk, whatever its tokens."""
+    largest_state: int
+    """Bytes of those of one layer."""
+    widest_saved: float
+    """Bytes of the widest tensor that a graph saves."""
     logit: float
     """Bytes per logit of a tile; 0 except at the last stage."""
     head_gradient: float
@@ -85,7 +89,8 @@ def stage_bytes(
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size / tp
     widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
-    lse = max(element, _FLOAT32) * shape.num_heads
+    wide = max(element, _FLOAT32)
+    lse = wide * shape.num_heads
     mixers = [shape.mixers[layer] for layer in layers]
     scans = [mixer.saved + mixer.saved_float32 * _FLOAT32 / element for mixer in mixers]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
@@ -104,6 +109,8 @@ def stage_bytes(
         kv_layer=shape.stored_size * element / tp,
         kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes / tp,
         state=shape.state_bytes(layers, element),
+        largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
+        widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size) / tp,
         ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
         logit=saved.logit_bytes / tp if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,

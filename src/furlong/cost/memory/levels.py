@@ -32,6 +32,10 @@ class Levels:
         self._columns = {k: i for i, k in enumerate(KINDS) if tier_of(tiers, k) != "device"}
         self.moved = [[0.0] * len(KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes; a column for each kind."""
+        self.largest: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        """Bytes of the largest tensor that went to a tier."""
+        self.staged = 0.0
+        """Bytes that passed by through the host tier's buffers when `now` was asked last."""
         self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
         """(name, chunk, stage) -> its tier, part and bytes."""
 
@@ -39,6 +43,8 @@ class Levels:
         """Bytes of the parts on the device, then of (host, disk). Those that pass by are gone
         after."""
         device = [self._device[part] + self._passing[part] for part in PARTS]
+        if self._tiers.kv == "host":
+            self.staged = self._passing["kv"] + self._passing["kv_gradients"]
         self._passing = dict.fromkeys(PARTS, 0.0)
         return device, [*self._lower.values()]
 
@@ -73,9 +79,15 @@ class Levels:
         """Count bytes from the tier of `kind` to the device, unless that is the same."""
         self._move(0, kind, num_bytes, operations)
 
-    def write(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
-        """Count bytes from the device to the tier of `kind`, unless that is the same."""
+    def write(
+        self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
+    ) -> None:
+        """Count bytes from the device to the tier of `kind`, unless that is the same; `largest`:
+        those of its largest tensor, where they are not all of one size."""
         self._move(1, kind, num_bytes, operations)
+        if (tier := tier_of(self._tiers, kind)) != "device" and operations:
+            size = num_bytes / operations if largest is None else largest
+            self.largest[tier] = max(self.largest[tier], size)
 
     def _move(self, row: int, kind: Kind, num_bytes: float, operations: int) -> None:
         if (column := self._columns.get(kind)) is not None:

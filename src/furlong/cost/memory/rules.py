@@ -14,6 +14,7 @@ from furlong.cost.shapes.shape import ModelShape
 _TILE_LOGITS = {False: 2**27, True: 2**22}
 _LEAST_TILE_TOKENS = {False: 64, True: 128}
 _MOST_CPU_TILE_TOKENS = 256
+_STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class MemoryRules:
         return stage_bytes(
             self.shape, stages, stage, self.training, self.activations, self.activation_factor
         )
+
+    def staging_bytes(self, largest: float) -> float:
+        """Bytes of the device's buffers for the tier host, as `kv.pools` sizes them by the largest
+        tensor that goes there; a CPU computes on what lies there."""
+        if self.device_type == "cpu" or not largest:
+            return 0.0
+        return max(_STAGING_BYTES, _NUM_LARGEST * largest)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""

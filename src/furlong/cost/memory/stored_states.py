@@ -24,6 +24,7 @@ class StoredStates:
         stages = range(len(plan.stages))
         self._bytes = [rules.cell(plan.stages, stage).state for stage in stages]
         """Bytes of one sequence's state at each stage."""
+        self._largest = [rules.cell(plan.stages, stage).largest_state for stage in stages]
 
     def write(self, chunk: int, stage: int) -> None:
         """The states that leave a cell come into being, unless they are there."""
@@ -32,7 +33,7 @@ class StoredStates:
         )
         if leaving and ("states", chunk, stage) not in self._levels.held:
             self._levels.hold("states", chunk, stage, "states", leaving)
-            self._levels.write("kv", leaving)
+            self._levels.write("kv", leaving, largest=self._largest[stage])
 
     def read(self, chunk: int, stage: int) -> None:
         """The cell starts with copies of the states of the chunk before."""

@@ -8,6 +8,7 @@ gradient, which dies with the Backward of the stage before. For K,V see `stored_
 What lives in a lower tier still has a working set on the device while an action runs: the input
 that is read and the output on its way, one layer's attention outputs (from the Recompute to the
 Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V.
+On a GPU the tier host has buffers there for all of a step, which blocks of K,V are a part of.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ def walk(
     one.start(overhead_bytes)
     actions = plan.actions[rank]
     device, lower = np.zeros((len(actions), len(PARTS))), np.zeros((len(actions), 2))
+    staged = np.zeros(len(actions))
     moved = np.zeros((1 + len(actions), 4, len(KINDS)))
     for i, (action, what) in enumerate(zip(actions, passes(plan, rank), strict=True)):
         one.begin(action, what)
         device[i], lower[i] = one.levels.now()
+        staged[i] = one.levels.staged
         if plan.tiers != ON_DEVICE:
             moved[i + 1] = one.levels.moved
         one.end(action, i)
+    staging = rules.staging_bytes(one.levels.largest["host"])
+    device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
     host, disk = np.rint(lower).astype(np.int64).T
     curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
     return curve, PlanTraffic(plan.tiers, *np.diff(moved, axis=0).swapaxes(0, 1))
@@ -191,7 +196,8 @@ class _Walk:
             if tiers.attention != "device" and (what.remembers or what.remembered):
                 levels.pass_by("activations", tokens * cell.widest_attention)
         if remembered := tokens * cell.attention(range(what.remembers)):
-            levels.write("attention", remembered, 2 * what.remembers)
+            widest = tokens * cell.widest_attention
+            levels.write("attention", remembered, 2 * what.remembers, widest)
             levels.hold("attention", chunk, stage, "activations", remembered)
 
     def _deliver(self, chunk: int, stage: int) -> None:
@@ -218,7 +224,7 @@ class _Walk:
         num_bytes += gathered * (height - what.recompute_layers)
         if isinstance(action, Forward):
             levels.hold("graphs", chunk, stage, "activations", num_bytes)
-            levels.write("graphs", num_bytes, height)
+            levels.write("graphs", num_bytes, height, tokens * cell.widest_saved)
             if tiers.graphs != "device":
                 levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
         else:
