@@ -20,10 +20,10 @@ from furlong.cli.planning.subject import PlanSubject, subject_of
 from furlong.config.sources import RunFlags
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import save_plan
-from furlong.planners.search.catalogue import SEARCHED, Method
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.longest import Longest, longest_sequence
-from furlong.planners.search.problem import Found
+from furlong.planners.published.catalogue import SEARCHED, Method
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import Longest, longest_sequence
+from furlong.planners.published.problem import Found
 from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.patience import Tell
 from furlong.report.report import PlanReport, report_plan

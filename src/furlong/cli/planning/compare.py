@@ -11,7 +11,7 @@ from furlong.cli.planning.search import OURS, has_given, methods_named, search_w
 from furlong.cli.planning.subject import subject_of
 from furlong.config.sources import RunFlags
 from furlong.errors import PlanError, UserError
-from furlong.planners.search.problem import Found
+from furlong.planners.published.problem import Found
 from furlong.report.patience import Tell
 from furlong.report.report import report_plan
 from furlong.report.text import Row, comparison_json, format_comparison

@@ -10,10 +10,10 @@ from furlong.cli.planning.subject import PlanSubject
 from furlong.config.sources import RunFlags
 from furlong.plan.text import save_plan
 from furlong.planners.auto.pairs import check_dials, decide_pairs
-from furlong.planners.auto.search import Budgets
 from furlong.planners.auto.words import dials_in_words
 from furlong.planners.options import dials_of
 from furlong.planners.orders import plan_two_phases
+from furlong.planners.question import Limits
 from furlong.report.report import report_plan
 from furlong.report.text import format_report, line, runs_words
 from furlong.units import format_bytes
@@ -25,7 +25,7 @@ def run(flags: RunFlags, subject: PlanSubject) -> None:
     require_one_pair(flags, subject)
     check_dials(config.chunks)
     budget_bytes = problem.budget_bytes or problem.model.hardware.budget_bytes
-    budgets = Budgets(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
+    budgets = Limits(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
     first, second = problem.seq_lens
     decision = decide_pairs(
         [(first, second)], model=problem.model, budgets=budgets,
