@@ -39,7 +39,7 @@ from furlong.plan.plan import Tier
 from furlong.planners.auto.decide import given_dials, training_of
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, checked_tier
-from furlong.planners.search.problem import Problem
+from furlong.planners.published.problem import Problem
 from furlong.planners.spaco import check_sampling
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.text import line

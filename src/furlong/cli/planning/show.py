@@ -38,15 +38,15 @@ from furlong.plan.lengths import read_lengths
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.auto.pairs import check_dials, decide_pairs
-from furlong.planners.auto.search import Budgets
 from furlong.planners.auto.words import dials_in_words
 from furlong.planners.budget import fit
 from furlong.planners.options import dials_of
 from furlong.planners.orders import plan_two_phases
-from furlong.planners.search.catalogue import SEARCHED, Method
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.longest import Longest, longest_sequence
-from furlong.planners.search.problem import Found
+from furlong.planners.published.catalogue import SEARCHED, Method
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import Longest, longest_sequence
+from furlong.planners.published.problem import Found
+from furlong.planners.question import Limits
 from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.patience import Tell
@@ -296,7 +296,7 @@ def _show_pair(flags: RunFlags, subject: PlanSubject) -> None:
     check_dials(subject.config.chunks)
     hardware = problem.model.hardware
     budget_bytes = problem.budget_bytes or hardware.budget_bytes
-    budgets = Budgets(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
+    budgets = Limits(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
     first, second = problem.seq_lens
     decision = decide_pairs(
         [(first, second)], model=problem.model, budgets=budgets,
