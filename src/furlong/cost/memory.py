@@ -250,8 +250,6 @@ class MemoryCurve:
         return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Tensors that one layer saves, per token: how many there are of each width; e bytes an
