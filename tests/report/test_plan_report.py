@@ -15,8 +15,8 @@ from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.longest import longest_sequence
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import longest_sequence
 from furlong.report.report import Breakdown, report_plan
 from furlong.report.scene import choose_ranks, legend, make_scenes, ranks_per_replica
 from furlong.report.text import Row, comparison_json, format_comparison, format_report, num_retained
