@@ -22,9 +22,9 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
 from furlong.planners.places.plan import plan_places
-from furlong.planners.search.catalogue import PUBLISHED
-from furlong.planners.search.problem import Problem
-from furlong.planners.search.search import search
+from furlong.planners.published.catalogue import PUBLISHED
+from furlong.planners.published.problem import Problem
+from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 
 Layout = tuple[int, int, int]

@@ -50,7 +50,6 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.planners.budget import DoesNotFitError
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.orders import (
@@ -251,9 +250,9 @@ class _Batch:
         whichever has less overhead; None where they do not fit. A pipeline costs a warm-up and a
         cool-down, and each of its layers a forward (Eq. 13)."""
         counts = [len(group) for group in groups]
-        cells_s = cell_seconds(
-            [chunk for group in groups for chunk in group], self.seq_lens, self.stages, self.model,
-            sp_size=self.sp_size, tiers=self.tiers,
+        cells_s = self.model.cell_seconds(
+            [chunk for group in groups for chunk in group], self.stages, sp_size=self.sp_size,
+            kv=self.tiers.kv,
         )  # fmt: skip
         ends_s = (len(self.stages) - 1) * float(cells_s.sum(axis=2).mean())
         layer_s = float(cells_s[..., 0].mean()) * len(self.stages) / sum(self.stages)
@@ -620,8 +619,7 @@ def fit_work(
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
         slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
     chunks = [Chunk((piece,)) for piece in slices]
-    lens = (longest,) * len(cuts)
-    cells = cell_seconds(chunks, lens, stages, model, sp_size=sp_size, tiers=tiers)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size, kv=tiers.kv)
     seconds = cells.sum(axis=2)
     seconds = seconds[seconds.sum(axis=1).argmax()]
     start = np.array([piece.start for piece in slices], dtype=float)

@@ -15,8 +15,8 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.auto.keep import with_keep
-from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
+from furlong.planners.question import Limits
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.followed_model import FollowedModel
 from furlong.units import format_bytes
@@ -45,7 +45,7 @@ def decided(
     if room is None:
         room = _room_bytes(followed)
     memory = PlanMemory(shape, training, room, device_type=model.device.type)
-    budgets = Budgets(room, storage.host_bytes, storage.disk_bytes)
+    budgets = Limits(room, storage.host_bytes, storage.disk_bytes)
     found = with_keep(seq_lens, options, memory, budgets)
     return _told(followed, found, seq_lens, f"budget {format_bytes(room)}")
 

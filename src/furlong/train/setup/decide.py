@@ -35,10 +35,10 @@ from furlong.planners.auto.decide import (
 )
 from furlong.planners.auto.pairs import decide_pairs
 from furlong.planners.auto.rivals import Rivals
-from furlong.planners.auto.search import Budgets
 from furlong.planners.budget import MARGIN
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.question import Limits
 from furlong.planners.spaco import check_sampling
 from furlong.runtime.memory.pools import Storage
 from furlong.train.processes.launch import layout_of, sizes_of
@@ -122,7 +122,7 @@ def _of_pairs(
     if {"size", "keep", "tier"} <= given.keys() and budget == "auto":
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
-    budgets = Budgets(
+    budgets = Limits(
         free_bytes if budget == "auto" else budget, storage.host_bytes, storage.disk_bytes,
         figures.margin(MARGIN),
     )  # fmt: skip

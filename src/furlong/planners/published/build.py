@@ -10,7 +10,6 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import (
     Groups,
     group_chunks,
@@ -34,8 +33,8 @@ from furlong.planners.orders import (
     token_level_lists,
 )
 from furlong.planners.places.plan import plan_places
-from furlong.planners.search.dials import Cut, Dials
-from furlong.planners.search.group_order import choose_order
+from furlong.planners.published.dials import Cut, Dials
+from furlong.planners.published.group_order import choose_order
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,
@@ -198,7 +197,7 @@ def _slowest_first(
     """Groups of one chunk each."""
     chunks = [chunk for group in groups for chunk in group]
     stages = (model.shape.num_layers,)
-    cells = cell_seconds(chunks, seq_lens, stages, model, sp_size=sp_size)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size)
     seconds = cells[0].sum(axis=1).tolist()
     order = sorted(range(len(groups)), key=lambda i: (-seconds[i], i))
     return [groups[i] for i in order]
