@@ -88,7 +88,6 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.planners.budget import DoesNotFitError
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.orders import (
@@ -362,8 +361,7 @@ def fit_work(
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
         slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
     chunks = [Chunk((piece,)) for piece in slices]
-    lens = (longest,) * len(cuts)
-    cells = cell_seconds(chunks, lens, stages, model, sp_size=sp_size, tiers=tiers)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size, kv=tiers.kv)
     seconds = cells.sum(axis=2)
     seconds = seconds[seconds.sum(axis=1).argmax()]
     start = np.array([piece.start for piece in slices], dtype=float)
@@ -459,7 +457,9 @@ def plan_elastic(
         least_s = time_actions(plain, setting.model.costs(plain)).duration_s
         if least_s >= beat_s:
             return least_s
-    cells_s = cell_seconds(plain.chunks, setting.seq_lens, model=setting.model, **setting.layout)
+    cells_s = setting.model.cell_seconds(
+        plain.chunks, setting.stages, sp_size=setting.sp_size, kv=setting.tiers.kv
+    )
     loads = BatchLoads.of(plain, counts, memory)
     room = np.full(num_stages, float(memory.device_budget_bytes + _ROUNDING_BYTES))
     times_s = {

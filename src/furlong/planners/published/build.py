@@ -10,7 +10,6 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import (
     Groups,
     group_chunks,
@@ -204,7 +203,7 @@ def _slowest_first(
     """Groups of one chunk each."""
     chunks = [chunk for group in groups for chunk in group]
     stages = (model.shape.num_layers,)
-    cells = cell_seconds(chunks, seq_lens, stages, model, sp_size=sp_size)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size)
     seconds = cells[0].sum(axis=1).tolist()
     order = sorted(range(len(groups)), key=lambda i: (-seconds[i], i))
     return [groups[i] for i in order]
