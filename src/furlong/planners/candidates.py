@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from furlong.cost.memory import TOKEN_BYTES, StageBytes
-from furlong.cost.model import CostModel, Hidden, PlanCosts
-from furlong.cost.seconds import PassPart, chunk_table, parts_of
+from furlong.cost.model import CostModel, PlanCosts
+from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
 from furlong.plan.plan import (
@@ -43,7 +43,6 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.plan.segments import NUM_HOT, segment_tokens
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import Groups, by_cost, group_chunks, sequence_work, shard
 from furlong.planners.layouts import first_alike
 from furlong.planners.options import ChunkOptions
@@ -169,10 +168,9 @@ def least_s(
     hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
     free: tuple[Hidden, ...] = ("all-to-all",)
     whole = [[Chunk(tuple(Slice(i, 0, n) for i, n in enumerate(seq_lens)))]]
-    seconds = cell_seconds(
-        shard(whole, sp_size)[0], seq_lens, stages, replace(model, hardware=hardware),
-        sp_size=sp_size, free=free,
-    )  # fmt: skip
+    seconds = replace(model, hardware=hardware).cell_seconds(
+        shard(whole, sp_size)[0], stages, sp_size=sp_size, free=free
+    )
     return float(seconds.sum(axis=(1, 2)).max())
 
 

@@ -64,8 +64,8 @@ _MOST_FITTING = 4
 _NUM_TRIES = 60
 """Sequences that the planner of places tries to move or swap. A plan is made while a step runs: far
 more would make the steps wait, and gain a percent."""
-_MAX_NODES, _MAX_SLICE_NUMBERS = 50, 4
-"""Bounds of InfiniPipe's search, for the same reason."""
+_MAX_SLICE_NUMBERS = 4
+"""Bound of InfiniPipe's search, for the same reason."""
 LOCAL = "local sequences"
 """Chunks with whole sequences on one process of a pool where that balances."""
 
@@ -159,7 +159,7 @@ def infinipipe(question: Question, layout: Layout) -> Iterator[Candidate]:
         return plan_infinipipe(
             seq_lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=stages,
             budget_bytes=question.limits.limit_bytes, beat_s=question.beat_s,
-            max_nodes=_MAX_NODES, max_tried=_MAX_SLICE_NUMBERS,
+            max_tried=_MAX_SLICE_NUMBERS,
         ).plan  # fmt: skip
 
     yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)

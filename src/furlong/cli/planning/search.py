@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.planning.subject import PlanSubject
+from furlong.cli.planning.question import PlanSubject
 from furlong.cost.inputs import look_up
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths

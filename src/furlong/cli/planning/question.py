@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from math import floor, prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.cli.flag_types import check_num_devices, refusal
-from furlong.cli.planning.batch import PlannedBatch, batch_of
-from furlong.cli.planning.model import check_zero, figures_of, missing, run_of, spec_of
-from furlong.cost.calibration import Calibrated
+from furlong.cli.flag_types import MAX_BATCH, check_num_devices, check_replaced, refusal
+from furlong.cost.calibration import Calibrated, calibrated, uncalibrated
 from furlong.cost.machine import (
     THIS_CPU,
+    HardwareSpec,
     free_ram_budget_bytes,
+    hardware,
+    one_of,
+    this_cpu,
 )
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
+from furlong.cost.shape import MODELS, ModelShape, model_shape
 from furlong.cost.training import Training, ZeroStage
-from furlong.plan.lengths import MAX_TOKENS
+from furlong.errors import UserError
+from furlong.plan.lengths import (
+    MAX_TOKENS,
+    Lengths,
+    count_lengths,
+    draw_lengths,
+    read_lengths,
+    write_lengths,
+)
 from furlong.plan.plan import Tier
 from furlong.planners.budget import MARGIN
-from furlong.planners.decide import given_dials
+from furlong.planners.decide import given_dials, training_of
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.published.problem import Problem
 from furlong.planners.spaco import check_sampling
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.text import line
-from furlong.units import count_words, format_bytes, format_count
+from furlong.units import count_words, format_bytes, format_count, plural
 
 if TYPE_CHECKING:
     from furlong.config.schema import RunConfig
@@ -37,6 +52,232 @@ if TYPE_CHECKING:
 _SIZES = ("dp", "sp", "pp")
 MAX_CHUNKS = 2048
 """Most chunks of the longest sequence of a plan."""
+
+
+_OF_A_PRESET = 64
+"""Sequences that are drawn from a preset, which has no end."""
+_LIMIT, _PER_STEP = "--data.max_seq_len", "--train.sequences_per_step"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """The sequences of one step."""
+
+    seq_lens: tuple[int, ...]
+    source: str
+    """The origin of the sequences, in words."""
+    longest_tokens: int
+    """Tokens of the longest sequence of the data, which the batch has unless they are a preset."""
+    lengths: Lengths | None = None
+    """Lengths of all of the data; None for a preset."""
+    seed: int = 0
+    """Seed of the draw."""
+
+    def __str__(self) -> str:
+        count = count_words(len(self.seq_lens), "sequence")
+        total = sum(self.seq_lens)
+        tokens = f"{format_count(total)} {plural(total, 'token')}"
+        return f"{count}, {tokens}, longest {max(self.seq_lens):,}: {self.source}"
+
+
+def batch_of(flags: RunFlags, config: RunConfig) -> PlannedBatch:
+    """The batch of a run file, of --data.train, or of --lengths. Raises ConfigError."""
+    own, seed, too_long = flags.own, config.train.seed, config.data.too_long
+    is_run = own.subject is not None or "--data.train" in flags.names
+    limit = config.data.max_seq_len if is_run or _LIMIT in flags.names else None
+    count = own.sequences
+    if count is None and (is_run or _PER_STEP in flags.names):
+        count = config.train.sequences_per_step
+    name = own.lengths
+    if name is not None and not os.path.exists(name) and not name.endswith(".json"):
+        batch = _of_preset(name, count or _OF_A_PRESET, seed, limit)
+        lengths = count_lengths(batch.seq_lens)
+        return batch if config.train.loss == "sft" else _of_pair(lengths, batch.source, limit)
+    if name is None:
+        name, lengths = _counted(own.subject, config)
+    else:
+        lengths = read_lengths(Path(name))
+    if (
+        is_run and limit and too_long == "error" and _LIMIT not in flags.names
+        and lengths.longest > limit
+    ):  # fmt: skip
+        raise refusal(
+            f"a sequence of {count_words(lengths.longest, 'token')} in {name}",
+            f"at most data.max_seq_len = {count_words(limit, 'token')}, with data.too_long: error",
+            "raise data.max_seq_len, or set data.too_long to truncate or drop",
+            f"{own.subject or 'no run file'}, key data.max_seq_len",
+        )
+    if limit is not None and too_long == "truncate":
+        counts: Counter[int] = Counter()
+        for seq_len, times in lengths.counts:
+            counts[min(seq_len, limit)] += times
+        lengths = Lengths(tuple(sorted(counts.items())))
+    if config.train.loss == "dpo":
+        return _of_pair(lengths, name, limit)
+    return _draw(lengths, name, count, seed, limit)
+
+
+def _of_pair(lengths: Lengths, source: str, max_seq_len: int | None) -> PlannedBatch:
+    """The most that a pair may have: both answers as long as the longest sequence."""
+    longest = max(n for n, _ in lengths.counts if max_seq_len is None or n <= max_seq_len)
+    words = f"a pair of the longest of {source}, the most that is in one call"
+    return PlannedBatch((longest, longest), words, longest, lengths)
+
+
+def _draw(
+    lengths: Lengths, source: str, count: int | None, seed: int, max_seq_len: int | None
+) -> PlannedBatch:
+    """The longest sequence and others in a random order, `count` in all, each once unless there are
+    fewer; all of them for None. Raises ConfigError."""
+    kept = [(n, times) for n, times in lengths.counts if max_seq_len is None or n <= max_seq_len]
+    if not kept:
+        shortest = count_words(lengths.counts[0][0], "token")
+        least = f"at least {shortest}, the shortest sequence of {source}"
+        given = f"max_seq_len {max_seq_len:,}"
+        raise refusal(given, least, "raise max_seq_len", "the batch to plan")
+    some = Lengths(tuple(kept))
+    number, longest = some.num_sequences, some.longest
+    left_out = lengths.num_sequences - number
+    longer = f", {left_out:,} longer ones left out" if left_out else ""
+    _check_count(number if count is None else count, source)
+    if count is None or count >= number:
+        again = f", {count / number:.3g} times over" if count and count > number else ""
+        words = f"all of {source}{longer}{again}, in the order of seed {seed}"
+        seq_lens = draw_lengths(some, count or number, seed)
+        return PlannedBatch(seq_lens, words, longest, some, seed)
+    others = Lengths((*kept[:-1], *([(longest, kept[-1][1] - 1)] if kept[-1][1] > 1 else [])))
+    drawn = draw_lengths(others, count - 1, seed) if count > 1 else ()
+    words = f"the longest of the {number:,} of {source}{longer}"
+    if drawn:
+        words += f", and {count - 1:,} others drawn with seed {seed}"
+    return PlannedBatch((longest, *drawn), words, longest, some, seed)
+
+
+def _of_preset(name: str, count: int, seed: int, limit: int | None) -> PlannedBatch:
+    from furlong.cost.lengths import length_preset, sample_lengths
+
+    _check_count(count, name)
+    seq_lens = sample_lengths(name, count, seed, max_seq_len=limit)
+    words = f" of at most {count_words(limit, 'token')}" if limit else ""
+    longest = min(limit or sys.maxsize, length_preset(name).longest_tokens)
+    return PlannedBatch(seq_lens, f"drawn from the preset {name}{words} with seed {seed}", longest)
+
+
+def _counted(file: str | None, config: RunConfig) -> tuple[str, Lengths]:
+    """The name and the lengths of a run's data. They are counted where there is no file of them
+    beside the run file, or an old one: that loads torch and the tokenizer."""
+    if file is None:
+        return "data.train", _count(config)
+    counted = Path(file).with_name(f"{Path(file).stem}.lengths.json")
+    named = (s if isinstance(s, str) else s.path for s in config.data.train)
+    sources = [Path(file), *map(Path, named)]
+    if counted.exists():
+        written = counted.stat().st_mtime
+        if all(not path.exists() or path.stat().st_mtime <= written for path in sources):
+            return str(counted), read_lengths(counted)
+    check_replaced(counted, f"the lengths of {file}", "lengths")
+    print(f"counting the lengths of {file}'s sequences into {counted}", file=sys.stderr)
+    lengths = _count(config)
+    write_lengths(counted, lengths)
+    return str(counted), lengths
+
+
+def _count(config: RunConfig) -> Lengths:
+    from furlong.cli.lengths import count_run
+
+    with redirect_stdout(sys.stderr):
+        return count_run(config)
+
+
+def _check_count(count: int, source: str) -> None:
+    if count > MAX_BATCH:
+        raise refusal(
+            f"{count:,} sequences of {source} in one step", f"at most {MAX_BATCH:,}",
+            "say how many a step takes with --sequences N",
+            "the batch to plan: all sequences of a file of lengths, else train.sequences_per_step",
+        )  # fmt: skip
+
+
+def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
+    """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
+    that were saved with a plan. Raises ConfigError."""
+    from furlong.config.run_file import read_run_file
+    from furlong.config.sources import merge
+
+    file = flags.own.subject
+    if made_for is None and file is not None:
+        return merge(flags, read_run_file(file), file)
+    values: dict[str, Any] = dict(made_for or {})
+    if "--data.train" not in flags.names:
+        # The schema asks for data; a plan needs no more of it than its lengths.
+        if file is None and flags.own.lengths is None:
+            raise missing("--lengths")
+        values["data"] = {"train": file or flags.own.lengths}
+    if "model" not in values and not any(name.startswith("--model") for name in flags.names):
+        raise missing("--model.name")
+    return merge(flags, values, file or "no run file")
+
+
+def _model_shape_of(name: str) -> ModelShape:
+    """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
+
+    Raises ConfigError.
+    """
+    path = Path(name).expanduser()
+    if os.path.exists(path) or path.suffix == ".json":
+        return ModelShape.from_file(path)
+    last = name.rpartition("/")[2]
+    if "/" not in name or last.lower() in {known.lower() for known in MODELS}:
+        return model_shape(last)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return ModelShape.from_file(hf_hub_download(name, "config.json"))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise refusal(
+            f"{name}: {str(error).splitlines()[0]}",
+            f"a config.json, a model on the hub, or one of {', '.join(sorted(MODELS))}",
+            "check the name or the network, or give the path of a config.json",
+            "the model's name",
+        ) from error
+
+
+def spec_of(name: str, num_devices: int = 1) -> HardwareSpec:
+    """Hardware by name. This machine's rates are the assumed ones of `furlong train`, so that both
+    decide alike; several devices are so many processes on it."""
+    if name != THIS_CPU:
+        return hardware(name)
+    return one_of(this_cpu(measured=False), num_devices)
+
+
+def figures_of(
+    config: RunConfig,
+    spec: HardwareSpec,
+    num_devices: int,
+    zero: ZeroStage | None,
+    *,
+    calibrate: bool,
+) -> Calibrated:
+    """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
+    stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
+    training = replace(training_of(config.model), zero_stage=stage, gathers=num_devices > 1)
+    model = CostModel(_model_shape_of(config.model.name), spec, training)
+    return (calibrated if calibrate else uncalibrated)(model, config.model.dtype)
+
+
+def check_zero(zero: int | None, num_devices: int) -> None:
+    """Raises ConfigError for a stage of ZeRO where there is nobody to share the state with."""
+    if zero and num_devices == 1:
+        given, required = f"--zero {zero} on one device", "several devices, which share the state"
+        source = "--zero, and the number of devices"
+        raise refusal(given, required, "leave --zero out, or give several --devices", source)
+
+
+def missing(flag: str) -> UserError:
+    """The error for a flag without which there is nothing to plan."""
+    required = "RUN.yaml, PLAN.json or RUN_FOLDER; or --lengths, --model.name and --hardware"
+    return refusal(f"no {flag}", required, f"add {flag}, or see furlong plan --help")
 
 
 @dataclass(frozen=True, kw_only=True)
