@@ -22,10 +22,10 @@ from furlong.planners.chunks import (
 )
 from furlong.planners.orders import join_replicas
 from furlong.planners.places.rates import PoolBatch, Rates
-from furlong.planners.published.bounds import least_s
-from furlong.planners.published.build import build, groups_of, replica_model
-from furlong.planners.published.dials import Dials, Ladder
 from furlong.simulate.clock import time_actions
+from papers.published.bounds import least_s
+from papers.published.build import build, groups_of, replica_model
+from papers.published.dials import Dials, Ladder
 
 _MOST_PLANS = 24
 """Plans of replicas that are made while they are dealt by the time of their plans, for each measure

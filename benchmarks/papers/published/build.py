@@ -33,8 +33,8 @@ from furlong.planners.orders import (
     token_level_lists,
 )
 from furlong.planners.places.plan import plan_places
-from furlong.planners.published.dials import Cut, Dials
-from furlong.planners.published.group_order import choose_order
+from papers.published.dials import Cut, Dials
+from papers.published.group_order import choose_order
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,
