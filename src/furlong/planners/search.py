@@ -61,6 +61,10 @@ _MAX_ACTIONS = 16_000
 none does: then the search ends."""
 _MOST_FITTING = 4
 """Plans of chunks that fit and are timed in each layout of several devices."""
+_MOST_REPLICAS = 8
+"""Replicas that are all planned by methods with chunks of their own; of more the busiest alone."""
+_LARGEST_POOL = 128
+"""Devices of a pool on which whole sequences are placed: it takes minutes to place them on more."""
 _NUM_TRIES = 60
 """Sequences that the planner of places tries to move or swap. A plan is made while a step runs: far
 more would make the steps wait, and gain a percent."""
@@ -137,7 +141,7 @@ def skrull(question: Question, layout: Layout) -> Iterator[Candidate]:
 
 def places(question: Question, layout: Layout) -> Iterator[Candidate]:
     """Whole sequences in micro-batches, each on a place of its own in a pool."""
-    if layout.pp > 1 or layout.sp == 1:
+    if layout.pp > 1 or not 1 < layout.sp <= _LARGEST_POOL:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
 
@@ -327,14 +331,24 @@ class _Search:
         return True
 
     def _try_planned(self, candidate: Candidate) -> bool:
-        """Try a planner that fits its plans itself."""
+        """Try a planner that fits its plans itself: first for the busiest replica, which no step
+        takes less than. Of many replicas that one alone is planned."""
         space, dealt = self._spaces[candidate.layout]
+        share = space.sequences_per_step / len(space.seq_lens)
         try:
-            plans = plans_of(space, dealt, candidate.plan_of)
+            busiest = plans_of(space, [step[:1] for step in dealt], candidate.plan_of)
+            found_s = share * sum(step_s(space.model, own[0]) for own in busiest)
+            if found_s >= self._best_s:
+                return False
+            if 1 < candidate.layout.dp <= _MOST_REPLICAS:
+                others = plans_of(space, [step[1:] for step in dealt], candidate.plan_of)
+                busiest = [[*a, *b] for a, b in zip(busiest, others, strict=True)]
         except (UserError, PlanError):  # none of its plans fits, or none is faster
             return False
-        trial = self._walked(candidate, [own[0] for own in plans], space.model)
-        self.fitting.append(replace(trial, step_s=mean_step_s(space, dealt, plans)))
+        trial = self._walked(candidate, [own[0] for own in busiest], space.model)
+        if candidate.layout.dp <= _MOST_REPLICAS:
+            found_s = mean_step_s(space, dealt, busiest)
+        self.fitting.append(replace(trial, step_s=found_s))
         return True
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan], model: CostModel) -> Trial:
