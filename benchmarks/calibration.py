@@ -150,7 +150,7 @@ def measure(step: Step) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from furlong.calibrate.measure import Bench, merged
+    from furlong.calibrate.run import Bench, merged
     from furlong.runtime.memory.pools import Storage
 
     torch.set_num_threads(1)

@@ -51,17 +51,17 @@ from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.patience import Tell
 from furlong.report.report import PlanReport, report_plan
-from furlong.report.scene import Panel
+from furlong.report.scene import Panel, is_alone
 from furlong.report.text import (
     Row,
     comparison_json,
     format_comparison,
+    format_figures,
     format_report,
     line,
     runs_words,
 )
 from furlong.report.timelines import save_timelines
-from furlong.report.words import format_figures, is_alone
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

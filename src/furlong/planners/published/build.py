@@ -42,8 +42,6 @@ POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places by length": plan_hybrid_cp,
 }
 """Planners of whole sequences on places of a pool, by the cut that they make."""
-MAX_NODES = 200
-"""Nodes of the tree of each integer program of InfiniPipe's, in a search."""
 MAX_SLICE_NUMBERS = 24
 """Numbers of slices that InfiniPipe tries in a search."""
 
@@ -55,12 +53,10 @@ def build(
     budget_bytes: int | None = None,
     *,
     beat_s: float = inf,
-    like: tuple[float, int] | None = None,
     checked: bool = True,
 ) -> ChunkPlan:
     """The checked plan of one replica, which may not fit. `model`: `replica_model` of the dials;
-    `budget_bytes`: for planners that search themselves; for InfiniPipe among them `beat_s`, and
-    `like`: seconds that are enough, and slices of the longest sequence that may lead there.
+    `budget_bytes`: for planners that search themselves; for InfiniPipe among them `beat_s`.
     `checked` False: groups in an order are not checked, which takes nearly half of the time.
 
     Raises UserError where there is no plan of these dials.
@@ -88,12 +84,10 @@ def build(
                 num_layers=model.shape.num_layers, sp_size=sp_size,
             )  # fmt: skip
         case "elastic":
-            enough_s, slices = like or (0.0, None)
             return plan_infinipipe(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
                 budget_bytes=budget_bytes, balance="time" if dials.cut == "time" else "tokens",
-                checkpointing=dials.checkpointing, max_nodes=MAX_NODES,
-                max_tried=MAX_SLICE_NUMBERS, beat_s=beat_s, enough_s=enough_s, first_slices=slices,
+                checkpointing=dials.checkpointing, max_tried=MAX_SLICE_NUMBERS, beat_s=beat_s,
             ).plan  # fmt: skip
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)
