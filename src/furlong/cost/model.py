@@ -1,6 +1,6 @@
 """CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
 
-    model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
+    model = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
@@ -319,7 +319,7 @@ class PlanCosts:
             lora = training.lora
             below = sum(plan.stages[:stage])
             layers = range(below, below + plan.stages[stage])
-            saved = eager(model.shape, training.compute_bytes, lora)
+            saved = eager(training.compute_bytes, lora)
             kv_token_bytes = model.shape.stored_size * training.compute_bytes / per_rank
             stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
             self._rates[flops, rank] = StageRates(
