@@ -38,9 +38,9 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.planners.budget import MARGIN
-from furlong.planners.search.catalogue import PUBLISHED, SEARCHED
-from furlong.planners.search.problem import Problem
-from furlong.planners.search.search import search
+from furlong.planners.published.catalogue import PUBLISHED, SEARCHED
+from furlong.planners.published.problem import Problem
+from furlong.planners.published.search import search
 
 _ROOT = Path(__file__).parent.parent
 _DOCUMENT = _ROOT / "docs" / "comparison.md"

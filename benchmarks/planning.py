@@ -39,9 +39,9 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.planners.search.catalogue import SEARCHED
-from furlong.planners.search.problem import Problem
-from furlong.planners.search.search import search
+from furlong.planners.published.catalogue import SEARCHED
+from furlong.planners.published.problem import Problem
+from furlong.planners.published.search import search
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

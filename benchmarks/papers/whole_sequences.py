@@ -3,7 +3,7 @@ sequences, every micro-batch forward and backward before the next.
 
 A device holds one micro-batch at a time, so its memory says how many tokens that may have;
 checkpointed layers buy more tokens with time. The search makes such plans from dials
-(`furlong.planners.search.build`); these functions are for the papers' tables and for tests.
+(`furlong.planners.published.build`); these functions are for the papers' tables and for tests.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from furlong.calibrate.fit import Sample, fit_memory, fit_rates, residuals
-from furlong.calibrate.trials import trials
+from furlong.calibrate.run import trials
 from furlong.cost.calibration import Calibration, load_calibration
 from furlong.cost.machine import Efficiency, hardware, this_cpu
 from furlong.cost.model import CostModel

@@ -1,4 +1,4 @@
-"""What a calibration takes from its trials: peaks in the terms of `memory.device`."""
+"""Trials, and what a calibration takes from them: peaks in the terms of `memory.device`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from transformers import Qwen2Config
 
 from furlong import ChunkOptions
 from furlong.calibrate import run
-from furlong.calibrate.measure import Measured
-from furlong.calibrate.run import _fitted
-from furlong.calibrate.trials import trials
+from furlong.calibrate.run import Measured, _fitted, trials
 from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
@@ -68,3 +66,23 @@ def test_a_narrow_model_is_told_of_before_anything_is_measured(width, told, tmp_
             tell=lines.append,
         )  # fmt: skip
     assert len(lines) == told and all(f"a model {width} wide" in line for line in lines)
+
+
+def test_held_out_trials_differ_in_how_chunks_are_cut():
+    own = trials(1024)
+    fitted = {(t.subject, t.options.size, t.options.keep, t.options.order) for t in own
+              if not t.held_out}  # fmt: skip
+    unseen = [t for t in own if t.held_out]
+    assert {t.subject for t in unseen} == {"own", "narrow"}
+    for trial in unseen:
+        options = trial.options
+        assert (trial.subject, options.size, options.keep, options.order) not in fitted
+
+
+def test_sizes_follow_the_largest_chunk():
+    for small, large in zip(trials(256), trials(1024), strict=True):
+        assert 4 * small.options.size - large.options.size in range(-2, 3)
+        assert small.options.keep == large.options.keep and small.subject == large.subject
+    assert str(trials(1024)[4]) == (
+        "own: 1,024 tokens, chunks of 256, keep input, 0 retained, layer-first 1"
+    )

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from furlong.calibrate import run
 from furlong.cli.main import main
 from furlong.cost.calibration import calibration_file, check_place, load_calibration, machine_of
 from furlong.cost.machine import THIS_CPU
@@ -27,7 +28,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    from furlong.calibrate import devices, run
+    from furlong.calibrate import devices
 
     monkeypatch.setattr(run, "_LARGEST_CHUNK", {"cpu": 512})
     monkeypatch.setattr(run, "_NUM_ROUNDS", 1)
@@ -67,16 +68,6 @@ def test_a_calibration_is_written_and_found_again(model, quick, tmp_path, capsys
     assert "assumed; furlong calibrate measures them" in capsys.readouterr().out
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
-    model, tmp_path, capsys
-):
-    (tmp_path / "file").write_text("")
-    assert main(["calibrate", str(model), "--out", str(tmp_path / "file" / "out.json")]) == 2
-    printed = capsys.readouterr().err
-    assert parts(printed) == ["given", "required", "from", "change"]
-    assert "--out" in printed
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_cache_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
@@ -92,24 +83,29 @@ def test_a_place_is_left_as_it_was(tmp_path):
     assert (tmp_path / "b.json").read_text() == "old"
 
 
-def test_cuda_where_there_is_none(model, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--out=file/out.json"], "--out"),
+        (["--device=cuda", "--out=out.json"], "no GPU that torch can use"),
+        (["--out=out.json"], "model type persimmon"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before(
+    flags, told, model, tmp_path, capsys, monkeypatch
+):
     import torch
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = str(tmp_path / "out.json")
-    assert main(["calibrate", str(model), "--device", "cuda", "--out", out]) == 2
+    (tmp_path / "file").write_text("")
+    if "persimmon" in told:
+        values = json.loads((model / "config.json").read_text()) | {"model_type": "persimmon"}
+        (model / "config.json").write_text(json.dumps(values))
+    assert main(["calibrate", str(model), *flags]) == 2
     printed = capsys.readouterr().err
     assert parts(printed) == ["given", "required", "from", "change"]
-    assert "no GPU that torch can use" in printed and not os.path.exists(out)
-
-
-def test_a_model_that_cannot_be_counted(model, tmp_path, capsys):
-    values = json.loads((model / "config.json").read_text()) | {"model_type": "persimmon"}
-    (model / "config.json").write_text(json.dumps(values))
-    assert main(["calibrate", str(model), "--out", str(tmp_path / "out.json")]) == 2
-    printed = capsys.readouterr().err
-    assert parts(printed) == ["given", "required", "from", "change"]
-    assert "model type persimmon" in printed
+    assert told in printed and not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -125,3 +121,15 @@ def test_flags_that_are_wrong(arguments, told, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "nowhere"])
+def test_a_folder_that_cannot_be_measured_is_refused_at_once(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "calibrate", lambda *_, **__: pytest.fail("measured"))
+    arguments = ["calibrate", f"--disk-dir={folder}", "--out=c.json", "--device=cpu"]
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert f"given:    {folder}" in message
+    assert "from:     --disk-dir" in message
+    assert "change:   name a folder on the drive that runs will use" in message

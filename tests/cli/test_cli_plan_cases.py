@@ -11,7 +11,7 @@ import pytest
 
 from furlong.cli.main import main
 from furlong.cli.plan import parse_flags
-from furlong.cli.planning.subject import subject_of
+from furlong.cli.planning.question import subject_of
 
 GIB = 2**30
 LONG_AND_SHORT = [90_000, *(int(2 ** random.Random(n).uniform(6, 12)) for n in range(123))]

@@ -23,7 +23,7 @@ QUICK = ["--method", "ChunkFlow"]
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """The seconds of a refusal are not those of imports."""
-    for name in ("furlong.cli.planning.choose", "furlong.cost.lengths", "furlong.config.schema"):
+    for name in ("furlong.cli.planning.show", "furlong.cost.lengths", "furlong.config.schema"):
         importlib.import_module(name)
 
 

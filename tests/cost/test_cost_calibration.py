@@ -41,8 +41,8 @@ def test_a_calibration_holds_for_the_card_that_was_measured(tmp_path, monkeypatc
     own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, other = (
-        CostModel(model_shape("Qwen2.5-0.5B"), spec_of_card(name, 45 * 2**30))
-        for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA L40S")
+        CostModel(model_shape("Qwen2.5-0.5B"), spec_of_card(name, 40 * 2**30))
+        for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PG509-200")
     )
     assert known.hardware == replace(other.hardware, card="") == hardware("A100-40")
     place = calibration_file("A100-40", "bfloat16")

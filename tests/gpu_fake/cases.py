@@ -19,6 +19,7 @@ import torch
 from fake_gpu import Card, FakeGPU, build
 
 import furlong
+from furlong.runtime.executor import Executor
 from furlong.values import log_prob
 
 _SMALL = {
@@ -80,11 +81,43 @@ def step(kind: str, tier: str, order: str, card: Card | None = None) -> dict[str
     with FakeGPU(card) as gpu:
         model = build(kind, **_SMALL | MODELS[kind])
         given = batch(LENS.get(kind, _LENS))
-        furlong.forward_backward(model, given, options)
+        pinned = []
+        with mock.patch.object(Executor, "run", lambda own, *_, run=Executor.run: (
+            pinned.append(gpu.counts["pinned slab"]), run(own, *_)
+        )[1]):  # fmt: skip
+            furlong.forward_backward(model, given, options)
+        pinned.append(gpu.counts["pinned slab"])
         first = seen(gpu)["problems"]
         gpu.clear()
-        furlong.forward_backward(model, given, options)
-        return seen(gpu, first=first)
+        engine = furlong.Engine(model)
+        engine.forward_backward(given, options)
+        staging = staging_of(engine, model.config, [len(x["labels"]) for x in given], options)
+        return seen(gpu, first=first, pinned=pinned, staging=staging if tier == "host" else None)
+
+
+def staging_of(
+    engine: furlong.Engine, config: Any, lens: list[int], options: furlong.ChunkOptions
+) -> dict[str, float]:
+    """Bytes of the host tier's buffers on the device: those that are there, the most that they may
+    become, and those that the cost model counts of them in the first action, which reads none."""
+    from furlong.cost.memory import PlanMemory
+    from furlong.cost.shape import ModelShape
+    from furlong.cost.training import Training
+    from furlong.planners.orders import plan_on_device
+
+    class Without(PlanMemory):
+        def staging_bytes(self, largest: float) -> float:
+            return 0.0
+
+    plan = plan_on_device(lens, options, num_layers=config.num_hidden_layers)
+    rules = ModelShape.from_config(config.to_dict()), Training.in_dtype("bfloat16"), 10**15
+    counted, without = (
+        kind(*rules).curve(plan, 0).device_bytes[0] for kind in (PlanMemory, Without)
+    )
+    staging = engine._followed.kept.opened.host._staging  # type: ignore[attr-defined]
+    return {
+        "held": staging.total_bytes, "most": staging._limit_bytes, "counted": counted - without
+    }  # fmt: skip
 
 
 def values(share_prompts: bool) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def require_right(found: dict[str, Any]) -> None:
     assert found["problems"] == found.get("first", []) == []
     assert found["host_syncs"] <= MOST_SYNCS, found["syncs"]
     assert found["no_room"] == 0, "a read that does not begin before it is needed"
+    if staging := found.get("staging"):
+        before, after = found["pinned"]
+        assert 0 < before == after, "pinned memory is there before the first action"
+        assert 0 < staging["held"] <= 1.01 * staging["counted"]
+        assert staging["counted"] == pytest.approx(staging["most"], rel=0.07)
 
 
 def of_mutants() -> dict[str, dict[str, Any]]:

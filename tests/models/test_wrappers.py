@@ -123,23 +123,76 @@ def test_a_compiled_model_is_taken_as_it_is() -> None:
     sequences = batch([29, 4])
     reference_loss(model, sequences)
     truth = take_grads(model)
-    furlong.forward_backward(compiled, sequences, OPTIONS)
+    with pytest.warns(UserWarning, match="of the whole model, .* is not run"):
+        furlong.forward_backward(compiled, sequences, OPTIONS)
     assert worst_relative_error(take_grads(model), truth) <= 1e-12
 
 
-@pytest.mark.parametrize("where", ["model", "decoder", "layer"])
+@pytest.mark.parametrize("where", ["model", "decoder"])
 def test_a_model_compiled_in_place_runs_as_it_is_written(where: str) -> None:
     model = build("llama")
-    module = {"model": model, "decoder": model.model, "layer": model.model.layers[1]}[where]
+    module = {"model": model, "decoder": model.model}[where]
     sequences = batch([29, 4])
     reference_loss(model, sequences)
     truth = take_grads(model)
     module.compile()
     call = module._compiled_call_impl
     for options in (OPTIONS, LAYER_FIRST):
-        furlong.forward_backward(model, sequences, options)
+        with pytest.warns(UserWarning, match=r"where layer.compile\(\) was called"):
+            furlong.forward_backward(model, sequences, options)
         assert worst_relative_error(take_grads(model), truth) <= 1e-12
     assert module._compiled_call_impl is call
+
+
+def compiled_layers(model: Any, backend: Any) -> Any:
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+@pytest.mark.slow
+def test_layers_compiled_in_place_run_so_in_chunks() -> None:
+    model, graphs = build("llama"), []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    sequences = batch([29, 4])
+    reference_loss(model, sequences)
+    truth = take_grads(model)
+    engine = furlong.Engine(model)
+    compiled_layers(model, counting)
+    for options in (LAYER_FIRST, OPTIONS, furlong.ChunkOptions(size=8, num_retained=2, keep="kv")):
+        engine.forward_backward(sequences, options)
+        assert worst_relative_error(take_grads(model), truth) <= 1e-12
+    num_graphs = len(graphs)
+    assert num_graphs > 3, "checked again, with a graph before and behind attention"
+    engine.forward_backward(batch([31, 19]), OPTIONS)
+    assert len(graphs) == num_graphs, "other lengths have a graph"
+
+
+def test_layers_that_compute_something_else_compiled_are_refused() -> None:
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return lambda *x: [y * 1.01 if torch.is_tensor(y) else y for y in graph.forward(*x)]
+
+    model = build("llama")
+    engine = furlong.Engine(model)
+    torch._dynamo.reset()
+    model.model.layers[1].mlp.compile(backend=wrong)
+    with pytest.raises(
+        UnsupportedModelError, match=r"chunks than whole(.|\n)*leave out layer.comp"
+    ):
+        engine.forward_backward(batch([29, 4]), OPTIONS)
+
+
+def test_a_compiler_that_fails_is_told() -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    with pytest.raises(UnsupportedModelError, match=r"no compiler here(.|\n)*leave out layer.comp"):
+        furlong.Engine(compiled_layers(build("llama"), failing))
 
 
 def test_a_compiled_layer_is_refused() -> None:

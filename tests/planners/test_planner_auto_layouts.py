@@ -20,7 +20,7 @@ from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.decide import Decision, decide, sample_steps
 from furlong.planners.auto.estimate import TimeEstimate
 from furlong.planners.auto.layouts import space_of
-from furlong.planners.auto.search import SLACK, Budgets, bounds_of
+from furlong.planners.auto.search import SLACK, bounds_of
 from furlong.planners.auto.steps import (
     busiest_groups,
     busiest_s,
@@ -36,7 +36,8 @@ from furlong.planners.chunks import sequence_work
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
-from furlong.planners.search.problem import Problem
+from furlong.planners.published.problem import Problem
+from furlong.planners.question import Limits
 from furlong.train.batches.plans import Wanted, plan_batch
 
 GIB = 2**30
@@ -216,7 +217,7 @@ def test_no_layout_with_plain_dials_is_better(budget_bytes: int) -> None:
 
 def test_one_and_several_devices_leave_as_much_free() -> None:
     asked = Problem(seq_lens=(9,), model=H100, num_devices=4)
-    assert asked.limit_bytes == Budgets(H100.hardware.budget_bytes).limit_bytes
+    assert asked.limit_bytes == Limits(H100.hardware.budget_bytes).limit_bytes
     assert signature(decide).parameters["margin"].default == asked.margin == MARGIN
 
 

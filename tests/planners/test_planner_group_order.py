@@ -19,12 +19,12 @@ from furlong.planners.budget import fit
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_seq1f1b
-from furlong.planners.search.build import build
-from furlong.planners.search.catalogue import SEARCHED
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.group_order import improve_order, simple_order
-from furlong.planners.search.problem import Problem
-from furlong.planners.search.search import search
+from furlong.planners.published.build import build
+from furlong.planners.published.catalogue import SEARCHED
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.group_order import improve_order, simple_order
+from furlong.planners.published.problem import Problem
+from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

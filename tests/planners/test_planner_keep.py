@@ -12,9 +12,9 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.auto.candidates import KEEPS
 from furlong.planners.auto.keep import needs_beside_state, with_keep
-from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device, plan_two_phases
+from furlong.planners.question import Limits
 
 SHAPE = ModelShape.from_config(
     {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -31,7 +31,7 @@ def needs(keep, lens=PAIR, options=OPTIONS):
 
 
 def chosen(room_bytes, lens=PAIR, options=OPTIONS, **budgets):
-    return with_keep(lens, options, MEMORY, Budgets(room_bytes, margin=0, **budgets)).keep
+    return with_keep(lens, options, MEMORY, Limits(room_bytes, margin=0, **budgets)).keep
 
 
 def test_what_is_kept_falls_with_the_room():

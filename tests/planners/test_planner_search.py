@@ -23,14 +23,20 @@ from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.chunks import deal_sequences
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders import join_replicas
-from furlong.planners.search.build import build, replica_model, settled
-from furlong.planners.search.catalogue import PUBLISHED, SEARCHED, chunkflow, combined, infinipipe
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.longest import longest_sequence
-from furlong.planners.search.problem import Problem
-from furlong.planners.search.replicas import ReplicaPlans
-from furlong.planners.search.room import Room, chunk_sizes, retained_numbers, stage_heights
-from furlong.planners.search.search import search
+from furlong.planners.published.build import build, replica_model, settled
+from furlong.planners.published.catalogue import (
+    PUBLISHED,
+    SEARCHED,
+    chunkflow,
+    combined,
+    infinipipe,
+)
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import longest_sequence
+from furlong.planners.published.problem import Problem
+from furlong.planners.published.replicas import ReplicaPlans
+from furlong.planners.published.room import Room, chunk_sizes, retained_numbers, stage_heights
+from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Budgets of host and disk: what a run's keys give, and what is refused by name."""
+"""Limits of host and disk: what a run's keys give, and what is refused by name."""
 
 import pytest
 

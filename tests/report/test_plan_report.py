@@ -15,12 +15,19 @@ from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.longest import longest_sequence
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import longest_sequence
+from furlong.report.picture import legend
 from furlong.report.report import Breakdown, report_plan
-from furlong.report.scene import choose_ranks, legend, make_scenes, ranks_per_replica
-from furlong.report.text import Row, comparison_json, format_comparison, format_report, num_retained
-from furlong.report.words import format_figures
+from furlong.report.scene import choose_ranks, make_scenes, ranks_per_replica
+from furlong.report.text import (
+    Row,
+    comparison_json,
+    format_comparison,
+    format_figures,
+    format_report,
+    num_retained,
+)
 from furlong.units import format_bytes
 
 SHAPE = model_shape("Qwen2.5-0.5B")
@@ -120,12 +127,6 @@ def test_each_tier_has_its_bytes_and_what_is_moved_is_told():
     assert "all memory on the device" in on_device and "moved" not in on_device
 
 
-def test_branches_are_told():
-    forks = {0: [(6000, 5000), (7000, 5000)]}
-    plan = plan_on_device([8000], ChunkOptions(size=1024), num_layers=24, forks=forks)
-    assert "2 branches of 1 sequence" in format_report(report_plan(plan, model()))
-
-
 def pool_of(chunks, num_processes):
     """A plan of one pool whose chunks keep their graphs."""
     pieces = tuple(parse_chunk(text, sp_size=num_processes) for text in chunks)
@@ -223,7 +224,10 @@ def test_dummies_are_neither_chunks_of_the_batch_nor_kept_cells():
     assert "3 chunks and 1 dummy chunk" in scene.lines[0]
 
 
-def test_one_device_has_no_words_of_many():
+def test_one_device_has_no_words_of_many_and_branches_are_told():
+    forks = {0: [(6000, 5000), (7000, 5000)]}
+    plan = plan_on_device([8000], ChunkOptions(size=1024), num_layers=24, forks=forks)
+    assert "2 branches of 1 sequence" in format_report(report_plan(plan, model()))
     plan = plan_on_device((300, 200), ChunkOptions(size=128, keep="kv"), num_layers=24)
     report = report_plan(plan, model())
     page = format_report(report)
@@ -249,13 +253,9 @@ def test_equal_ranks_share_a_line_of_the_memory_table():
     assert [row.split()[0] for row in table[1:]] == ["0-1", "2"]
 
 
-def test_padding_is_no_throughput():
-    report = report_plan(build(), model(), num_tokens=1000)
-    assert report.tokens_per_s == pytest.approx(1000 / report.step_s)
-
-
 def test_the_page_and_the_json_tell_the_same():
-    report = report_plan(build(), model())
+    report = report_plan(build(), model(), num_tokens=1000)
+    assert report.tokens_per_s == pytest.approx(1000 / report.step_s), "padding is none"
     page = format_report(report)
     assert "dp 1 x sp 1 x pp 2 = 2 devices; 2 stages, layers per stage: 12, 12" in page
     assert "num_retained 1" in page
@@ -293,9 +293,9 @@ def test_few_ranks_are_all_shown_and_many_are_those_of_the_slowest_replica():
     (scene,) = make_scenes([replace(panel, ranks=shown, note="some")])
     assert [rank.name for rank in scene.ranks] == ["rank 6\nstage 0", "rank 7\nstage 1"]
     assert scene.lines[0] == "some"
-    named = [chunk for entry in legend([scene])[1] for chunk in entry.chunks]
+    drawn = {bar.chunk for rank in scene.ranks for bar in rank.on("compute")}
     run = {a.chunk for rank in shown for a in plan.actions[rank] if isinstance(a, Forward)}
-    assert set(named) == run < set(range(len(plan.chunks))), "only those of the shown ranks"
+    assert drawn == run < set(range(len(plan.chunks)))
     assert scene.duration == report.step_s
 
 

@@ -9,7 +9,7 @@ from helpers.tiny_runs import TinyRun
 
 from furlong.cli.main import main
 from furlong.cost.calibration import Calibration, calibration_file, machine_of
-from furlong.cost.machine import EXACT_NAMES, KNOWN, THIS_CPU, nearest_hardware
+from furlong.cost.machine import EXACT_NAMES, KNOWN, THIS_CPU, nearest_hardware, spec_of_card
 
 ENDLESS = ("--train.epochs=1", "--train.save_every_steps=0", "--train.eval_every_steps=0")
 
@@ -84,7 +84,9 @@ def test_device_names():
     assert set(EXACT_NAMES.values()) <= KNOWN.keys()
     assert nearest_hardware("NVIDIA H100 80GB HBM3", 80 * gib) == "H100"
     assert nearest_hardware("NVIDIA GeForce RTX 4090 D", 24 * gib) in ("RTX3090", "RTX4090")
-    assert nearest_hardware("NVIDIA L40S", 45 * gib) == "A100-40"
+    assert nearest_hardware("NVIDIA H100 PCIe", 80 * gib) == "H100-PCIe"
+    assert nearest_hardware("NVIDIA A40", 45 * gib) == "L40S"
+    assert spec_of_card("NVIDIA A40", 45 * gib).card == "NVIDIA A40"
     assert nearest_hardware("AMD Instinct MI300X", 192 * gib) == "B200"
 
 

@@ -34,7 +34,7 @@ def test_mfu_counts_matrices_and_causal_pairs(frozen: bool, forwards: int) -> No
     [
         (CONFIG, None, torch.bfloat16),
         (CONFIG, "NVIDIA H200", torch.float32),
-        (CONFIG, "NVIDIA H100 PCIe", torch.bfloat16),
+        (CONFIG, "NVIDIA H200 NVL", torch.bfloat16),
         (PretrainedConfig(), "NVIDIA H200", torch.bfloat16),
     ],
 )

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.calibrate.measure import clock_of
 from furlong.cost.calibration import relative_line
 from furlong.cost.machine import Link
 from furlong.kv.pools.contract import Pool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
+from furlong.runtime.stopwatch import Clock
 
 _RECORD_BYTES = (2**18, 2**20, 2**22)
 """Bytes of a put or get; a segment of K,V has 1 to 8 MiB."""
@@ -109,3 +109,10 @@ def _shortest_s(
             torch.cuda.synchronize(device)
         best_s = min(best_s, clock() - start_s)
     return best_s
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for a device's actions: where one thread computes, that thread's own time, which
+    other processes do not stretch."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter

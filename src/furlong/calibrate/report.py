@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import fields
 
 from rich.table import Table
 
-from furlong.calibrate.fit import Residuals
-from furlong.calibrate.run import CalibrationOutcome, TrialResult
-from furlong.cost.calibration import Calibration
-from furlong.cost.machine import Efficiency, Link
+from furlong.calibrate.run import CalibrationOutcome
+from furlong.cost.machine import Efficiency
 from furlong.units import format_bytes, format_count, format_seconds
 
 _WORDS = {
@@ -36,56 +33,48 @@ _PASSES = {
 }
 
 
-def rates_table(calibration: Calibration) -> Table:
-    """One row per term that was measured."""
-    table = Table("term", "measured", title="fitted", title_justify="left")
-    peak = calibration.peak_flops_per_s
-    for field in fields(calibration):
-        value = getattr(calibration, field.name)
-        if field.name in _WORDS and value is not None:
-            table.add_row(_WORDS[field.name], _format(field.name, value, peak))
-    for name, link in calibration.links.items():
-        table.add_row(f"link: {name}", _format_link(link))
-    return table
-
-
-def residuals_table(residuals: Residuals) -> Table:
-    """One row per kind of pass: errors of the actions that were fitted."""
-    table = Table("pass", "actions", "median", "worst", title="residuals", title_justify="left")
-    for name, errors in residuals.by_pass.items():
-        table.add_row(
-            _PASSES.get(name, name), str(len(errors)),
-            f"{statistics.median(map(abs, errors)):.1%}", f"{max(map(abs, errors)):.1%}",
-        )  # fmt: skip
-    return table
-
-
-def results_table(results: Sequence[TrialResult], title: str) -> Table:
-    """One row per plan: predicted against measured."""
-    table = Table("plan", "step", "predicted", "error", "peak", "predicted", "error", title=title)
-    table.title_justify = "left"
-    for result in results:
-        measured = result.measured
-        table.add_row(
-            str(result.trial),
-            format_seconds(measured.step_s), format_seconds(result.predicted_s),
-            f"{result.time_error:+.1%}",
-            format_bytes(measured.peak_bytes), format_bytes(result.predicted_bytes),
-            f"{result.memory_error:+.1%}",
-        )  # fmt: skip
-    return table
-
-
 def tables(outcome: CalibrationOutcome) -> list[Table]:
-    """All that a calibration has to show."""
-    unseen = [result for result in outcome.results if result.trial.held_out]
-    seen = [result for result in outcome.results if not result.trial.held_out]
-    return [
-        rates_table(outcome.calibration),
-        residuals_table(outcome.residuals),
-        results_table(seen, "plans that were fitted"),
-        results_table(unseen, "plans that the fit has not seen"),
+    """All that a calibration has to show: rates, residuals, predictions beside measurements."""
+    own = outcome.calibration
+    rates = [
+        (words, _format(name, value, own.peak_flops_per_s))
+        for name, words in _WORDS.items()
+        if (value := getattr(own, name)) is not None
     ]
+    links = [
+        (
+            f"link: {name}",
+            f"{format_seconds(link.latency_s)} and {format_bytes(link.bytes_per_s)}/s",
+        )
+        for name, link in own.links.items()
+    ]
+    passes = [
+        (_PASSES.get(name, name), str(len(errors)), f"{statistics.median(map(abs, errors)):.1%}",
+         f"{max(map(abs, errors)):.1%}")
+        for name, errors in outcome.residuals.by_pass.items()
+    ]  # fmt: skip
+    plans: dict[bool, list[Sequence[str]]] = {False: [], True: []}
+    for result in outcome.results:
+        measured = result.measured
+        plans[result.trial.held_out].append((
+            str(result.trial), format_seconds(measured.step_s), format_seconds(result.predicted_s),
+            f"{result.time_error:+.1%}", format_bytes(measured.peak_bytes),
+            format_bytes(result.predicted_bytes), f"{result.memory_error:+.1%}",
+        ))  # fmt: skip
+    heads = ("plan", "step", "predicted", "error", "peak", "predicted", "error")
+    return [
+        _table("fitted", ("term", "measured"), [*rates, *links]),
+        _table("residuals", ("pass", "actions", "median", "worst"), passes),
+        _table("plans that were fitted", heads, plans[False]),
+        _table("plans that the fit has not seen", heads, plans[True]),
+    ]
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _format(name: str, value: float | Efficiency, peak: float | None) -> str:
@@ -98,12 +87,6 @@ def _format(name: str, value: float | Efficiency, peak: float | None) -> str:
         return f"{format_count(value)}FLOP/s"
     if name.endswith("bytes_per_s"):
         return f"{format_bytes(value)}/s"
-    if name.endswith("_bytes"):
-        return format_bytes(value)
     if name.endswith("per_s"):
         return f"{format_count(value)} parameters/s"
     return format_seconds(value) if name.endswith("_s") else f"{value:.2f}"
-
-
-def _format_link(link: Link) -> str:
-    return f"{format_seconds(link.latency_s)} and {format_bytes(link.bytes_per_s)}/s"

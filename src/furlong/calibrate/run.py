@@ -1,23 +1,33 @@
-"""A calibration from the first trial to the value that is saved."""
+"""Calibrates a machine: trial plans on small models, run by the executor, and the fit to them.
+
+The models have the user's widths in few layers, and a narrow one's. Each plan tells some of the
+cost model's terms apart; what is held out differs from all that is fitted, in size, keep, order or
+length.
+"""
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import gc
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from furlong.api import Engine
 from furlong.calibrate.collectives import collective_links
-from furlong.calibrate.devices import copy_links, measured_peak, optimizer_rate
+from furlong.calibrate.devices import clock_of, copy_links, measured_peak, optimizer_rate
 from furlong.calibrate.fit import Residuals, Sample, fit_memory, fit_rates, residuals
-from furlong.calibrate.measure import Bench, Measured, merged, tidy
-from furlong.calibrate.subject import build, narrow_config, own_config
-from furlong.calibrate.trials import Trial, TrialModel, trials
 from furlong.cost.calibration import Calibration, machine_of
 from furlong.cost.machine import THIS_CPU, HardwareSpec, spec_of_card, this_cpu
 from furlong.cost.memory import Heap
@@ -25,7 +35,17 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
+from furlong.families import SPECIAL_TOKENS
+from furlong.models.describe import describe
+from furlong.models.folders.build import build_model, read_config
+from furlong.models.folders.folder import check_folder
+from furlong.models.small.layers import cut_layers
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict
+from furlong.runtime.memory.measure import memory_bytes
+from furlong.runtime.memory.pools import Storage
+from furlong.units import count_words
 
 Tell = Callable[[str], None]
 
@@ -43,6 +63,203 @@ _MOST_S = 75.0
 _NUM_ROUNDS = 3
 _SLOW_SHARE = 0.6
 """Share of the peak that a step reaches, for the estimate of how long trials take."""
+
+TrialModel = Literal["own", "narrow"]
+"""The user's widths in few layers; a narrow model of the same head size, whose passes are mostly
+launches and attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    subject: TrialModel
+    seq_lens: tuple[int, ...]
+    options: ChunkOptions
+    held_out: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.seq_lens)
+
+    def __str__(self) -> str:
+        options, lens = self.options, self.seq_lens
+        batch = (
+            count_words(lens[0], "token") if len(lens) == 1 else f"{len(lens)} x {lens[0]:,} tokens"
+        )
+        order = f", layer-first {options.stage_layers}" if options.order == "layer-first" else ""
+        return (
+            f"{self.subject}: {batch}, chunks of {options.size:,}, keep {options.keep},"
+            f" {options.num_retained} retained{order}"
+        )
+
+
+def trials(largest: int) -> list[Trial]:
+    """The plans, those that are fitted first; `largest`: tokens of the largest chunk."""
+
+    def trial(
+        subject: TrialModel, lengths: tuple[float, ...], size: float, held_out: bool = False,
+        **options: Any,
+    ) -> Trial:  # fmt: skip
+        lens = tuple(max(1, round(n * largest)) for n in lengths)
+        chosen = ChunkOptions(size=max(1, round(size * largest)), **options)
+        return Trial(subject, lens, chosen, held_out)
+
+    layer_first: dict[str, Any] = {"order": "layer-first", "stage_layers": 1, "num_retained": 0}
+    fitted = [
+        trial("own", (2,), 1 / 2, keep="kv", num_retained=1),
+        trial("own", (1,), 1 / 4, keep="attention", num_retained=0),
+        trial("own", (1 / 2,), 1 / 16, keep="kv", num_retained=1),
+        trial("own", (1,), 1, keep="all"),
+        trial("own", (1,), 1 / 4, keep="input", **layer_first),
+        trial("own", (1 / 10,) * 10, 1, keep="kv"),
+        trial("narrow", (2,), 1 / 2, keep="kv", num_retained=1),
+        trial("narrow", (4,), 1, keep="attention", num_retained=0),
+        trial("narrow", (1 / 2,), 1 / 16, keep="kv", num_retained=0),
+        trial("narrow", (1 / 10,) * 10, 1, keep="kv"),
+        trial("narrow", (1,), 1 / 4, keep="input", **layer_first),
+    ]
+    held_out = [
+        trial("own", (3 / 2,), 3 / 8, True, keep="kv", num_retained=0),
+        trial("own", (3 / 4,), 1 / 8, True, keep="attention", **layer_first),
+        trial("own", (1 / 7,) * 5 + (1,), 3 / 4, True, keep="attention", num_retained=1),
+        trial("narrow", (3,), 3 / 4, True, keep="input", num_retained=1),
+        trial("narrow", (3 / 2,), 1 / 8, True, keep="attention", **layer_first),
+    ]
+    return fitted + held_out
+
+
+VOCABULARY = 4096
+"""Largest vocabulary of a measured model: a head is a matrix as any other, and takes long."""
+_NARROW_HEADS = 4
+_MAX_POSITIONS = 2**17
+
+
+def default_config() -> Any:
+    """The widths of Qwen2.5-0.5B."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=_MAX_POSITIONS,
+    )  # fmt: skip
+
+
+def config_of(name: str) -> Any:
+    """The config of a config.json, of the folder that holds it, or of a model of the hub.
+
+    Raises ConfigError for what cannot be read.
+    """
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == "config.json" else path
+    return read_config(check_folder(str(folder)))
+
+
+def own_config(config: Any, num_layers: int) -> Any:
+    """The config with few layers and a small vocabulary, without dropout."""
+    values = copy.deepcopy(config.to_dict())
+    cut_layers(config, values, range(min(config.num_hidden_layers, num_layers)))
+    for key, value in values.items():
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
+            values[key] = 0.0
+    values["vocab_size"] = min(values["vocab_size"], VOCABULARY)
+    for token_id, key in enumerate(SPECIAL_TOKENS):
+        if values.get(key) is not None:
+            values[key] = token_id
+    for key in ("quantization_config", "architectures"):
+        values.pop(key, None)
+    return type(config).from_dict(values)
+
+
+def narrow_config(shape: ModelShape, num_layers: int) -> Any:
+    """A narrow model with heads of the same size."""
+    from transformers import Qwen2Config
+
+    hidden = _NARROW_HEADS * shape.head_dim
+    return Qwen2Config(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=num_layers,
+        num_attention_heads=_NARROW_HEADS, num_key_value_heads=_NARROW_HEADS // 2,
+        vocab_size=VOCABULARY // 4, tie_word_embeddings=True,
+        max_position_embeddings=_MAX_POSITIONS,
+    )  # fmt: skip
+
+
+def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, ModelShape]:
+    """A model with random weights, and its shape. Raises UserError for what cannot be trained."""
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        model = build_model(folder, init="random", dtype=dtype)
+    return model.to(device), describe(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One plan, run once or several times."""
+
+    plan: ChunkPlan
+    seconds: tuple[float, ...]
+    """Seconds of each action, the shortest of all runs."""
+    step_s: float
+    """The sum of the actions, in the fastest run."""
+    before_bytes: int
+    """In use before the plan."""
+    peak_bytes: int
+    """In use at most while it ran."""
+
+
+class Bench:
+    """A model on a device, ready to run plans of random tokens."""
+
+    def __init__(
+        self, model: Any, *, compute_dtype: torch.dtype, vocab_size: int,
+        storage: Storage | None = None,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._engine = Engine(model, compute_dtype=compute_dtype, storage=storage)
+        self._device = next(model.parameters()).device
+        self._vocab_size = vocab_size
+        clock, pools = clock_of(self._device), self._engine._followed.kept.opened
+        # a thread's own time stands still while it waits for a tier
+        self._clock = clock if clock is time.perf_counter else lambda: clock() + pools.waited_s
+
+    def run(self, seq_lens: Sequence[int], options: ChunkOptions) -> Measured:
+        """One step without an optimizer; gradients are dropped."""
+        plan = self._engine.plan(seq_lens, options)
+        self._model.zero_grad(set_to_none=True)
+        tidy()
+        before_bytes = memory_bytes(self._device)
+        result = self._engine.run(
+            plan, random_sequences(seq_lens, self._vocab_size), exact_peaks=True, clock=self._clock
+        )
+        self._model.zero_grad(set_to_none=True)
+        seconds = tuple(r.stop_s - r.start_s for r in result.timeline.records)
+        peak_bytes = result.timeline.peak_device_bytes
+        return Measured(plan, seconds, sum(seconds), before_bytes, peak_bytes)
+
+
+def merged(runs: Sequence[Measured]) -> Measured:
+    """Several runs of one plan as one: the shortest seconds, the median bytes."""
+    return Measured(
+        runs[0].plan,
+        tuple(map(min, zip(*(run.seconds for run in runs), strict=True))),
+        min(run.step_s for run in runs),
+        round(statistics.median(run.before_bytes for run in runs)),
+        round(statistics.median(run.peak_bytes for run in runs)),
+    )
+
+
+def random_sequences(seq_lens: Sequence[int], vocab_size: int) -> list[dict[str, Tensor]]:
+    """Sequences of these lengths in which every token has a label."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(vocab_size, (n,), generator=generator) for n in seq_lens]
+    return [{"input_ids": i, "labels": i} for i in ids]
+
+
+def tidy() -> None:
+    """Give back to the system what is free."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -82,7 +299,7 @@ def calibrate(
     """Measures `device` with models of the widths of a transformers config. Raises UserError for a
     model that cannot be trained or counted."""
     started_s = time.monotonic()
-    shape = _counted(config)
+    shape = describe(config)
     if shape.hidden_size < _NARROW:
         tell(
             f"a model {shape.hidden_size} wide: beside other work on this machine its launches may"
@@ -124,19 +341,6 @@ def calibrate(
         measured, models, spec, dtype, device,
         links=links, optimizer_parameters_per_s=rate, tell=tell, started_s=started_s,
     )  # fmt: skip
-
-
-def _counted(config: Any) -> ModelShape:
-    """Raises ConfigError for a model whose work and memory are not counted exactly."""
-    shape = ModelShape.from_config(config.to_dict())
-    if not shape.exact:
-        raise ConfigError(
-            given=f"model type {shape.family}",
-            required="a family whose work and memory are counted, such as llama, qwen3 or gemma3",
-            source="the model to calibrate with",
-            change="leave the model out: figures measured with another one serve it, too",
-        )
-    return shape
 
 
 def device_of(name: str) -> torch.device:
@@ -232,7 +436,11 @@ def _fitted(
         **rates,
     )
     after = {name: calibration.apply_to(model) for name, model in models.items()}
-    results = tuple(_result(t, m, after[t.subject]) for t, m in measured.items())
+    predicted = {t: predict(after[t.subject], m.plan) for t, m in measured.items()}
+    results = tuple(
+        TrialResult(t, m, predicted[t].step_s, predicted[t].device_bytes)
+        for t, m in measured.items()
+    )
     unseen = [result for result in results if result.trial.held_out]
     calibration = replace(
         calibration,
@@ -242,11 +450,6 @@ def _fitted(
     calibrated = [Sample(after[t.subject], m.plan, m.seconds) for t, m in fitted.items()]
     tell(f"fitted after {time.monotonic() - started_s:.0f} s")
     return CalibrationOutcome(calibration, results, residuals(calibrated))
-
-
-def _result(trial: Trial, measured: Measured, model: CostModel) -> TrialResult:
-    predicted = predict(model, measured.plan)
-    return TrialResult(trial, measured, predicted.step_s, predicted.device_bytes)
 
 
 def _without_process(

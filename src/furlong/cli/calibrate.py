@@ -128,7 +128,7 @@ def _check_disk_dir(folder: Path, source: str) -> None:
 
 
 def _model_config(subject: str | None, config: RunConfig | None) -> Any:
-    from furlong.calibrate.subject import config_of, default_config
+    from furlong.calibrate.run import config_of, default_config
 
     if subject is None:
         return default_config()

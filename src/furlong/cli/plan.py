@@ -36,21 +36,15 @@ _KEYS = {"--out": ("chunks", "actions"), "--trace": ("traceEvents",)}
 
 def run(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
+    from furlong.cli.planning import show
     from furlong.config.run_file import is_run_file
     from furlong.report.patience import patience
 
     subject = flags.own.subject
     if subject is None or is_run_file(subject):
-        if flags.own.compare:
-            from furlong.cli.planning import compare
-
-            with patience("comparing methods") as tell:
-                compare.run(flags, tell)
-        else:
-            from furlong.cli.planning import choose
-
-            with patience("searching for a plan") as tell:
-                choose.run(flags, tell)
+        compares = flags.own.compare
+        with patience("comparing methods" if compares else "searching for a plan") as tell:
+            (show.show_comparison if compares else show.show_search)(flags, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -59,12 +53,10 @@ def run(arguments: Sequence[str]) -> int:
                 "a saved plan or a run folder alone: nothing is searched",
                 "leave the flag out, or name a run file or --lengths in its place",
             )
-    from furlong.cli.planning import saved
-
     if Path(subject).is_dir():
-        saved.show_run(Path(subject), flags.own)
+        show.show_run(Path(subject), flags.own)
     else:
-        saved.show_plan(subject, flags)
+        show.show_saved(subject, flags)
     return 0
 
 

@@ -421,6 +421,14 @@ def _skrull_links() -> dict[tuple[Collective, bool], Link]:
     return links
 
 
+def _in_pcie_5(card: Figures) -> Figures:
+    """`card` in the node of `_PC_5`."""
+    return replace(
+        card, within_bytes_per_s=40e9, between_bytes_per_s=6.25e9, host_bytes_per_s=50e9,
+        node_host_bytes=TIB,
+    )  # fmt: skip
+
+
 _A100 = Figures(
     peak_flops_per_s=312e12, float32_flops_per_s=19.5e12, float64_flops_per_s=19.5e12,
     memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
@@ -443,6 +451,11 @@ _CARD = Figures(
 _DGX_A100 = "DGX A100: eight adapters of 200 Gb/s for eight devices, 2 TB of memory (40 GB: 1 TB)"
 _DGX_H100 = "DGX H100: eight adapters of 400 Gb/s for eight devices, 2 TB of memory"
 _PC = "assumed: a node of PCIe 4 cards without NVLink, one 100 Gb/s adapter and 512 GiB for eight"
+_PC_5 = (
+    "assumed: a node of PCIe 5 cards, one 400 Gb/s adapter and 1 TiB for eight; bridges of NVLink, "
+    "which join two, are left out"
+)
+_NO_FLOAT64 = "float64, which it does not tell: a 64th of float32"
 
 KNOWN: dict[str, Figures] = {
     "A100-40": replace(
@@ -459,6 +472,16 @@ KNOWN: dict[str, Figures] = {
         ),
     ),
     "H100": replace(_H100, sources=_sources("NVIDIA H100 SXM5 data sheet", _DGX_H100)),
+    "H100-PCIe": replace(
+        _in_pcie_5(_H100), peak_flops_per_s=756e12, float32_flops_per_s=51e12,
+        float64_flops_per_s=51e12, memory_bytes_per_s=2e12,
+        sources=_sources("NVIDIA H100 data sheet, column PCIe, halved: no sparsity", _PC_5),
+    ),
+    "H100-NVL": replace(
+        _in_pcie_5(_H100), peak_flops_per_s=835e12, float32_flops_per_s=60e12,
+        float64_flops_per_s=60e12, memory_bytes=95830 * MIB, memory_bytes_per_s=3.9e12,
+        sources=_sources("NVIDIA H100 data sheet, column NVL, halved: no sparsity", _PC_5),
+    ),
     "H100-Skrull": replace(
         _H100, collectives=_skrull_links(),
         sources=_sources("NVIDIA H100 SXM5 data sheet", _DGX_H100) | {
@@ -488,6 +511,26 @@ KNOWN: dict[str, Figures] = {
     "RTX4090": replace(
         _CARD, sources=_sources("NVIDIA Ada white paper, bf16 with float32 sums", _PC)
     ),
+    "RTX5090": replace(
+        _in_pcie_5(_CARD), peak_flops_per_s=209.5e12, float32_flops_per_s=104.8e12,
+        float64_flops_per_s=1.64e12, memory_bytes=32607 * MIB, memory_bytes_per_s=1792e9,
+        sources=_sources("NVIDIA RTX Blackwell white paper, bf16 with float32 sums", _PC_5),
+    ),
+    "L40S": replace(
+        _CARD, peak_flops_per_s=362.05e12, float32_flops_per_s=91.6e12,
+        float64_flops_per_s=1.43e12, memory_bytes=46068 * MIB, memory_bytes_per_s=864e9,
+        sources=_sources(f"NVIDIA L40S data sheet; {_NO_FLOAT64}", _PC),
+    ),
+    "L4": replace(
+        _CARD, peak_flops_per_s=121e12, float32_flops_per_s=30.3e12, float64_flops_per_s=0.473e12,
+        memory_bytes=23034 * MIB, memory_bytes_per_s=300e9,
+        sources=_sources(f"NVIDIA L4 data sheet, halved: no sparsity; {_NO_FLOAT64}", _PC),
+    ),
+    "A10G": replace(
+        _CARD, peak_flops_per_s=70e12, float32_flops_per_s=35e12, float64_flops_per_s=0.547e12,
+        memory_bytes=23028 * MIB, memory_bytes_per_s=600e9,
+        sources=_sources(f"NVIDIA A10G data sheet for AWS; {_NO_FLOAT64}", _PC),
+    ),
 }  # fmt: skip
 
 
@@ -497,12 +540,18 @@ EXACT_NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100-40",
     "NVIDIA A100 80GB PCIe": "A100-80",
     "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A10G": "A10G",
     "NVIDIA A800-SXM4-80GB": "A800",
     "NVIDIA B200": "B200",
     "NVIDIA GeForce RTX 3090": "RTX3090",
     "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA GeForce RTX 5090": "RTX5090",
     "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H100 PCIe": "H100-PCIe",
     "NVIDIA H200": "H200",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
 }
 
 

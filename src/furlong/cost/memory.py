@@ -8,6 +8,7 @@ inputs         written by the pass that delivers them, read by every pass of the
 graphs         of retained cells: written by the Forward, read by the Backward
 kv             a segment is written once its last piece is, and read by every later pass whose
                attention runs and sees any of it
+On a GPU the tier host has buffers there for all of a step, which blocks of K,V are a part of.
 kv_gradients   all of a prefix but its newest segments is read (but for the first time) and
                written by every backward; those of a cell's own K,V that are not on the device
                are read
@@ -162,6 +163,10 @@ class Levels:
         self._columns = {k: i for i, k in enumerate(KINDS) if tier_of(tiers, k) != "device"}
         self.moved = [[0.0] * len(KINDS) for _ in range(4)]
         """Bytes read, bytes written, reads and writes; a column for each kind."""
+        self.largest: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        """Bytes of the largest tensor that went to a tier."""
+        self.staged = 0.0
+        """Bytes that passed by through the host tier's buffers when `now` was asked last."""
         self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
         """(name, chunk, stage) -> its tier, part and bytes."""
 
@@ -169,6 +174,8 @@ class Levels:
         """Bytes of the parts on the device, then of (host, disk). Those that pass by are gone
         after."""
         device = [self._device[part] + self._passing[part] for part in PARTS]
+        if self._tiers.kv == "host":
+            self.staged = self._passing["kv"] + self._passing["kv_gradients"]
         self._passing = dict.fromkeys(PARTS, 0.0)
         return device, [*self._lower.values()]
 
@@ -203,9 +210,15 @@ class Levels:
         """Count bytes from the tier of `kind` to the device, unless that is the same."""
         self._move(0, kind, num_bytes, operations)
 
-    def write(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
-        """Count bytes from the device to the tier of `kind`, unless that is the same."""
+    def write(
+        self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
+    ) -> None:
+        """Count bytes from the device to the tier of `kind`, unless that is the same; `largest`:
+        those of its largest tensor, where they are not all of one size."""
         self._move(1, kind, num_bytes, operations)
+        if (tier := tier_of(self._tiers, kind)) != "device" and operations:
+            size = num_bytes / operations if largest is None else largest
+            self.largest[tier] = max(self.largest[tier], size)
 
     def _move(self, row: int, kind: Kind, num_bytes: float, operations: int) -> None:
         if (column := self._columns.get(kind)) is not None:
@@ -242,8 +255,6 @@ class MemoryCurve:
             return dict.fromkeys(PARTS, 0)
         at = int(self.device.sum(axis=1).argmax())
         return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +320,10 @@ class StageBytes:
     """Bytes that final norm and loss keep for the backward; 0 except at the last stage."""
     state: int
     """Bytes of the states that leave a chunk, whatever its tokens."""
+    largest_state: int
+    """Bytes of those of one layer."""
+    widest_saved: float
+    """Bytes of the widest tensor that a graph saves."""
     logit: float
     """Bytes per logit of a tile; 0 except at the last stage."""
     head_gradient: float
@@ -347,11 +362,11 @@ def stage_bytes(
     layers = range(first, first + stages[stage])
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size / tp
-    lse = max(element, _FLOAT32) * shape.num_heads
+    wide = max(element, _FLOAT32)
+    lse = wide * shape.num_heads
     own = [shape.layers[layer] for layer in layers]
     widest = max((layer.width for layer in own), default=0)
-    wide = max(1, element // _FLOAT32)
-    scans = [wide * layer.scan_saved[element > 2] / element for layer in own]
+    scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     # other frameworks' kernels add to it in place
     makes_one = is_last and activations is None and training.lora is None
@@ -368,6 +383,8 @@ def stage_bytes(
         kv_layer=shape.stored_size * element / tp,
         kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes / tp,
         state=shape.state_bytes(layers, element),
+        largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
+        widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size) / tp,
         ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
         logit=saved.logit_bytes / tp if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,
@@ -436,6 +453,7 @@ def _layer_graphs(shape: ModelShape, training: Training, plan: ChunkPlan, rank: 
 _TILE_LOGITS = {False: 2**27, True: 2**22}
 _LEAST_TILE_TOKENS = {False: 64, True: 128}
 _MOST_CPU_TILE_TOKENS = 256
+_STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 @dataclass(frozen=True)
@@ -472,6 +490,13 @@ class MemoryRules:
         return stage_bytes(
             self.shape, stages, stage, self.training, self.activations, self.activation_factor
         )
+
+    def staging_bytes(self, largest: float) -> float:
+        """Bytes of the device's buffers for the tier host, as `kv.pools` sizes them by the largest
+        tensor that goes there; a CPU computes on what lies there."""
+        if self.device_type == "cpu" or not largest:
+            return 0.0
+        return max(_STAGING_BYTES, _NUM_LARGEST * largest)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""
@@ -549,13 +574,17 @@ def walk(
     one.start(overhead_bytes)
     actions = plan.actions[rank]
     device, lower = np.zeros((len(actions), len(PARTS))), np.zeros((len(actions), 2))
+    staged = np.zeros(len(actions))
     moved = np.zeros((1 + len(actions), 4, len(KINDS)))
     for i, (action, what) in enumerate(zip(actions, passes(plan, rank), strict=True)):
         one.begin(action, what)
         device[i], lower[i] = one.levels.now()
+        staged[i] = one.levels.staged
         if plan.tiers != ON_DEVICE:
             moved[i + 1] = one.levels.moved
         one.end(action, i)
+    staging = rules.staging_bytes(one.levels.largest["host"])
+    device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
     host, disk = np.rint(lower).astype(np.int64).T
     curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
     return curve, PlanTraffic(plan.tiers, *np.diff(moved, axis=0).swapaxes(0, 1))
@@ -693,7 +722,8 @@ class _Walk:
             if tiers.attention != "device" and (what.remembers or what.remembered):
                 levels.pass_by("activations", tokens * cell.widest_attention)
         if remembered := tokens * cell.attention(range(what.remembers)):
-            levels.write("attention", remembered, 2 * what.remembers)
+            widest = tokens * cell.widest_attention
+            levels.write("attention", remembered, 2 * what.remembers, widest)
             levels.hold("attention", chunk, stage, "activations", remembered)
 
     def _deliver(self, chunk: int, stage: int) -> None:
@@ -720,7 +750,7 @@ class _Walk:
         num_bytes += gathered * (height - what.recompute_layers)
         if isinstance(action, Forward):
             levels.hold("graphs", chunk, stage, "activations", num_bytes)
-            levels.write("graphs", num_bytes, height)
+            levels.write("graphs", num_bytes, height, tokens * cell.widest_saved)
             if tiers.graphs != "device":
                 levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
         else:
@@ -1055,6 +1085,7 @@ class StoredStates:
         stages = range(len(plan.stages))
         self._bytes = [rules.cell(plan.stages, stage).state for stage in stages]
         """Bytes of one sequence's state at each stage."""
+        self._largest = [rules.cell(plan.stages, stage).largest_state for stage in stages]
 
     def write(self, chunk: int, stage: int) -> None:
         """The states that leave a cell come into being, unless they are there."""
@@ -1063,7 +1094,7 @@ class StoredStates:
         )
         if leaving and ("states", chunk, stage) not in self._levels.held:
             self._levels.hold("states", chunk, stage, "states", leaving)
-            self._levels.write("kv", leaving)
+            self._levels.write("kv", leaving, largest=self._largest[stage])
 
     def read(self, chunk: int, stage: int) -> None:
         """The cell starts with copies of the states of the chunk before."""

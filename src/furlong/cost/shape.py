@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from furlong.cost.inputs import look_up
+from furlong.cost.inputs import look_up, read_object
 from furlong.families import family_of
 from furlong.plan.rows import inner_size
 
@@ -115,7 +115,7 @@ class ModelShape:
     final_parameters: int = 0
     """Parameters behind the layers beside the head's matrix: the final norm's, the head's bias."""
     final_saved: tuple[SavedBytes, SavedBytes] = ((0.0,) * 4, (0.0,) * 4)
-    """Bytes per token that are saved behind the layers, the final hidden states included."""
+    """Bytes per token that are saved beside the layers, the final hidden states included."""
     num_positions: int | None = None
     """Positions that the model knows; None where its config names no number."""
     original_positions: int | None = None
@@ -259,9 +259,12 @@ def model_shape(name: str) -> ModelShape:
 
 def cached_shape(config_file: Path) -> tuple[ModelShape | None, Path]:
     """The shape of a config.json that was measured before, and the file in the user's cache that
-    has it or would have it. Raises OSError for a config that cannot be read."""
-    versions = [metadata.version(name) for name in ("furlong", "torch", "transformers")]
-    key = hashlib.sha256(config_file.read_bytes() + " ".join(versions).encode()).hexdigest()[:16]
+    has it or would have it. Raises ConfigError for what is no config."""
+    change = "give a model's config.json, or a folder that holds it"
+    config = read_object(config_file, source="the model's name", change=change)
+    versions = [metadata.version(name) for name in ("torch", "transformers")]
+    text = json.dumps([config, versions, sorted(LayerShape.__dataclass_fields__)], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     file = Path(base) / "furlong" / f"model-{key}.json"
     try:

@@ -108,6 +108,7 @@ def bound(
                 module.__dict__[CELL] = other
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # no guard could tell the cell
 def attention(
     module: nn.Module,
     query: Tensor,

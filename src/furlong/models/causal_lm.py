@@ -29,7 +29,7 @@ from furlong.models.rope import num_positions
 from furlong.models.stage import Stage, stages
 from furlong.models.support import refuse_unsupported
 from furlong.models.switches import chunked_attention, own_forward
-from furlong.models.wrappers import bare_model
+from furlong.models.wrappers import bare_model, compiled_in_place
 
 
 class CausalLM:
@@ -208,7 +208,10 @@ class CausalLM:
     def installed(self) -> Iterator[None]:
         """Within it attention is ours; on exit, also after an error, the model is as it was."""
         probed = self.probed
-        with chunked_attention(self.base, self.max_seq_len), relaying(probed.mixers, probed.shared):
+        with (
+            chunked_attention(self.base, self.max_seq_len, self.compiled),
+            relaying(probed.mixers, probed.shared),
+        ):
             self._relays = bool(probed.mixers)
             try:
                 with hooked(self.decoder, self._refuse_others):
@@ -233,6 +236,16 @@ class CausalLM:
     def events(self) -> tuple[Event, ...] | None:
         """Events of its layers, in order; None: attention in each of them."""
         return self.probed.events if self.probed.mixers else None
+
+    @property
+    def compiled(self) -> list[nn.Module]:
+        """Modules compiled in place that run so in chunks: layers, what is in them, and the head.
+        None where a layer has a mixer, whose calls are cut into slices."""
+        found = compiled_in_place(self.base)
+        if not found or self.probed.mixers:
+            return []
+        others = {self.base, self.decoder, *self.base.get_input_embeddings().modules()}
+        return [module for module in found if module not in others]
 
     @property
     def num_returned(self) -> int:

@@ -55,8 +55,12 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
             setattr(config, name, 0.0)
     try:
         return _measured(config, source)
-    except UserError:
+    except ConfigError:
         raise
+    except UserError as error:
+        raise ConfigError(
+            given=error.given, required=error.required, source=error.source, change=error.change
+        ) from error
     except Exception as error:  # a family's own code may do anything on meta
         raise ConfigError(
             given=f"model type {config.model_type}, whose layers cannot be measured:"
@@ -68,8 +72,8 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
 
 
 def describe(config: Any, source: str = "the model's config") -> ModelShape:
-    """The shape of a transformers config, or of the values of a config.json. Raises UserError for
-    what is no decoder, or none that chunks can train."""
+    """The shape of a transformers config, or of the values of a config.json. Raises
+    ConfigError for what is no decoder, or none that chunks can train."""
     if isinstance(config, Mapping):
         config = _config_of(config, source)
     text = config.get_text_config()
@@ -181,7 +185,7 @@ class _Chunk(_AnyDtype):
         counts = self._layer is not None or x.is_floating_point()  # token ids are counted as inputs
         if counts and key not in self._weights and key not in self._seen:
             self._seen.add(key)
-            layer, num_bytes = self._layer or self.layers[0], x.untyped_storage().nbytes()
+            layer, num_bytes = self._layer or self.end, x.untyped_storage().nbytes()
             layer.saved += num_bytes
             if self._mixers.intersection(self._running):
                 layer.scan_saved += num_bytes
@@ -285,13 +289,11 @@ def _measured(config: Any, source: str) -> ModelShape:
     for model in models:
         plain = _passed(model, ())
         chunks += [plain, *(_passed(model, _adapted(plain, *parts)) for parts in _ADAPTERS)]
-    own = {
-        n: _layer_shape([c.layers[place] for c in chunks], kinds[n][0], config)
+    shapes = {
+        kinds[n]: _layer_shape([c.layers[place] for c in chunks], kinds[n][0], config)
         for place, n in enumerate(kept)
     }
-    of_kind = {kinds[n]: own[n] for n in kept}
-    layers = tuple(own.get(n) or of_kind[kind] for n, kind in enumerate(kinds))
-    return _model_shape(whole, layers, chunks)
+    return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
 
 
 def _built(config: Any, source: str, dtype: torch.dtype) -> CausalLM:

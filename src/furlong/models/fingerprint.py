@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from furlong.models.wrappers import COMPILED_CALL
+
 _KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _SWITCHES = ("is_causal", "scale_grad_by_freq")
 """Attributes of modules that a check has judged."""
@@ -18,8 +20,8 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     on which its check depends besides: which modules train.
 
     The first is of the config, every module and its type, its active adapters, what was put into it
-    or into all modules (hooks, another forward), and the shape, dtype and device of every
-    parameter. Comparable within one process.
+    or into all modules (hooks, another forward, a compiled call), and the shape, dtype and device
+    of every parameter. Comparable within one process.
     """
     config: Any = getattr(model, "config", None)
     text = json.dumps(config.to_dict(), default=str, sort_keys=True) if config is not None else ""
@@ -30,6 +32,7 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
             *map(module.__dict__.get, _SWITCHES),
             _adapters(module),
             _put_in(module),
+            id(module.__dict__.get(COMPILED_CALL)),
         )
         for module in model.modules()
     )

@@ -29,6 +29,7 @@ class LayerCache:
         positions = self._bound.positions
         return positions - torch.arange(len(positions), device=positions.device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Keys and values of the call alone: the store has those of others. Latents k and v
         (1, 1, T, W) go to the store from here."""
@@ -92,6 +93,7 @@ def _has_latents(module: nn.Module) -> bool:
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -33,6 +33,7 @@ from furlong.models.attention import CellAttention, KVReady, bound
 from furlong.models.entrance import enter, has_entrance
 from furlong.models.held import Skip, in_place_of, layer_list, returned, uncuttable
 from furlong.models.mixers.probe import Event
+from furlong.models.wrappers import COMPILED_CALL
 from furlong.plan.passes import Pass
 
 
@@ -194,17 +195,18 @@ class Stage:
 def _wrapped(
     layers: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Within it the forward of each layer is what `wrap` makes of it."""
-    own = [layer.__dict__.get("forward") for layer in layers]  # a caller may have set one
+    """Within it the forward of each layer, or its compiled call, is what `wrap` makes of it."""
+    places = [(x, COMPILED_CALL if x.__dict__.get(COMPILED_CALL) else "forward") for x in layers]
+    own = [layer.__dict__.get(name) for layer, name in places]  # a caller may have set one
     try:
-        for layer in layers:
-            layer.__dict__["forward"] = wrap(layer.forward)
+        for layer, name in places:
+            layer.__dict__[name] = wrap(getattr(layer, name))
         yield
     finally:
-        for layer, forward in zip(layers, own, strict=True):
-            layer.__dict__.pop("forward", None)
-            if forward is not None:
-                layer.__dict__["forward"] = forward
+        for (layer, name), before in zip(places, own, strict=True):
+            layer.__dict__.pop(name, None)
+            if before is not None:
+                layer.__dict__[name] = before
 
 
 class _Inject(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,28 +13,34 @@ from transformers import AttentionInterface
 from furlong.models.attention import ATTENTION_NAME, attention
 from furlong.models.layer_cache import layer_caches
 from furlong.models.support import rope_types
+from furlong.models.wrappers import COMPILED_CALL
 
 _PINNED = "pinned"
 
 
 @contextmanager
-def chunked_attention(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
-    """Within it the attention of every layer is ours."""
+def chunked_attention(
+    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Within it the attention of every layer is ours. `compiled`: modules that stay compiled in
+    place."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     with (
-        _attention_implementation(base, ATTENTION_NAME), own_forward(base, max_seq_len),
+        _attention_implementation(base, ATTENTION_NAME), own_forward(base, max_seq_len, compiled),
         layer_caches(base),
     ):  # fmt: skip
         yield
 
 
 @contextmanager
-def own_forward(base: nn.Module, max_seq_len: int | None) -> Iterator[None]:
-    """Within it the model's modules run as they are written, once, and return named outputs; its
-    RoPE is that of the run."""
+def own_forward(
+    base: nn.Module, max_seq_len: int | None, compiled: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Within it the model's modules but those of `compiled` run as they are written, once, and
+    return named outputs; its RoPE is that of the run."""
     with ExitStack() as stack:
         stack.enter_context(_without_gradient_checkpointing(base))
-        stack.enter_context(_without_compiled_calls(base))
+        stack.enter_context(_without_compiled_calls(base, compiled))
         stack.enter_context(_named_outputs(base))
         stack.enter_context(_pinned_longrope(base, max_seq_len))
         yield
@@ -84,15 +90,16 @@ def _without_gradient_checkpointing(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_compiled_calls(base: nn.Module) -> Iterator[None]:
-    """Modules run as they are written: a compiled call was traced with another attention."""
-    calls = [(m, m.__dict__.pop("_compiled_call_impl", None)) for m in base.modules()]
+def _without_compiled_calls(base: nn.Module, compiled: Collection[nn.Module]) -> Iterator[None]:
+    """Modules but those of `compiled` run as they are written."""
+    written = set(base.modules()).difference(compiled)
+    calls = [(module, module.__dict__.pop(COMPILED_CALL, None)) for module in written]
     try:
         yield
     finally:
         for module, call in calls:
             if call is not None:
-                module.__dict__["_compiled_call_impl"] = call
+                module.__dict__[COMPILED_CALL] = call
 
 
 @contextmanager

@@ -36,10 +36,12 @@ _WRAPPERS = {
     "CheckpointWrapper": "torch's checkpoint_wrapper, whose second forward runs in the backward",
     "OptimizedModule": "a compiled layer (torch.compile)",
 }
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `nn.Module.compile` puts the compiled call of a module."""
 _BACKWARD = ("backward_hooks", "backward_pre_hooks")
 _MENDS = {
     "CheckpointWrapper": "leave it out: the plan decides what is recomputed (ChunkOptions.keep)",
-    "OptimizedModule": "compile no layers; a compiled whole model is taken as it is",
+    "OptimizedModule": "compile layers in place: layer.compile()",
 }
 
 
@@ -67,6 +69,11 @@ def bare_model(model: nn.Module) -> nn.Module:
         refuse_adapters(bare)
     refuse_wrappers(bare)
     return bare  # type: ignore[no-any-return]
+
+
+def compiled_in_place(model: nn.Module) -> list[nn.Module]:
+    """The modules on which `nn.Module.compile` was called."""
+    return [module for module in model.modules() if module.__dict__.get(COMPILED_CALL)]
 
 
 def around(model: nn.Module, bare: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan
-from furlong.report.words import PART_WORDS
+from furlong.report.scene import PART_WORDS
 from furlong.units import format_bytes
 
 MARGIN = 0.10

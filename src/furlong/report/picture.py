@@ -13,7 +13,7 @@ from functools import partial
 from math import ceil, log2
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,25 +25,29 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from furlong.report.scene import (
+    DARKEST,
     FAINT,
     GREY,
     HATCHES,
     INK,
+    KIND_WORDS,
     LANE,
     LIMIT,
     LINE,
+    PACKED_COLOURS,
     PART_COLOURS,
+    PART_WORDS,
     Bar,
     Kind,
-    LegendEntry,
     RankScene,
     Scene,
     fill,
+    hue,
     ink_on,
-    legend,
+    is_alone,
     tint,
 )
-from furlong.units import format_bytes
+from furlong.units import format_bytes, format_count, plural
 
 _LEFT, _RIGHT, _RIGHT_OF_MEMORY = 0.95, 0.25, 1.25
 _EDGE, _TITLE, _NOTE, _AXIS, _GAP, _SPACE, _THIN = 0.12, 0.28, 0.18, 0.5, 0.14, 0.04, 0.1
@@ -53,6 +57,12 @@ _DASHES = (0, (5, 3))
 _DPI = 150
 _MOST_LETTERS = 128
 """Letters of a line under a title that the narrowest picture has room for."""
+MOST_SEQUENCES = 8
+"""Cut sequences that a legend names."""
+_MEMORY_WORDS = PART_WORDS | {
+    "in use": "device memory: only predictions know its parts",
+    "host": "host memory",
+}
 
 _Row = tuple[float, Callable[[Axes], None] | None]
 """A height in inches, and the way to draw it; None for what stays empty."""
@@ -241,6 +251,57 @@ def _write(
     their right one: no formula is made of what stands between dollars."""
     axes.annotate(text, (x, 1), (8 * x, -down), xycoords="axes fraction", va="top", fontsize=size,
                   textcoords="offset points", color=colour, parse_math=False, **how)  # fmt: skip
+
+
+class LegendEntry(NamedTuple):
+    """One thing that a picture shows, and its look."""
+
+    text: str
+    colours: tuple[str, ...] = ()
+    """The colours that stand for it, side by side; none where the text stands alone."""
+    kind: Kind | None = None
+    """A kind of action, by whose shade and hatch the colours are changed."""
+    dashed: bool = False
+
+
+def legend(scenes: Sequence[Scene]) -> list[list[LegendEntry]]:
+    """The actions, the chunks and the memory of the scenes of one picture."""
+    ranks = [rank for scene in scenes for rank in scene.ranks]
+    kinds = {bar.kind for rank in ranks for bar in rank.bars if bar.seconds > 0}
+    alone = all(is_alone(scene.panel.plan) for scene in scenes)
+    words = KIND_WORDS | ({"collective": "adding gradients up"} if alone else {})
+    actions = [LegendEntry(words[kind], (GREY,), kind) for kind in words if kind in kinds]
+    parts = {part for rank in ranks for part in (*rank.device.parts, *rank.lower.parts)}
+    memory = [
+        LegendEntry(_MEMORY_WORDS.get(part, part), (colour,))
+        for part, colour in PART_COLOURS.items()
+        if part in parts
+    ]
+    if any(rank.limit_bytes and rank.device.parts for rank in ranks):
+        memory.append(LegendEntry("limit of device memory", (LIMIT,), dashed=True))
+    return [[*actions, LegendEntry("idle", (LANE,))], _chunk_entries(scenes), memory]
+
+
+def _chunk_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
+    seen = {
+        scene.chunks[bar.chunk].sequence
+        for scene in scenes for rank in scene.ranks for bar in rank.on("compute")
+    }  # fmt: skip
+    entries: list[LegendEntry] = []
+    if None in seen:
+        words = "whole sequences (two shades, to tell neighbouring chunks apart)"
+        entries.append(LegendEntry(words, PACKED_COLOURS))
+    cut = scenes[0].cut  # all scenes of a picture agree on it
+    shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in seen]
+    for place, seq_id in shown[:MOST_SEQUENCES]:
+        shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
+        words = f"sequence {seq_id}, {format_count(cut[seq_id])} {plural(cut[seq_id], 'token')}"
+        entries.append(LegendEntry(words, shades))
+    if shown:
+        more = len(shown) - MOST_SEQUENCES
+        again = f"; {more} shorter ones in the same colours again" if more > 0 else ""
+        entries.append(LegendEntry(f"(cut, from dark to light along its chunks{again})"))
+    return entries
 
 
 def _fitting_legend(figure: Figure, entries: Sequence[LegendEntry], width: float) -> Legend:

@@ -19,8 +19,6 @@ from furlong.simulate.clock import simulate
 from furlong.simulate.figures import StepFigures, measure
 from furlong.timeline import Timeline
 
-_WAITS: tuple[Hidden, ...] = ("streams", "all-to-all", "gathers")
-
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
@@ -129,10 +127,22 @@ class PlanReport:
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "memory": [
-                {"rank": rank, "device_bytes": own.device_bytes, "host_bytes": own.host_bytes}
-                | {"disk_bytes": own.disk_bytes, "parts": own.parts}
-                | {"moved": _moved_json(self.traffic[rank])}
-                for rank, own in enumerate(self.memory)
+                {
+                    "rank": rank,
+                    "device_bytes": own.device_bytes,
+                    "host_bytes": own.host_bytes,
+                    "disk_bytes": own.disk_bytes,
+                    "parts": own.parts,
+                    "moved": {
+                        kind: {
+                            "tier": tier_of(traffic.tiers, kind),
+                            "read_bytes": read,
+                            "written_bytes": written,
+                        }
+                        for kind, (read, written) in traffic.by_kind().items()
+                    },
+                }
+                for rank, (own, traffic) in enumerate(zip(self.memory, self.traffic, strict=True))
             ],
             "figures": self.figures.to_json(),
             "runs_here": not self.missing,
@@ -167,8 +177,11 @@ def report_plan(
         plan=plan,
         timeline=timeline,
         figures=figures,
-        breakdown=break_down(plan, model, figures),
-        memory=tuple(_rank_memory(curve) for curve in curves),
+        breakdown=_break_down(plan, model, costs, figures),
+        memory=tuple(
+            RankMemory(curve.peak, *(int(tier.max(initial=0)) for tier in (curve.host, curve.disk)))
+            for curve in curves
+        ),
         traffic=tuple(traffic for _, traffic in walks),
         pool_idle_ratio=_pool_idle_ratio(plan, model),
         update_s=update_s(model, plan),
@@ -179,20 +192,27 @@ def report_plan(
     )
 
 
-def break_down(plan: ChunkPlan, model: CostModel, figures: StepFigures) -> Breakdown:
+def _break_down(
+    plan: ChunkPlan, model: CostModel, costs: PlanCosts, figures: StepFigures
+) -> Breakdown:
     """The shares of a simulated step's time.
 
-    A wait inside computing actions is what they take less when it is free; the waits are freed one
-    after the other, so that each second is counted once.
+    A wait inside computing actions is what they take less when it is free; the waits that the plan
+    may have are freed one after the other, so that each second is counted once.
     """
-    shares = figures.shares()
-    total_s = figures.duration_s * len(figures.ranks) or 1.0
-    inside: dict[Hidden, float] = {}
-    before_s = _computing_s(plan, model.costs(plan, free=_WAITS))
-    for number, wait in enumerate(_WAITS, start=1):
-        after_s = _computing_s(plan, model.costs(plan, free=_WAITS[number:]))
-        inside[wait] = (after_s - before_s) / total_s
-        before_s = after_s
+    shares, total_s = figures.shares(), figures.duration_s * len(figures.ranks) or 1.0
+    may_be: dict[Hidden, bool] = {
+        "gathers": plan.regathers or model.training.zero_stage == 3,
+        "all-to-all": plan.sp_size > 1,
+        "streams": plan.tiers.kv != "device",
+    }
+    inside = dict.fromkeys(may_be, 0.0)
+    free: list[Hidden] = []
+    with_s = _computing_s(plan, costs)
+    for wait in (wait for wait, may in may_be.items() if may):
+        free.append(wait)
+        without_s = _computing_s(plan, model.costs(plan, free=free))
+        inside[wait], with_s = (with_s - without_s) / total_s, without_s
     return Breakdown(
         compute=1 - figures.idle_ratio - sum(inside.values()) if figures.ranks else 0.0,
         all_to_all=inside["all-to-all"],
@@ -226,7 +246,7 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
     if plan.sp_size == 1:
         return 0.0
     gathers: Hidden = "gathers"
-    costs = model.costs(plan, free=(gathers,))
+    costs = model.costs(plan, free=[gathers])
     table = chunk_table(plan.chunks, model.shape, plan.sp_size, model.hardware.tile_tokens)
     times: dict[tuple[PassPart, int], Array] = defaultdict(lambda: np.zeros(len(plan.chunks)))
     for action, _ in _computing(plan):
@@ -238,18 +258,6 @@ def _pool_idle_ratio(plan: ChunkPlan, model: CostModel) -> float:
         busy_s += float(seconds.mean(axis=0) @ counts)
         pool_s += float(seconds.max(axis=0) @ counts)
     return max(0.0, 1 - busy_s / pool_s) if pool_s else 0.0  # a mean of equals may round up
-
-
-def _moved_json(traffic: PlanTraffic) -> dict[str, dict[str, Any]]:
-    return {
-        kind: {"tier": tier_of(traffic.tiers, kind), "read_bytes": read, "written_bytes": written}
-        for kind, (read, written) in traffic.by_kind().items()
-    }
-
-
-def _rank_memory(curve: MemoryCurve) -> RankMemory:
-    lower = (int(tier.max(initial=0)) for tier in (curve.host, curve.disk))
-    return RankMemory(curve.peak, *lower)
 
 
 def _computing_s(plan: ChunkPlan, costs: PlanCosts) -> float:

@@ -1,28 +1,17 @@
-"""The ranks that a table or a picture shows where there are too many of them.
+"""Timelines made ready to be drawn or traced: bars, memory over time, colours, words.
 
-Colours of pictures: a hue for every cut sequence, a tone for every chunk of whole sequences that
-differs from its neighbours', a shade for every kind of action, a fill for every part of memory.
-
-The colours of a group differ for the colour-blind too, at full strength and half as strong: the
-tests simulate how they see them.
-
-A rank's memory over a step, by its parts, as steps in time.
-
-Timelines made ready to be drawn, as PNG and as a page alike.
-
-Every action becomes a bar on a track of its rank, with the colour of its chunk; every rank has its
-memory over time; and the scene has the words around them.
-
-The entries of a legend, for both ways of drawing one.
+Every action becomes a bar on a track of its rank, with the colour of its chunk: a hue for every cut
+sequence, a tone for every chunk of whole sequences that differs from its neighbours'. The shade
+tells the kind of action. The colours of a group differ for the colour-blind too.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -42,17 +31,67 @@ from furlong.plan.plan import (
     Reduce,
     Reshard,
 )
-from furlong.report.words import (
-    PART_WORDS,
-    batch_words,
-    is_alone,
-    lower_words,
-    share_words,
-    title_words,
-)
-from furlong.simulate.figures import measure
+from furlong.simulate.figures import StepFigures, measure
 from furlong.timeline import Record, Timeline
-from furlong.units import count_words, format_count, plural
+from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
+
+SHARE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recompute",
+    "copies": "waiting for copies",
+    "messages": "waiting for messages",
+    "collectives": "waiting for collectives",
+    "waiting": "idle",
+}
+"""Words for the names of StepFigures.shares()."""
+ALONE_WORDS = SHARE_WORDS | {"collectives": "adding gradients up"}
+"""Words for the same on one device."""
+PART_WORDS = {"kv": "K,V", "kv_gradients": "dK,dV"}
+"""The parts of memory that are not called what they are in code."""
+
+
+def is_alone(plan: ChunkPlan) -> bool:
+    """Whether a plan is of one device."""
+    return len(plan.actions) * plan.sp_size == 1
+
+
+def format_time(value: float, unit: str) -> str:
+    """A time of a timeline in its unit."""
+    if unit == "s":
+        return format_seconds(value)
+    return f"{value:,.0f} {unit}" if value >= 10_000 else f"{value:.4g} {unit}"
+
+
+def share_words(figures: StepFigures, *, alone: bool) -> str:
+    """The shares of the ranks' time, in words."""
+    words, shares = ALONE_WORDS if alone else SHARE_WORDS, figures.shares()
+    return "   ·   ".join(f"{words[n]} {share:.1%}" for n, share in shares.items() if share >= 5e-4)
+
+
+def title_words(panel: Panel, figures: StepFigures) -> str:
+    """The name of a plan, its bubble ratio, time and peak memory. One device waits for no other."""
+    peak = max(figures.peak_device_bytes, default=0)
+    parts = (
+        panel.title,
+        "" if is_alone(panel.plan) else f"bubble {figures.bubble_ratio:.1%}",
+        f"step {format_time(figures.duration_s, panel.time_unit)}",
+        f"peak {format_bytes(peak)}" if peak else "",
+    )
+    return "   ·   ".join(filter(None, parts))
+
+
+def batch_words(plan: ChunkPlan) -> str:
+    """The size of a plan's batch and of its grid."""
+    dummies, num_tokens = sum(chunk.is_dummy for chunk in plan.chunks), sum(plan.seq_lens)
+    more = f" and {count_words(dummies, 'dummy chunk')}" if dummies else ""
+    ranks = "" if is_alone(plan) else f", {count_words(len(plan.actions), 'rank')}"
+    return (
+        f"{count_words(len(plan.seq_lens), 'sequence')},"
+        f" {format_count(num_tokens)} {plural(num_tokens, 'token')},"
+        f" {count_words(len(plan.chunks) - dummies, 'chunk')}{more},"
+        f" {count_words(len(plan.stages), 'stage')}{ranks}"
+    )
 
 
 def choose_ranks(
@@ -64,24 +103,21 @@ def choose_ranks(
     num_ranks = len(plan.actions)
     if num_ranks <= most:
         return tuple(range(num_ranks)), ""
-    per_replica = ranks_per_replica(plan)
-    num_replicas = num_ranks // per_replica
-    ends = [0.0] * num_replicas
+    size = ranks_per_replica(plan)
+    ends = [0.0] * (num_ranks // size)
     for record in timeline.records:
         if record.lane == "compute":
-            replica = record.rank // per_replica
+            replica = record.rank // size
             ends[replica] = max(ends[replica], record.stop_s)
-    slowest = sorted(range(num_replicas), key=lambda replica: -ends[replica])
-    chosen = slowest[: max(1, most // per_replica)]
-    shown = tuple(
-        rank
-        for replica in sorted(chosen)
-        for rank in _spread(range(replica * per_replica, (replica + 1) * per_replica), most)
-    )
+    slowest = sorted(range(len(ends)), key=lambda replica: -ends[replica])
+    chosen = slowest[: max(1, most // size)]
+    gap = max(1.0, (size - 1) / max(most - 1, 1))
+    own = [round(i * gap) for i in range(min(size, most))]
+    shown = tuple(replica * size + rank for replica in sorted(chosen) for rank in own)
     words = f"shown: {len(shown)} of {num_ranks} ranks"
-    if num_replicas > 1:
-        alone = f"replica {chosen[0]}, which of {num_replicas} ends last"
-        several = f"the {len(chosen)} replicas of {num_replicas} that end last"
+    if len(ends) > 1:
+        alone = f"replica {chosen[0]}, which of {len(ends)} ends last"
+        several = f"the {len(chosen)} replicas of {len(ends)} that end last"
         words += f", of {alone if len(chosen) == 1 else several}"
     return shown, words
 
@@ -99,14 +135,6 @@ def held_stages(plan: ChunkPlan) -> list[tuple[int, ...]]:
         tuple(sorted({action.stage for action in actions if isinstance(action, Forward)}))
         for actions in plan.actions
     ]
-
-
-def _spread(ranks: range, most: int) -> tuple[int, ...]:
-    """At most `most` of the ranks, the first and the last among them."""
-    if len(ranks) <= most:
-        return tuple(ranks)
-    gap = (len(ranks) - 1) / max(most - 1, 1)
-    return tuple(ranks[round(i * gap)] for i in range(most))
 
 
 Kind = Literal[
@@ -183,17 +211,15 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLook:
-    """The colour of a chunk and its reason."""
+class ChunkLook(NamedTuple):
+    """The colour of a chunk, and the sequence that is cut, in this plan or in another of the
+    picture, and that it holds a piece of; None where there is none."""
 
     colour: str
     sequence: int | None
-    """The sequence that is cut, in this plan or in another of the picture, and that the chunk holds
-    a piece of; None where there is none."""
 
 
-def cut_sequences(plans: Iterable[ChunkPlan]) -> dict[int, int]:
+def _cut_sequences(plans: Iterable[ChunkPlan]) -> dict[int, int]:
     """The tokens of each sequence that some plan cuts, the longest first."""
     tokens: dict[int, int] = {}
     for plan in plans:
@@ -204,16 +230,15 @@ def cut_sequences(plans: Iterable[ChunkPlan]) -> dict[int, int]:
 
 
 def hue(place: int) -> str:
-    """The colour of the cut sequence at a place of `cut_sequences`."""
+    """The colour of the cut sequence at a place of `Scene.cut`."""
     return SEQUENCE_COLOURS[place % len(SEQUENCE_COLOURS)]
 
 
-def colour_chunks(
+def _colour_chunks(
     plan: ChunkPlan, timeline: Timeline, cut: Mapping[int, int]
 ) -> tuple[ChunkLook, ...]:
-    """The look of each chunk, where `cut` are the cut sequences of all plans of a picture."""
     hues = {seq_id: hue(place) for place, seq_id in enumerate(cut)}
-    tones = _tones(_runs(timeline))
+    tones = _tones(timeline)
     looks: list[ChunkLook] = []
     for chunk, links in enumerate(plan.links):
         slices = plan.chunks[chunk].slices
@@ -237,25 +262,21 @@ def _done(plan: ChunkPlan, seq_id: int, position: int) -> float:
     return len(tree.path(position)) / max(len(tree.path(n)) for n in range(len(tree.parents)))
 
 
-def _runs(timeline: Timeline) -> list[list[int]]:
-    """For each rank and kind of cell, the chunks in the order in which they run."""
+def _tones(timeline: Timeline) -> dict[int, int]:
+    """A tone for each chunk, in turn, unless a neighbour has it already in the order in which a
+    rank runs cells of one kind."""
     runs: dict[tuple[int, type], list[int]] = defaultdict(list)
     for record in sorted(timeline.records, key=lambda record: record.start_s):
         action = record.action
         if record.lane == "compute" and isinstance(action, COMPUTING):
             runs[record.rank, type(action)].append(action.chunk)
-    return list(runs.values())
-
-
-def _tones(runs: Sequence[Sequence[int]]) -> dict[int, int]:
-    """A tone for each chunk, in turn, unless a neighbour in some run has it already."""
     near: dict[int, set[int]] = defaultdict(set)
-    for run in runs:
+    for run in runs.values():
         for one, other in pairwise(run):
             near[one].add(other)
             near[other].add(one)
     tones: dict[int, int] = {}
-    for chunk in dict.fromkeys(chunk for run in runs for chunk in run):
+    for chunk in dict.fromkeys(chunk for run in runs.values() for chunk in run):
         taken = Counter(tones[other] for other in near[chunk] - {chunk} if other in tones)
         in_turn = [(len(tones) + i) % len(PACKED_COLOURS) for i in range(len(PACKED_COLOURS))]
         tones[chunk] = min(in_turn, key=taken.__getitem__)
@@ -434,7 +455,7 @@ class Scene:
 
 def make_scenes(panels: Sequence[Panel]) -> list[Scene]:
     """The scenes of one picture, which agree on the colours of the sequences that are cut."""
-    cut = cut_sequences(panel.plan for panel in panels)
+    cut = _cut_sequences(panel.plan for panel in panels)
     return [_make_scene(panel, cut) for panel in panels]
 
 
@@ -449,11 +470,11 @@ def _make_scene(panel: Panel, cut: dict[int, int]) -> Scene:
     several = "a rank's memory is that of the device that needs most" if plan.sp_size > 1 else ""
     return Scene(
         panel=panel,
-        title=title_words(panel.title, figures, panel.time_unit, alone=is_alone(plan)),
+        title=title_words(panel, figures),
         lines=tuple(filter(None, (panel.note, batch_words(plan), shares, several))),
         duration=figures.duration_s,
         ranks=ranks,
-        chunks=colour_chunks(plan, panel.timeline, cut),
+        chunks=_colour_chunks(plan, panel.timeline, cut),
         cut=cut,
     )
 
@@ -469,7 +490,8 @@ def _rank(panel: Panel, rank: int, records: Sequence[Record]) -> RankScene:
         names.append(count_words(plan.sp_size, "device"))
     curve = panel.memory[rank] if panel.memory else None
     actions = plan.actions[rank] if rank < len(plan.actions) else ()
-    device, lower = memory_steps(records, actions, lower_words(plan.tiers), curve)
+    tiers = [tier for tier in ("host", "disk") if tier in asdict(plan.tiers).values()]
+    device, lower = memory_steps(records, actions, " and ".join(tiers) or "host", curve)
     instant = {
         (r.action.chunk, r.action.stage)
         for r in records
@@ -503,77 +525,3 @@ def _bar(record: Record, late: Collection[tuple[int, int]], *, with_stage: bool)
         kind, letter = _CELLS[Forward]
     label = f"{letter}{chunk}" + (f".{action.stage}" if with_stage else "")
     return Bar("compute", kind, chunk, label, record)
-
-
-MOST_SEQUENCES = 8
-MEMORY_WORDS = PART_WORDS | {
-    "in use": "device memory: only predictions know its parts",
-    "host": "host memory",
-    "disk": "disk",
-}
-"""The parts of memory that are not called what they are in code."""
-
-
-@dataclass(frozen=True, slots=True)
-class LegendEntry:
-    """One thing that a picture shows, and its look."""
-
-    text: str
-    colours: tuple[str, ...] = ()
-    """The colours that stand for it, side by side; none where the text stands alone."""
-    kind: Kind | None = None
-    """A kind of action, by whose shade and hatch the colours are changed."""
-    dashed: bool = False
-    chunks: tuple[int, ...] = ()
-    """The chunks that have these colours, where there is one scene."""
-
-
-def legend(scenes: Sequence[Scene]) -> list[list[LegendEntry]]:
-    """The actions, the chunks and the memory of the scenes of one picture."""
-    bars = (bar for scene in scenes for rank in scene.ranks for bar in rank.bars)
-    kinds = {bar.kind for bar in bars if bar.seconds > 0}
-    actions = [
-        LegendEntry(words, (GREY,), kind) for kind, words in KIND_WORDS.items() if kind in kinds
-    ]
-    if all(is_alone(scene.panel.plan) for scene in scenes):
-        actions = [replace(one, text="adding gradients up") if one.kind == "collective" else one
-                   for one in actions]  # fmt: skip
-    return [
-        [*actions, LegendEntry("idle", (LANE,))],
-        _chunk_entries(scenes),
-        _memory_entries(scenes),
-    ]
-
-
-def _chunk_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
-    chunks_of: dict[int | None, list[int]] = {}
-    for scene in scenes:
-        for chunk in sorted({bar.chunk for rank in scene.ranks for bar in rank.on("compute")}):
-            chunks_of.setdefault(scene.chunks[chunk].sequence, []).append(chunk)
-    entries: list[LegendEntry] = []
-    if None in chunks_of:
-        words = "whole sequences (two shades, to tell neighbouring chunks apart)"
-        entries.append(LegendEntry(words, PACKED_COLOURS, chunks=tuple(chunks_of[None])))
-    cut = scenes[0].cut  # all scenes of a picture agree on it
-    shown = [(place, seq_id) for place, seq_id in enumerate(cut) if seq_id in chunks_of]
-    for place, seq_id in shown[:MOST_SEQUENCES]:
-        shades = tuple(tint(hue(place), -DARKEST * left) for left in (1, 0.5, 0))
-        words = f"sequence {seq_id}, {format_count(cut[seq_id])} {plural(cut[seq_id], 'token')}"
-        entries.append(LegendEntry(words, shades, chunks=tuple(chunks_of[seq_id])))
-    if shown:
-        more = len(shown) - MOST_SEQUENCES
-        again = f"; {more} shorter ones in the same colours again" if more > 0 else ""
-        entries.append(LegendEntry(f"(cut, from dark to light along its chunks{again})"))
-    return entries
-
-
-def _memory_entries(scenes: Sequence[Scene]) -> list[LegendEntry]:
-    ranks = [rank for scene in scenes for rank in scene.ranks]
-    parts = {part for rank in ranks for part in (*rank.device.parts, *rank.lower.parts)}
-    entries = [
-        LegendEntry(MEMORY_WORDS.get(part, part), (colour,))
-        for part, colour in PART_COLOURS.items() if part in parts
-    ]  # fmt: skip
-    if any(rank.limit_bytes and rank.device.parts for rank in ranks):
-        entries.append(LegendEntry("limit of device memory", (LIMIT,), dashed=True))
-    return entries

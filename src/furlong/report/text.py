@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,17 +17,35 @@ from furlong.plan.passes import computed_late, passes
 from furlong.plan.plan import ChunkPlan, Forward, Keep, Recompute
 from furlong.plan.text import tiers_in_words
 from furlong.report.report import PlanReport, processes_without_tokens
-from furlong.report.scene import choose_ranks, held_stages
-from furlong.report.words import (
-    BREAKDOWN_WORDS,
-    MOVED_WORDS,
+from furlong.report.scene import (
+    ALONE_WORDS,
     PART_WORDS,
-    align,
+    SHARE_WORDS,
+    choose_ranks,
+    format_time,
+    held_stages,
     is_alone,
     share_words,
 )
+from furlong.simulate.figures import StepFigures
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
+BREAKDOWN_WORDS = {
+    "compute": "compute",
+    "all_to_all": "all-to-all",
+    "collectives": "collectives",
+    "copies": "copies",
+    "idle_and_p2p": "idle and P2P",
+}
+"""Words for the fields of a plan report's Breakdown."""
+MOVED_WORDS = {
+    "kv": "K,V",
+    "kv_gradients": "dK,dV",
+    "inputs": "stage inputs",
+    "attention": "attention outputs",
+    "graphs": "graphs",
+}
+"""Words for the kinds of memory that may live in another tier."""
 _MAX_RANKS = 16
 _INDENT = 11
 _KEPT_WORDS: dict[Keep, str] = {
@@ -280,6 +298,44 @@ def _forwards(plan: ChunkPlan) -> list[Forward]:
 
 def _num_devices(plan: ChunkPlan) -> int:
     return len(plan.actions) * plan.sp_size
+
+
+def format_figures(figures: StepFigures, time_unit: str = "s", *, alone: bool = False) -> str:
+    """The step's time, its bubble ratio, and what each rank's time goes into.
+
+    `time_unit`: "s", or another word where the costs had no hardware.
+    """
+    columns: dict[str, list[str]] = (
+        {} if alone else {"rank": list(map(str, range(len(figures.ranks))))}
+    )
+    for name, word in (ALONE_WORDS if alone else SHARE_WORDS).items():
+        seconds = [getattr(rank, f"{name}_s") for rank in figures.ranks]
+        if any(s > 0 for s in seconds):
+            columns[word] = [format_time(s, time_unit) for s in seconds]
+    for word, peaks in (
+        ("device peak", figures.peak_device_bytes), ("host and disk peak", figures.peak_host_bytes),
+    ):  # fmt: skip
+        if any(peaks):
+            columns[word] = list(map(format_bytes, peaks))
+    lines = [
+        f"step {format_time(figures.duration_s, time_unit)}, bubble {figures.bubble_ratio:.2%} "
+        "(time without a first forward or a backward)",
+        share_words(figures, alone=alone),
+    ]
+    return "\n".join([*lines, *align([list(columns), *zip(*columns.values(), strict=True)])])
+
+
+def align(rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> list[str]:
+    """Lines of equal columns, two spaces apart; those whose heads are in `left` begin at the
+    left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for head, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 _FAR = 10

@@ -21,7 +21,12 @@ from furlong.models.causal_lm import CausalLM
 from furlong.models.fingerprint import fingerprint
 from furlong.models.held import Skip
 from furlong.models.support import other_dropouts, refuse_attention_dropout
-from furlong.models.wrappers import bare_model, refuse_backward_hooks, refuse_placement
+from furlong.models.wrappers import (
+    bare_model,
+    compiled_in_place,
+    refuse_backward_hooks,
+    refuse_placement,
+)
 from furlong.plan.plan import Chunk, ChunkPlan
 from furlong.plan.rows import ChunkRows
 from furlong.runtime.cells.layout import rows_on
@@ -53,6 +58,11 @@ _KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 _HELD_ELSEWHERE = (
     "the weights are divided among the processes now, but something still holds them whole: an "
     "optimizer that was made before the engine trains nothing. Make the engine first"
+)
+
+_AS_WRITTEN = (
+    "what torch.compile made of the whole model, or of layers with states, is not run: chunks go "
+    "through single layers, which run compiled where layer.compile() was called on them"
 )
 
 
@@ -133,7 +143,11 @@ class FollowedModel:
                 self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head
             )
             if self.ranks is not None:
+                _refuse_compiled(self.model)
                 require_stages(self.ranks.pp, self.model.num_layers)
+            in_place = len(compiled_in_place(base))
+            if hasattr(self.given, "_orig_mod") or in_place > len(self.model.compiled):
+                self.note(_AS_WRITTEN)
             self.kept.open_pools(self.model.device, self.storage)
         elif base.training:
             refuse_attention_dropout(base)
@@ -334,6 +348,17 @@ def _draws(model: nn.Module, kept: Kept) -> bool:
 
 def _configs(model: nn.Module) -> set[int]:
     return {id(module.config) for module in model.modules() if hasattr(module, "config")}
+
+
+def _refuse_compiled(model: CausalLM) -> None:
+    """Raise UnsupportedModelError for compiled layers on several processes."""
+    if model.compiled:
+        raise UnsupportedModelError(
+            given=f"{model.name} with layers that are compiled in place, on several processes",
+            required="layers that run as they are written, whose weights processes gather",
+            source="layer.compile(), or model.compile of a run",
+            change="leave it out, or train in one process",
+        )
 
 
 def _require_layers(model: CausalLM) -> None:

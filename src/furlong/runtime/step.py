@@ -8,7 +8,10 @@ from typing import Unpack
 
 import torch.distributed as dist
 
-from furlong.errors import PlanError
+from furlong.cost.memory import PlanMemory
+from furlong.cost.training import Training
+from furlong.errors import PlanError, UserError
+from furlong.models.describe import describe
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.plan import ChunkPlan
 from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
@@ -59,6 +62,7 @@ def take_step(
         def make() -> Executor:
             if len(plan.stages) > 1:
                 followed.require_checked(plan.stages)
+            _take_pinned(followed, plan)
             pools.reset_peaks()
             for context in _surroundings(followed, plan):
                 stack.enter_context(context)
@@ -86,6 +90,26 @@ def take_step(
         host_bytes=pools.peak_bytes("host"), disk_bytes=pools.peak_bytes("disk"),
         has_drawn=executor.has_drawn,
     )  # fmt: skip
+
+
+def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
+    """Take the pinned memory that a plan needs before its first action: seconds for each 10 GB,
+    once. A plan whose sequences are no longer than those before finds it there; what cannot be
+    predicted is taken as the step goes on."""
+    model, pools, longest = followed.model, followed.kept.opened, max(plan.seq_lens, default=0)
+    lower = {plan.tiers.kv, plan.tiers.inputs, plan.tiers.attention, plan.tiers.graphs}
+    if model.device.type != "cuda" or "host" not in lower or longest <= pools.reserved_tokens:
+        return
+    try:
+        shape = describe(model.config)
+    except UserError:
+        return
+    dtype = followed.compute_dtype or next(model.model.parameters()).dtype
+    memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)
+    num_bytes = int(memory.curve(plan, followed.rank).host.max())
+    limit_bytes = pools.storage.host_bytes
+    pools.host.reserve(num_bytes if limit_bytes is None else min(num_bytes, limit_bytes))
+    pools.reserved_tokens = longest
 
 
 def _surroundings(

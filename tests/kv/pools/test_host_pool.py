@@ -29,6 +29,26 @@ def test_a_large_tensor_gets_a_slab_with_little_waste():
     assert 1.2 * 14 * size > 2 * 2**28
 
 
+def test_what_is_reserved_is_taken_once_and_suffices(monkeypatch):
+    """59 MB records, 41 GiB of them, as 7B has of 128K tokens."""
+    pinned = []
+
+    def pin(num_bytes):
+        pinned.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    monkeypatch.setattr("furlong.kv.pools.host.pinned_memory", pin)
+    places, record = _HostPlaces(torch.device("cuda")), 58_720_256 + 917_504
+    total = 41 * 2**30 // record * record
+    for _ in range(2):
+        places.reserve(total + total // 32)
+    assert total < sum(pinned) < 1.04 * total and max(pinned) == 2**32
+    slabs = len(pinned)
+    for _ in range(total // record):
+        places.take(record)
+    assert len(pinned) == slabs == len(places.slabs)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory exists here")
 def test_refused_pinned_memory_is_told_once_and_done_without(caplog):
     places = _HostPlaces(torch.device("cuda"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.cli.flag_types import refusal
-from furlong.cli.planning.subject import PlanSubject
+from furlong.cli.planning.question import PlanSubject
 from furlong.cost.inputs import look_up
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
@@ -18,14 +18,20 @@ from furlong.planners.budget import MARGIN
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
-from furlong.planners.search.build import build
-from furlong.planners.search.catalogue import ABLATIONS, PUBLISHED, Method, combined
-from furlong.planners.search.dials import Dials
-from furlong.planners.search.pools import pool_dials
-from furlong.planners.search.problem import Found, NothingOfferedError, Problem, Refusal, TriedDials
-from furlong.planners.search.replicas import Outcome, ReplicaPlans
-from furlong.planners.search.room import rooms_of
-from furlong.planners.search.search import search
+from furlong.planners.published.build import build
+from furlong.planners.published.catalogue import ABLATIONS, PUBLISHED, Method, combined
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.pools import pool_dials
+from furlong.planners.published.problem import (
+    Found,
+    NothingOfferedError,
+    Problem,
+    Refusal,
+    TriedDials,
+)
+from furlong.planners.published.replicas import Outcome, ReplicaPlans
+from furlong.planners.published.room import rooms_of
+from furlong.planners.published.search import search
 from furlong.report.patience import Tell
 from furlong.units import count_words
 

@@ -18,6 +18,8 @@ from furlong.units import format_bytes
 
 _ALIGNMENT_BYTES = 64
 _MIN_SLAB_BYTES = 2**26
+_MAX_RESERVED_BYTES = 2**32
+"""A slab that is taken beforehand has at most so many: pages may run out."""
 _RECORDS_PER_SLAB = 4
 
 
@@ -41,6 +43,14 @@ class HostPool(StagedPool):
             _HostPlaces(device), device, partial(_stream, device) if cuda else ThreadLane,
             budget=budget, staging_bytes=staging_bytes, poison=poison,
         )  # fmt: skip
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take memory for so many bytes in all, where it has to be pinned; elsewhere it costs
+        nothing until it is used."""
+        places = self._places
+        assert isinstance(places, _HostPlaces)
+        if places.device.type == "cuda":
+            places.reserve(num_bytes + num_bytes // 32)  # what is left at the ends of slabs
 
 
 def _stream(device: torch.device, _: str) -> Lane:
@@ -79,6 +89,14 @@ class _HostPlaces:
         start = extents.take(size)
         assert start is not None
         return self._place(len(self.slabs) - 1, start, num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        missing = num_bytes - sum(memory.numel() for memory, _ in self.slabs)
+        while missing > 0 and not self.refused:
+            power = 1 << max(_MIN_SLAB_BYTES, missing).bit_length() - 1
+            memory = self._allocate(min(power, _MAX_RESERVED_BYTES))
+            self.slabs.append((memory, Extents(memory.numel())))
+            missing -= memory.numel()
 
     def give(self, place: _Place) -> None:
         self.slabs[place.slab][1].give(place.start, _aligned(place.memory.numel()))

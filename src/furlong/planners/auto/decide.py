@@ -24,12 +24,13 @@ from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
 from furlong.planners.auto.candidates import Space
 from furlong.planners.auto.layouts import SearchedLayouts, search_layouts, space_of
-from furlong.planners.auto.search import Budgets, Searched, search_device
+from furlong.planners.auto.search import Searched, search_device
 from furlong.planners.auto.steps import whole_model
 from furlong.planners.auto.words import layouts_in_words, no_layout_fits, nothing_fits, why
 from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.predict import Prediction, predict_step
+from furlong.planners.question import Limits
 from furlong.planners.spaco import Sampling
 from furlong.units import format_bytes
 
@@ -125,7 +126,7 @@ def decide(
     if longest > _MAX_CHUNKS * given.get("size", inf):
         words = f"more than {_MAX_CHUNKS:,} chunks are not searched: by the fixed rule"
         return _unsearched(fixed_options(longest, given), words, space_of(space, layouts[0]))
-    budgets = Budgets(budget_bytes, host_bytes, disk_bytes, margin)
+    budgets = Limits(budget_bytes, host_bytes, disk_bytes, margin)
     if tuple(layouts) == (ONE_DEVICE,):
         searched = search_device(space, budgets)
         if searched.tried:

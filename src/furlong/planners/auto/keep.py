@@ -13,16 +13,16 @@ from dataclasses import replace
 from furlong.cost.memory import PARTS, PlanMemory
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.auto.candidates import KEEPS
-from furlong.planners.auto.search import Budgets
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import Needs
+from furlong.planners.question import Limits
 
 _STATE = ("weights", "gradients", "optimizer")
 
 
 def with_keep(
-    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Budgets
+    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits
 ) -> ChunkOptions:
     """The options with a keep in the place of auto: the first of `KEEPS` whose plan the budgets
     hold beside weights, gradients and optimizer; where none does the last one, which needs least.

@@ -17,11 +17,12 @@ from math import inf
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Layout, Order
 from furlong.planners.auto.candidates import Space
-from furlong.planners.auto.search import SLACK, Budgets, Searched, Tried, search_device
+from furlong.planners.auto.search import SLACK, Searched, Tried, search_device
 from furlong.planners.auto.steps import Dealt, deal_steps, mean_step_s
 from furlong.planners.layouts import cut_layers
 from furlong.planners.options import ChunkOptions
-from furlong.planners.search.bounds import least_s
+from furlong.planners.published.bounds import least_s
+from furlong.planners.question import Limits
 
 _MOST_WALKS = 4
 """Orders and heights of stages of which the replicas of a layout are joined and timed."""
@@ -83,7 +84,7 @@ class SearchedLayouts:
     too_large: tuple[TooLarge, ...]
     slower: tuple[Slower, ...]
 
-    budgets: Budgets
+    budgets: Limits
 
     @property
     def best(self) -> FittingLayout:
@@ -97,11 +98,11 @@ class SearchedLayouts:
     def lacking_bytes(self, layout: TooLarge) -> int:
         """Bytes that its nearest plan lacks, or its state alone."""
         if layout.nearest is not None:
-            return self.budgets.lacks(layout.nearest.needs)
+            return self.budgets.lacking(layout.nearest.needs)
         return layout.state_bytes - self.budgets.limit_bytes
 
 
-def search_layouts(space: Space, found: Sequence[Layout], budgets: Budgets) -> SearchedLayouts:
+def search_layouts(space: Space, found: Sequence[Layout], budgets: Limits) -> SearchedLayouts:
     """The layouts with their best dials; of those alike in time the one with fewest stages, then
     with the smallest pools, comes first. `space` says all but layout and stages."""
     bounded: list[tuple[float, int, Space, Dealt]] = []

@@ -14,11 +14,12 @@ from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan, Keep, Tiers
 from furlong.planners.auto.candidates import KEEPS, Space, sizes
 from furlong.planners.auto.decide import Decision
-from furlong.planners.auto.search import SLACK, Budgets
+from furlong.planners.auto.search import SLACK
 from furlong.planners.auto.words import dials_in_words, needs_in_words
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import Needs, needs_of, step_s
+from furlong.planners.question import Limits
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def decide_pairs(
     pairs: Sequence[Pair],
     *,
     model: CostModel,
-    budgets: Budgets,
+    budgets: Limits,
     budget_words: str,
     dials: Mapping[str, Any] | None = None,
 ) -> Decision | None:
@@ -82,7 +83,7 @@ def check_dials(chunks: ChunksConfig) -> None:
             )
 
 
-def _candidates(space: Space, budgets: Budgets) -> Iterator[ChunkOptions]:
+def _candidates(space: Space, budgets: Limits) -> Iterator[ChunkOptions]:
     """Keeps and chunk sizes; tiers on the device, then what is read least often lower first."""
     given = space.given
     keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else KEEPS

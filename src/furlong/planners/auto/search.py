@@ -1,6 +1,6 @@
 """The search of `auto` on one device: over orders, stage heights, chunk sizes, keeps and tiers.
 
-    found = search_device(Space(model, ...), Budgets(24 * 2**30, disk_bytes=10**12))
+    found = search_device(Space(model, ...), Limits(24 * 2**30, disk_bytes=10**12))
     found.best.options, found.best.step_s, found.best.needs
 
 Every candidate has closed forms (`auto.estimate`): those whose least bytes exceed a budget are left
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from furlong.cost.memory import MemoryCurve
-from furlong.plan.plan import Chunk, Tier, Tiers
+from furlong.plan.plan import Chunk, Tiers
 from furlong.planners.auto.byte_bound import ByteBound, Share
 from furlong.planners.auto.candidates import Space, options_of, sizes
 from furlong.planners.auto.estimate import TimeEstimate
@@ -31,10 +31,10 @@ from furlong.planners.auto.steps import (
     one_list,
     plan_of,
 )
-from furlong.planners.budget import MARGIN
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import stages_of
 from furlong.planners.predict import Needs, needs_of
+from furlong.planners.question import Limits
 
 SLACK = 0.02
 """Plans whose times differ by less are alike: no prediction is better."""
@@ -43,41 +43,6 @@ _NEAR = 0.005
 _MAX_ACTIONS = 16_000
 """Actions that are walked and simulated in all once a plan fits, twice as many while none does:
 then the search ends."""
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Bytes that a step may use in each tier; 0: the tier is not there; None: no limit."""
-
-    device_bytes: int
-    host_bytes: int | None = 0
-    disk_bytes: int | None = 0
-    margin: float = MARGIN
-
-    @property
-    def limit_bytes(self) -> int:
-        """Budget of the device, without the margin."""
-        return int(self.device_bytes * (1 - self.margin))
-
-    @property
-    def lower_tiers(self) -> tuple[Tier, ...]:
-        """The tiers that are there, besides the device."""
-        tiers: tuple[Tier, ...] = ("host", "disk")
-        budgets = self.host_bytes, self.disk_bytes
-        return tuple(tier for tier, budget in zip(tiers, budgets, strict=True) if budget != 0)
-
-    def hold(self, needs: Needs) -> bool:
-        """Whether each tier has room for what is needed of it."""
-        return not self.lacks(needs)
-
-    def lacks(self, needs: Needs) -> int:
-        """Bytes that do not fit, of all tiers together."""
-        limits = self.limit_bytes, self.host_bytes, self.disk_bytes
-        return sum(
-            max(0, used - limit)
-            for used, limit in zip(needs, limits, strict=True)
-            if limit is not None
-        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +77,7 @@ class Searched:
         return self.tried[0]
 
 
-def search_device(space: Space, budgets: Budgets) -> Searched:
+def search_device(space: Space, budgets: Limits) -> Searched:
     """The fastest plan that fits; of those alike the one that needs least memory on the device.
     Where none fits, not with four times as many chunks and cells either, nothing is in `tried`."""
     started_s = time.monotonic()
@@ -126,7 +91,7 @@ def search_device(space: Space, budgets: Budgets) -> Searched:
 
 
 class _Search:
-    def __init__(self, space: Space, budgets: Budgets) -> None:
+    def __init__(self, space: Space, budgets: Limits) -> None:
         self._space, self._budgets = space, budgets
         self._dealt = deal_steps(space)
         self._groups: dict[int, list[list[list[Chunk]]]] = {}
@@ -148,7 +113,7 @@ class _Search:
     def found(self, started_s: float) -> Searched:
         num_tried = len(self._fitting) + len(self._refused)
         tried, alike = self._ranked()
-        refused = sorted(self._refused, key=lambda t: self._budgets.lacks(t.needs))
+        refused = sorted(self._refused, key=lambda t: self._budgets.lacking(t.needs))
         return Searched(
             tried, tuple(refused), alike, len(self._all) - num_tried,
             seconds=time.monotonic() - started_s,
@@ -156,7 +121,7 @@ class _Search:
 
     def try_least(self) -> None:
         """Finds what lacks least, for the message that no plan fits."""
-        lacks = self._budgets.lacks
+        lacks = self._budgets.lacking
         known = {tried.options for tried in self._refused}
         for _, needs, options in sorted(self._all, key=lambda c: (lacks(c[1]), c[0])):
             nearest = min((lacks(t.needs) for t in self._refused), default=inf)
@@ -196,7 +161,7 @@ class _Search:
         plan = plan_of(space, options, longest_step(space, options.size))
         memory = space.model.memory()
         curves = [memory.curve(plan, rank) for rank in range(len(plan.actions))]
-        curve = max(curves, key=lambda curve: self._budgets.lacks(needs_of(curve)))
+        curve = max(curves, key=lambda curve: self._budgets.lacking(needs_of(curve)))
         needs = Needs(*map(max, zip(*map(needs_of, curves), strict=True)))
         self._num_actions += sum(map(len, plan.actions))
         if not self._budgets.hold(needs):

@@ -11,17 +11,18 @@ from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
 from furlong.planners.auto.candidates import SMALLEST_CHUNK
 from furlong.planners.auto.layouts import SearchedLayouts, TooLarge
-from furlong.planners.auto.search import SLACK, Budgets, Searched
+from furlong.planners.auto.search import SLACK, Searched
 from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
 from furlong.planners.predict import Needs
+from furlong.planners.question import Limits
 from furlong.units import count_words, format_bytes, format_seconds
 
 _MOST_LAYOUTS = 3
 """Layouts that are named, of those that are slower and of those that do not fit."""
 
 
-def why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
+def why(searched: Searched, budgets: Limits, budget_words: str) -> str:
     """The choice, its reason, and the price of the next best."""
     best, rivals = searched.best, searched.tried[1:]
     budget = f"{format_bytes(budgets.device_bytes)} ({budget_words})"
@@ -40,7 +41,7 @@ def why(searched: Searched, budgets: Budgets, budget_words: str) -> str:
 
 
 def nothing_fits(
-    searched: Searched, budgets: Budgets, training: Training, *, alone: bool
+    searched: Searched, budgets: Limits, training: Training, *, alone: bool
 ) -> ConfigError:
     """The message of a search in which nothing fits, with the budgets that would do."""
     nearest, needs = searched.refused[0], searched.refused[0].needs

@@ -20,6 +20,7 @@ from furlong.kv.arena import Arena
 from furlong.kv.pools.device import DevicePool
 from furlong.kv.store import KVStore
 from furlong.models.causal_lm import CausalLM
+from furlong.models.wrappers import compiled_in_place
 from furlong.ops.backend import Backend
 from furlong.ops.layer_kv import AttentionRule
 from furlong.ops.loss import IGNORE_INDEX
@@ -265,6 +266,9 @@ def refusal(
     required: str,
     change: str = "train a model of another family, or report this one",
 ) -> UnsupportedModelError:
+    if compiled_in_place(model.base):
+        what += ", with layers that are compiled in place"
+        change = "leave out layer.compile(), or model.compile of a run"
     return UnsupportedModelError(
         given=f"{model.name} {what}", required=required, source="the start-up self-check",
         change=change,

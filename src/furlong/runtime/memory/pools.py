@@ -57,6 +57,8 @@ class Pools:
         self, arena: Arena, storage: Storage, budgets: Mapping[Tier, Budget] | None = None
     ) -> None:
         self.arena, self.storage = arena, storage
+        self.reserved_tokens = 0
+        """Tokens of the longest sequence for whose plan memory was taken beforehand."""
         self._budgets = budgets or {
             "host": Budget(storage.host_bytes), "disk": Budget(storage.disk_bytes)
         }  # fmt: skip
@@ -70,7 +72,7 @@ class Pools:
         return DevicePool(self.arena, poison=self.storage.poison)
 
     @cached_property
-    def host(self) -> Pool:
+    def host(self) -> HostPool:
         poison = self.storage.poison
         return HostPool(self.arena.device, budget=self._budgets["host"], poison=poison)
 

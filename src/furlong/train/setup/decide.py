@@ -19,9 +19,9 @@ from furlong.cost.machine import (
     this_cpu,
 )
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
+from furlong.models.describe import describe
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
@@ -35,10 +35,10 @@ from furlong.planners.auto.decide import (
 )
 from furlong.planners.auto.pairs import decide_pairs
 from furlong.planners.auto.rivals import Rivals
-from furlong.planners.auto.search import Budgets
 from furlong.planners.budget import MARGIN
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
+from furlong.planners.question import Limits
 from furlong.planners.spaco import check_sampling
 from furlong.runtime.memory.pools import Storage
 from furlong.train.processes.launch import layout_of, sizes_of
@@ -122,7 +122,7 @@ def _of_pairs(
     if {"size", "keep", "tier"} <= given.keys() and budget == "auto":
         return Decision(ChunkOptions(**given), "", model=figures.model)
     _, free_bytes, free_words = _device(device)
-    budgets = Budgets(
+    budgets = Limits(
         free_bytes if budget == "auto" else budget, storage.host_bytes, storage.disk_bytes,
         figures.margin(MARGIN),
     )  # fmt: skip
@@ -255,7 +255,7 @@ def _model(
     """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
-    shape = ModelShape.from_config(whole.to_dict())
+    shape = describe(whole)
     spec = one_of(_device(device)[0], num_local)
     return CostModel(shape, spec, training_of(config.model))
 

@@ -24,15 +24,15 @@ from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe import NotFasterError
-from furlong.planners.search.bounds import stage_bounds_s
-from furlong.planners.search.build import replica_model
-from furlong.planners.search.catalogue import SHARING_WHOLE, Method
-from furlong.planners.search.dials import Dials, Ladder
-from furlong.planners.search.late import improve
-from furlong.planners.search.pools import pool_dials
-from furlong.planners.search.problem import Found, Problem, Refusal, TriedDials, nothing_fits
-from furlong.planners.search.replicas import Outcome, ReplicaPlans
-from furlong.planners.search.room import Room, rooms_of
+from furlong.planners.published.bounds import stage_bounds_s
+from furlong.planners.published.build import replica_model
+from furlong.planners.published.catalogue import SHARING_WHOLE, Method
+from furlong.planners.published.dials import Dials, Ladder
+from furlong.planners.published.late import improve
+from furlong.planners.published.pools import pool_dials
+from furlong.planners.published.problem import Found, Problem, Refusal, TriedDials, nothing_fits
+from furlong.planners.published.replicas import Outcome, ReplicaPlans
+from furlong.planners.published.room import Room, rooms_of
 from furlong.units import format_seconds
 
 _LEAST_TOKENS = (1024, 256, 64)

@@ -22,9 +22,9 @@ from furlong.planners.chunks import (
 )
 from furlong.planners.orders import join_replicas
 from furlong.planners.places.rates import PoolBatch, Rates
-from furlong.planners.search.bounds import least_s
-from furlong.planners.search.build import build, groups_of, replica_model
-from furlong.planners.search.dials import Dials, Ladder
+from furlong.planners.published.bounds import least_s
+from furlong.planners.published.build import build, groups_of, replica_model
+from furlong.planners.published.dials import Dials, Ladder
 from furlong.simulate.clock import time_actions
 
 _MOST_PLANS = 24

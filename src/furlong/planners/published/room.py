@@ -11,8 +11,8 @@ from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Layout, Tier
 from furlong.planners.chunks import Balance, recompute_choices
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
-from furlong.planners.search.dials import Dials, Ladder
-from furlong.planners.search.problem import Problem
+from furlong.planners.published.dials import Dials, Ladder
+from furlong.planners.published.problem import Problem
 
 MOST_CHUNKS = 512
 """Most chunks of the longest sequence: more only make the search slower."""

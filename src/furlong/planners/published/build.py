@@ -34,8 +34,8 @@ from furlong.planners.orders import (
     token_level_lists,
 )
 from furlong.planners.places.plan import plan_places
-from furlong.planners.search.dials import Cut, Dials
-from furlong.planners.search.group_order import choose_order
+from furlong.planners.published.dials import Cut, Dials
+from furlong.planners.published.group_order import choose_order
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,
@@ -213,5 +213,5 @@ def _slowest_first(
 def _quadratic_share(model: CostModel) -> float:
     """FLOPs of attention per squared token over the others per token, of all layers."""
     shape, layers = model.shape, range(model.shape.num_layers)
-    keys = sum(mixer.key_flops for mixer in shape.mixers)
+    keys = sum(layer.key_flops for layer in shape.layers)
     return keys / 2 / sum(shape.layer_flops(layer) for layer in layers)

@@ -1,7 +1,7 @@
 """Dials: one way to plan a batch, as a value that can be compared, printed and built.
 
 dials = Dials(method="ChunkFlow", stages=(14, 14), layout=Layout(pp=2), size=8192, num_retained=2)
-plan = build(dials, seq_lens, model)        # furlong.planners.search.build
+plan = build(dials, seq_lens, model)        # furlong.planners.published.build
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from furlong.plan.plan import Keep, Layout, Tier
 from furlong.planners.chunks import Balance
 from furlong.planners.infinipipe import Mode
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
-from furlong.planners.search.group_order import GroupOrder
+from furlong.planners.published.group_order import GroupOrder
 
 Cut = Literal[
     "tokens", "time", "slices", "packed", "padded", "placed",

@@ -9,8 +9,8 @@ from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.budget import fit
-from furlong.planners.search.build import build, replica_model, settled
-from furlong.planners.search.dials import Dials
+from furlong.planners.published.build import build, replica_model, settled
+from furlong.planners.published.dials import Dials
 
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""

@@ -1,0 +1,541 @@
+"""The answers of `furlong plan`: searched plans, methods compared, saved and measured plans.
+
+A plan is shown in one way, wherever it comes from: as a page or as JSON, saved, drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from furlong.cli.flag_types import check_num_devices, refusal
+from furlong.cli.planning.question import (
+    PlanSubject,
+    check_zero,
+    figures_of,
+    run_of,
+    spec_of,
+    subject_of,
+)
+from furlong.cli.planning.search import (
+    OURS,
+    decision_of,
+    found_of,
+    has_given,
+    methods_named,
+    search_with,
+)
+from furlong.config.sources import RunFlags
+from furlong.cost.model import CostModel
+from furlong.errors import PlanError, UserError
+from furlong.plan.check import check
+from furlong.plan.lengths import read_lengths
+from furlong.plan.plan import ChunkPlan
+from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
+from furlong.planners.auto.pairs import check_dials, decide_pairs
+from furlong.planners.auto.words import dials_in_words
+from furlong.planners.budget import fit
+from furlong.planners.options import dials_of
+from furlong.planners.orders import plan_two_phases
+from furlong.planners.published.catalogue import SEARCHED, Method
+from furlong.planners.published.dials import Dials
+from furlong.planners.published.longest import Longest, longest_sequence
+from furlong.planners.published.problem import Found
+from furlong.planners.question import Limits
+from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
+from furlong.report.measured import MEASURED, read_measured
+from furlong.report.patience import Tell
+from furlong.report.report import PlanReport, report_plan
+from furlong.report.scene import Panel, is_alone
+from furlong.report.text import (
+    Row,
+    comparison_json,
+    format_comparison,
+    format_figures,
+    format_report,
+    line,
+    runs_words,
+)
+from furlong.report.timelines import save_timelines
+from furlong.simulate.clock import simulate
+from furlong.simulate.figures import measure
+from furlong.simulate.unit_costs import UnitCosts
+from furlong.units import count_words, format_bytes, format_count, format_seconds
+
+_SAME = 1 + 1e-6
+"""Ratio of two times up to which they are equal."""
+_SLOWEST = 2
+"""Most seconds of a panel, in those of the fastest one: more would squeeze all others."""
+_UNITS = "units"
+_ABOUT_UNITS = (
+    "one unit: a token's forward through a stage of average height; no hardware is given"
+    " (--model.name and --hardware predict seconds)"
+)
+_ABOUT_PEAKS = (
+    "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
+)
+
+
+def show_search(flags: RunFlags, tell: Tell) -> None:
+    """The fastest plan that fits of what the command line asks for. Raises ConfigError."""
+    name = flags.own.method
+    methods = SEARCHED if name is None else methods_named(name)
+    tell("reading what is to be planned")
+    subject = subject_of(flags)
+    tell("")
+    if subject.config.train.loss == "dpo":
+        _show_pair(flags, subject)
+    else:
+        _show_found(flags, subject, methods, tell)
+
+
+def _show_page(
+    report: PlanReport, chosen: argparse.Namespace, *, above: Mapping[str, str],
+    below: Mapping[str, str], values: Mapping[str, Any], title: str, note: str, head: str = "",
+    made_for: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Print a plan between lines `above` and `below`, whose empty ones are left out, or `values`
+    as JSON; save it with `made_for` and draw it, as far as that is asked for."""
+    if chosen.json:
+        print(json.dumps(values, indent=1))
+    else:
+        page = [line(name, text) for name, text in above.items() if text]
+        page += [format_report(report)]
+        page += [line(name, text) for name, text in below.items() if text]
+        print(head + "\n".join(page))
+    if made_for is not None and chosen.out is not None:
+        with _writing(chosen.out):
+            chosen.out.write_text(save_plan(report.plan, made_for), encoding="utf-8")
+        if not chosen.json:
+            print(f"wrote {chosen.out}")
+    _draw([report.panel(title, note)], chosen)
+
+
+def _draw(
+    panels: Sequence[Panel], chosen: argparse.Namespace, *, most_ranks: int = 16, note: str = ""
+) -> None:
+    """Write the picture and the trace that are asked for, and print that they are written; `note`:
+    words for the picture in the place of those for its ranks. Raises ConfigError where a file
+    cannot be written."""
+    for path in (chosen.picture, chosen.trace):
+        if path is not None:
+            with _writing(path):
+                shown = save_timelines(panels, path, most_ranks=most_ranks)
+            if not chosen.json:
+                print(f"wrote {path}{note or (f'; {shown}' if shown else '')}")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises ConfigError in the place of the system's error."""
+    try:
+        yield
+    except OSError as error:
+        given = f"{path}: {error.strerror}"
+        raise refusal(given, "a file that can be written", "choose another place") from error
+
+
+def _show_found(
+    flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], tell: Tell
+) -> None:
+    chosen, problem, sampling = flags.own, subject.problem, subject.dials.get("sample")
+    decision = decision_of(subject, chosen.method)
+    if decision is not None and decision.searched is not None:
+        found = found_of(decision, subject)
+    else:
+        found = search_with(subject, methods, strict=True, tell=tell)
+    best = found.best
+    tell("a plan is found, it is measured")
+    report = report_plan(
+        best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens),
+        num_processes=1 if decision is None else problem.num_devices,
+    )  # fmt: skip
+    if report.missing and chosen.runnable:
+        given = f"a plan that needs {report.missing}, with --runnable"
+        raise refusal(given, "a plan that this release runs", "name another method, or none")
+    tell("looking for the longest sequence that would fit")
+    positions, own = subject.num_positions, max(problem.seq_lens)
+    longest = longest_sequence(
+        best.dials, best.plan, best.model, budget_bytes=problem.limit_bytes, start=own,
+        num_positions=None if positions is None or positions < own else positions,
+    )  # fmt: skip
+    auto, parallel = (decision.words, decision.layout_words) if decision else ("", "")
+    idle = problem.num_idle(best.dials.layout)
+    values = subject.to_json() | _found_json(found) | report.to_json() | {
+        "num_idle_devices": idle,
+        "longest_of_data_fits": _longest_fits(longest, subject),
+        "longest_sequence_tokens": longest.num_tokens,
+        "longest_sequence_limit": longest.limit,
+    }  # fmt: skip
+    values |= {key: text for key, text in (("auto", auto), ("parallel", parallel)) if text}
+    if sampling is not None:
+        drawn = {"num_drawn": num_drawn(best.plan), "num_chunks": len(best.plan.chunks)}
+        values["sample"] = asdict(sampling) | drawn
+    note = ", ".join([best.dials.layout_words(), *best.dials.words()])
+    above = {
+        "plan": str(best.dials),
+        "sample": "" if sampling is None else _sample_words(best.plan, sampling),
+    }
+    below = {
+        "idle": f"{count_words(idle, 'device')} of {problem.num_devices}" if idle else "",
+        "longest": _longest_words(longest, subject),
+        "runs here": runs_words(report, problem.model.hardware.name if auto else ""),
+        "next best": "" if auto else _next_words(found),
+        "auto": auto,
+        "parallel": parallel,
+        "search": _search_words(found),
+    }
+    tell("drawing it")
+    _show_page(
+        report, chosen, head=subject.words() + "\n", above=above, below=below, values=values,
+        title=best.dials.method, note=note,
+        made_for=subject.made_for(best.model) | {"title": best.dials.method, "note": note},
+    )  # fmt: skip
+
+
+def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
+    """The words for the draw of the plan that is shown."""
+    return (
+        f"{sampling_in_words(sampling)}: {num_drawn(plan):,} of"
+        f" {count_words(len(plan.chunks), 'chunk')} drawn in this step, another draw every step\n"
+        "labels are not known here: all chunks are drawn as those without labels are\n"
+        "step and memory are those of this draw; the dials fit with every chunk drawn"
+    )
+
+
+def _longest_words(longest: Longest, subject: PlanSubject) -> str:
+    tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
+    fits = "fits" if _longest_fits(longest, subject) else "does not fit"
+    where = "in the batch" if tokens == own else f"the batch has {own:,}"
+    words = f"{count_words(tokens, 'token')} in the data ({where}): {fits}\nalone "
+    if not longest.num_tokens:
+        return f"{words}not even one token would, under the dials above"
+    if longest.limit == "positions":
+        most = f"{longest.num_tokens:,}"
+        return f"{words}{most} would, under the dials above: the model's {most} positions"
+    bound = "" if longest.limit == "memory" else "at least "
+    words += f"{bound}{format_count(longest.num_tokens)} would, under the dials above"
+    positions = subject.num_positions
+    if positions is not None and positions < tokens:
+        words += f"\nbut the model has {positions:,} positions: longer sequences need model.rope"
+    return words
+
+
+def _longest_fits(longest: Longest, subject: PlanSubject) -> bool:
+    tokens = subject.batch.longest_tokens
+    return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
+
+
+def _rivals(found: Found) -> tuple[int, list[tuple[float, bool, Dials]]]:
+    """How many are as fast as the best, and the slower ones, fastest first: seconds, whether they
+    are of the whole batch, dials. Other seconds are of the busiest of several replicas: the step
+    takes at least so long."""
+    planned = [(o.step_s, True, o.dials) for o in found.others]
+    seen = {dials for _, _, dials in planned} | {found.best.dials}
+    tried = [
+        (t.bound_s, t.dials.layout.dp == 1, t.dials) for t in found.trials if t.dials not in seen
+    ]
+    every = sorted([*planned, *tried], key=lambda rival: rival[0])
+    slower = [rival for rival in every if rival[0] > found.best.step_s * _SAME]
+    return len(every) - len(slower), slower
+
+
+def _next_words(found: Found) -> str:
+    ties, slower = _rivals(found)
+    words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
+    if not slower:
+        return f"{words}none of the others fits, or their bounds are above its time"
+    seconds, is_whole, dials = slower[0]
+    least = "" if is_whole else "at least "
+    slower_by = seconds / found.best.step_s - 1
+    share = f"{slower_by:.1%}" if slower_by >= 1e-3 else "less than 0.1%"
+    return f"{words}{dials}: {least}{format_seconds(seconds)}, {share} slower"
+
+
+def _search_words(found: Found) -> str:
+    return (
+        f"{count_words(len(found.trials), 'candidate')} fit on one replica,"
+        f" {len(found.others) + 1} planned whole; {len(found.refused)} did not fit,"
+        f" {found.num_pruned} were left out by their bounds"
+        f" ({format_seconds(found.seconds)})"
+    )
+
+
+def _found_json(found: Found) -> dict[str, Any]:
+    _, slower = _rivals(found)
+    next_best = [
+        _dials_json(dials) | {"step_s": seconds, "is_bound": not is_whole}
+        for seconds, is_whole, dials in slower[:1]
+    ]
+    return _dials_json(found.best.dials) | {
+        "next_best": next_best[0] if next_best else None,
+        "search": {
+            "num_tried": len(found.trials),
+            "num_planned": len(found.others) + 1,
+            "num_refused": len(found.refused),
+            "num_pruned": found.num_pruned,
+            "seconds": found.seconds,
+        },
+    }
+
+
+def _dials_json(dials: Dials) -> dict[str, Any]:
+    layout = {"pool": dials.layout.num_devices} if dials.is_pool else asdict(dials.layout)
+    return {"method": dials.method, "layout": layout, "dials": dials.values()}
+
+
+def _show_pair(flags: RunFlags, subject: PlanSubject) -> None:
+    """The plan of one call of a run on pairs, which takes the longest pair in two phases."""
+    problem = subject.problem
+    _require_one_pair(flags, subject)
+    check_dials(subject.config.chunks)
+    hardware = problem.model.hardware
+    budget_bytes = problem.budget_bytes or hardware.budget_bytes
+    budgets = Limits(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
+    first, second = problem.seq_lens
+    decision = decide_pairs(
+        [(first, second)], model=problem.model, budgets=budgets,
+        budget_words="memory.device" if problem.budget_bytes else hardware.name,
+        dials=subject.dials,
+    )  # fmt: skip
+    if decision is None:
+        raise refusal(
+            f"a pair of {first:,} tokens each, of which no plan fits",
+            "what both keep between forward and backward, within"
+            f" {format_bytes(budgets.limit_bytes)}",
+            "raise memory.device, set chunks.keep: input, lower data.max_seq_len, or use LoRA",
+            "the search over plans in two phases",
+        )
+    options, words = decision.options, dials_in_words(decision.options)
+    plan = plan_two_phases((first, second), options, num_layers=problem.model.shape.num_layers)
+    report = report_plan(plan, problem.model, problem.budget_bytes, first + second, num_processes=1)
+    own = {"method": "two phases", "dials": dials_of(options), "auto": decision.words}
+    _show_page(
+        report, flags.own, head=subject.words() + "\n", above={"plan": f"two phases, {words}"},
+        below={"runs here": runs_words(report, hardware.name), "auto": decision.words},
+        values=subject.to_json() | own | report.to_json(), title="two phases", note=words,
+        made_for=subject.made_for(problem.model),
+    )  # fmt: skip
+
+
+def _require_one_pair(flags: RunFlags, subject: PlanSubject) -> None:
+    """Raise ConfigError for training on pairs, asked for more than one pair on one device."""
+    if subject.config.train.loss == "sft":
+        return
+    own, count = flags.own, subject.problem.num_devices
+    for given in (
+        f"{count} devices" if count > 1 else "", own.compare and "--compare",
+        own.method and f"--method {own.method}", own.sequences and f"--sequences {own.sequences}",
+    ):  # fmt: skip
+        if given:
+            raise refusal(
+                f"{given} with train.loss: dpo",
+                "one device, and one pair: each call of a step takes a pair in two phases",
+                "leave it out, or plan with --train.loss=sft",
+            )
+
+
+def show_comparison(flags: RunFlags, tell: Tell) -> None:
+    """One batch under every method, each with its own best plan: a table, and panels. Raises
+    ConfigError where no method has a plan."""
+    chosen = flags.own
+    methods = methods_named(chosen.method)
+    subject = subject_of(flags)
+    _require_one_pair(flags, subject)
+    found: dict[str, Found] = {}
+    rows: list[Row] = []
+    for name, method in methods.items():
+        try:
+            found[name] = search_with(
+                subject, {name: method}, strict=name == OURS, tell=_telling(name, tell)
+            )
+        except (UserError, PlanError) as error:
+            rows.append(Row(name, refusal=_reason(error)))
+    # our search is over the plans of all methods that have the given dials
+    having = [one for one in reversed(found.values()) if has_given(subject, one.best.dials)]
+    if having and OURS in methods:
+        found[OURS] = min(having, key=lambda one: one.best.step_s)
+        rows = [row for row in rows if row.method != OURS]
+    problem, panels = subject.problem, []
+    fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
+    for name, one in found.items():
+        best, dials = one.best, one.best.dials
+        report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
+        layout = f"{dials.layout.dp} x {dials.layout.sp} x {dials.layout.pp}"
+        layout = dials.layout_words() if dials.is_pool else layout
+        if idle := problem.num_idle(dials.layout):
+            layout += f" ({idle} idle)"
+        words = ", ".join(dials.words())
+        chosen_from = "" if dials.method == name else f"{dials.method}: "
+        rows.append(Row(name, layout, chosen_from + words, report))
+        if not chosen_from and report.step_s <= _SLOWEST * fastest_s:
+            panels.append(report.panel(name, f"{dials.layout_words()}, {words}"))
+    if chosen.json:
+        print(json.dumps({**subject.to_json(), "methods": comparison_json(rows)}, indent=1))
+    else:
+        print(subject.words())
+        print(format_comparison(rows))
+    if not found:
+        raise refusal(
+            f"none of {count_words(len(rows), 'method')} has a plan that fits", "at least one",
+            "do what one of them says", "the refusals above",
+        )  # fmt: skip
+    tell("drawing them")
+    panels.sort(key=lambda panel: panel.timeline.duration_s)
+    note = f": plans of at most {_SLOWEST} times the best one's time"
+    _draw(panels, chosen, most_ranks=2, note=note)
+
+
+def _telling(method: str, tell: Tell) -> Tell:
+    return lambda words: tell(f"{method}: {words}")
+
+
+def _reason(error: UserError | PlanError) -> str:
+    if isinstance(error, UserError):
+        return f"{error.given}; required: {error.required}; to mend it: {error.change}"
+    return str(error).splitlines()[0]
+
+
+def show_saved(file: str, flags: RunFlags) -> None:
+    """A saved plan in seconds and bytes, of the model and the hardware that it was saved with or
+    that flags name; without them in units."""
+    chosen = flags.own
+    if chosen.out is not None:
+        raise refusal(f"{file} with --out", "a plan that is searched", "copy the file")
+    text, plan = _load(file)
+    saved = _checked(read_made_for(text), sum(plan.seq_lens), file)
+    named = any(name.startswith("--model") for name in flags.names)
+    if saved or (named and chosen.hardware is not None):
+        _show_predicted(plan, file, flags, saved)
+        return
+    if named or chosen.hardware is not None:
+        both = "both, to predict seconds and bytes; or none"
+        raise refusal("one of --model.name and --hardware", both, "add the other one")
+    panel = Panel(simulate(plan, UnitCosts(plan)), plan, Path(file).stem, time_unit=_UNITS)
+    _show_timeline(panel, chosen, about=_ABOUT_UNITS)
+
+
+def show_run(folder: Path, chosen: argparse.Namespace) -> None:
+    """The last measured step of a run."""
+    measured = read_measured(folder / MEASURED)
+    title = f"{folder.resolve().name}, step {measured.step}, measured"
+    head = f"step {measured.step} of {folder}, measured\n"
+    panel = Panel(measured.timeline, measured.plan, title)
+    _show_timeline(panel, chosen, head=head, about=_ABOUT_PEAKS, step=measured.step)
+
+
+def _show_timeline(
+    panel: Panel, chosen: argparse.Namespace, *, about: str, head: str = "", **values: int
+) -> None:
+    """Print a plan and the figures of its timeline, or these and `values` as JSON; draw them."""
+    figures = measure(panel.timeline, panel.plan)
+    if chosen.json:
+        print(json.dumps({**values, "time_unit": panel.time_unit, **figures.to_json()}, indent=1))
+    else:
+        print(head + format_plan(panel.plan))
+        print(format_figures(figures, panel.time_unit, alone=is_alone(panel.plan)))
+        print(about)
+    _draw([panel], chosen)
+
+
+def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
+    chosen = flags.own
+    config = run_of(flags, saved.get("run", {}))
+    zero = saved.get("zero") if chosen.zero is None else chosen.zero
+    spec = spec_of(chosen.hardware or str(saved.get("hardware")))
+    if config.memory.host != "auto":
+        spec = replace(spec, host_bytes=config.memory.host)
+    num_devices = len(plan.actions) * plan.sp_size
+    check_zero(chosen.zero, num_devices)
+    if chosen.zero is not None and (chosen.zero == 3) != plan.regathers:
+        comes = "with every pass" if plan.regathers else "once in a step"
+        required = "3" if plan.regathers else "0, 1 or 2"
+        raise refusal(
+            f"--zero {chosen.zero} for a plan that gathers weights {comes}", required,
+            "leave --zero out, or make the plan again", f"--zero, and regathers in {file}",
+        )  # fmt: skip
+    if zero == 3 and not plan.regathers:
+        zero = 1  # the plan says what it gathers, whatever it was made for
+    figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
+    shape, budget = figures.model.shape, config.memory.device
+    if sum(plan.stages) != shape.num_layers:
+        given = f"a model of {count_words(shape.num_layers, 'layer')}, {config.model.name}"
+        required = (
+            f"one of {count_words(sum(plan.stages), 'layer')}, as the plan's stages have them"
+        )
+        change = "give the model that the plan was made for"
+        raise refusal(given, required, change, f"--model.name and {file}")
+    budget_bytes = None if budget == "auto" else budget
+    report = report_plan(plan, figures.model, budget_bytes, saved.get("num_tokens"))
+    lacks = _does_not_fit(plan, figures.model, budget_bytes)
+    values = report.to_json() | ({"runs_here": False, "missing_to_run": lacks} if lacks else {})
+    above = {
+        "devices": f"{num_devices} x {spec.name}, {config.model.name}",
+        "warning": f"it does not fit: {lacks}" if lacks else "",
+    }
+    _show_page(
+        report, chosen, above=above, values=values | {"fits": not lacks},
+        below={"runs here": "no, it does not fit" if lacks else runs_words(report)},
+        title=str(saved.get("title", Path(file).stem)), note=str(saved.get("note", "")),
+    )  # fmt: skip
+
+
+def _does_not_fit(plan: ChunkPlan, model: CostModel, budget_bytes: int | None) -> str:
+    """The memory that a plan lacks, in words; empty where it fits."""
+    try:
+        fit(plan, model, budget_bytes)
+    except UserError as error:
+        return f"{error.given}; required: {error.required}"
+    return ""
+
+
+def _checked(saved: Any, most_tokens: int, file: str) -> Mapping[str, Any]:
+    """The model and devices of a saved plan of at most so many tokens, as `--out` writes them.
+
+    Raises ConfigError where they were edited.
+    """
+    kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
+    if saved == {}:
+        return {}
+    is_whole = isinstance(saved, dict) and all(
+        type(saved.get(name)) is kind for name, kind in kinds.items()
+    )
+    if not (is_whole and saved["zero"] in range(4) and 0 < saved["num_tokens"] <= most_tokens):
+        required = f"{', '.join(kinds)} as furlong plan --out writes them"
+        change = "make the plan again, or remove made_for"
+        raise refusal(f"made_for = {saved!r:.80}", required, change, file)
+    found: Mapping[str, Any] = saved
+    return found
+
+
+def _load(file: str) -> tuple[str, ChunkPlan]:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        plan = load_plan(text)
+        check(plan)
+        check_num_devices(len(plan.actions) * plan.sp_size, "the plan's ranks and sp_size")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refusal(
+            f"{file}: {getattr(error, 'strerror', None) or error}",
+            "a run file (.yaml), a saved plan or a run folder that can be read", "check the path",
+        ) from error  # fmt: skip
+    except UserError as error:
+        change = f"write --lengths {file}" if _has_lengths(file) else error.change
+        raise refusal(error.given, error.required, change, f"{file}, {error.source}") from error
+    except PlanError as error:
+        required, change = "a plan that keeps every rule", "undo edits, or make the plan again"
+        raise refusal(f"a plan with a {error}", required, change, file) from error
+    return text, plan
+
+
+def _has_lengths(file: str) -> bool:
+    try:
+        read_lengths(Path(file))
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""A question to the planners, a plan that one of them offers, and the answer: values.
+
+    question = Question(seq_lens, model, Limits(80 * 2**30), num_devices=8)
+    answer = search(question)               # planners/search.py
+    answer.best.plan_of(own_seq_lens)       # the plan of one replica
+
+Each published system has a file with `candidates(question, layout)`, which offers its plans in a
+layout, the fastest by one estimate first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from furlong.cost.memory import MemoryCurve
+from furlong.cost.model import CostModel
+from furlong.cost.training import ZeroStage
+from furlong.plan.plan import ChunkPlan, Layout, Tier
+from furlong.planners.budget import MARGIN
+from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.options import ChunkOptions
+from furlong.planners.predict import Needs
+
+SIZES = ("dp", "sp", "pp")
+"""Names of a layout's sizes among what is given; the others are dials of `ChunkOptions`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a step may use in each tier; 0: the tier is not there; None: no limit."""
+
+    device_bytes: int
+    host_bytes: int | None = 0
+    disk_bytes: int | None = 0
+    margin: float = MARGIN
+    """Share of the device's bytes that a plan leaves free."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the device, without the margin."""
+        return int(self.device_bytes * (1 - self.margin))
+
+    @property
+    def lower_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that are there, besides the device."""
+        tiers: tuple[Tier, ...] = ("host", "disk")
+        limits = self.host_bytes, self.disk_bytes
+        return tuple(tier for tier, limit in zip(tiers, limits, strict=True) if limit != 0)
+
+    def hold(self, needs: Needs) -> bool:
+        """Whether each tier has room for what is needed of it."""
+        return not self.lacking(needs)
+
+    def lacking(self, needs: Needs) -> int:
+        """Bytes that do not fit, of all tiers together; 0 where it fits."""
+        limits = self.limit_bytes, self.host_bytes, self.disk_bytes
+        return sum(
+            max(0, used - limit)
+            for used, limit in zip(needs, limits, strict=True)
+            if limit is not None
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a batch, devices, and what the user has fixed."""
+
+    seq_lens: Sequence[int]
+    """Sequences of the steps whose time is compared."""
+    model: CostModel
+    """Figures of one device; `model_of` adds what a layout's devices share."""
+    limits: Limits
+    num_devices: int = 1
+    longest: int = 0
+    """Tokens of the data's longest sequence, which must fit; 0: that of `seq_lens`."""
+    sequences_per_step: int = 0
+    """0: all of `seq_lens` are one step."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes of the layout (`SIZES`) and dials that the user has fixed, by their names."""
+    method: str = "auto"
+    """`auto`, or the published system whose plans are wanted."""
+    seed: int = 0
+    mean_keys: float = 0.0
+    """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
+
+    def __post_init__(self) -> None:
+        if not self.longest:
+            object.__setattr__(self, "longest", max(self.seq_lens, default=0))
+        if not self.sequences_per_step:
+            object.__setattr__(self, "sequences_per_step", len(self.seq_lens))
+        if not self.mean_keys:
+            object.__setattr__(self, "mean_keys", mean_attended_keys(self.seq_lens))
+
+    @property
+    def dials(self) -> dict[str, Any]:
+        """The given dials of `ChunkOptions`."""
+        return {name: value for name, value in self.given.items() if name not in SIZES}
+
+    def layouts(self) -> list[Layout]:
+        """The layouts with the given sizes. Raises ConfigError where there is none."""
+        dp, sp, pp = (self.given.get(name) for name in SIZES)
+        return layouts(self.num_devices, self.model.shape, dp=dp, sp=sp, pp=pp)
+
+    def stages_of(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of each stage of a pipeline; empty without one."""
+        if layout.pp == 1:
+            return ()
+        return cut_layers(self.model.shape, layout.pp, self.mean_keys)
+
+    def model_of(self, layout: Layout) -> CostModel:
+        """The model of one replica's plan, with whose replicas and pools a stage's state is shared
+        as a run shares it."""
+        zero: ZeroStage = 1 if layout.dp * layout.sp > 1 else 0
+        training = replace(
+            self.model.training, zero_stage=zero, gathers=bool(zero), replicas=layout.dp
+        )
+        return replace(self.model, training=training)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Plans that a method offers in a layout, one for any batch."""
+
+    method: str
+    layout: Layout
+    options: ChunkOptions
+    """The dials; a method that makes chunks of its own reads only those that it knows."""
+    estimate_s: float
+    """About the seconds of the question's steps, or less."""
+    plan_of: Callable[[Sequence[int]], ChunkPlan]
+    """The plan of one replica's sequences. Raises UserError where it has none that fits."""
+    least: Needs | None = None
+    """Bytes of a device below which no step with the longest sequence gets, where they are known
+    without its plan."""
+
+
+Candidates = Callable[[Question, Layout], Iterable[Candidate]]
+"""Offers the plans of one published system in a layout, rising in their estimates."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate whose plans were made, walked and timed."""
+
+    candidate: Candidate
+    step_s: float
+    """Seconds of a step on average, of the plans of all replicas joined; 0 of those refused."""
+    needs: Needs
+    curve: MemoryCurve
+    """Bytes over the step of the longest sequence, of the device that lacks most."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a search."""
+
+    question: Question
+    tried: tuple[Trial, ...]
+    """The plans that fit, the chosen one first, then by their seconds; empty where none does."""
+    refused: tuple[Trial, ...]
+    """The plans that do not fit after all, the one that lacks least first."""
+    too_large: tuple[tuple[Layout, int], ...] = ()
+    """Layouts whose state alone does not fit, with its bytes on one device."""
+    slower: tuple[tuple[Layout, float], ...] = ()
+    """Layouts that were not opened, with seconds below which no step of theirs gets."""
+    alike: int = 1
+    """Plans like the chosen one within the slack of its time."""
+    num_pruned: int = 0
+    """Candidates that were left out by their bounds or their estimates."""
+    seconds: float = field(default=0.0, compare=False)
+    """Seconds that the search took."""
+
+    @property
+    def best(self) -> Trial:
+        return self.tried[0]
