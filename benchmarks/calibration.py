@@ -31,6 +31,7 @@ from furlong.cost.calibration import Calibration, load_calibration
 from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import predict

@@ -201,8 +201,8 @@ def run_step(
 def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
     """Bytes that the cost model says a plan reads from a tier below the device, and writes."""
     from furlong.cost.memory import PlanMemory
-    from furlong.models.describe import describe
     from furlong.cost.training import Training
+    from furlong.models.describe import describe
 
     if tier == "device":
         return 0, 0

@@ -23,6 +23,7 @@ from torch import Tensor
 import furlong
 from furlong.cost.machine import EXACT_NAMES, KNOWN
 from furlong.cost.shape import known_models
+from furlong.models.describe import describe
 from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
 from furlong.train.figures.mfu import MfuMeter
 

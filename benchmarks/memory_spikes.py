@@ -85,8 +85,8 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
 def _simulated(config: Any, plan: Any) -> Timeline:
     from furlong.cost.machine import this_cpu
     from furlong.cost.model import CostModel
-    from furlong.models.describe import describe
     from furlong.cost.training import Training
+    from furlong.models.describe import describe
     from furlong.simulate.clock import simulate
 
     shape = describe(config)

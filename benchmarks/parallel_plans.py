@@ -15,6 +15,7 @@ from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import HardwareSpec, Link, this_cpu
 from furlong.cost.model import CostModel
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe

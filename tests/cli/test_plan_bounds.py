@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.shape import MODELS
+from furlong.cost.shape import known_models
 from furlong.report.patience import patience
 
 QUICK = ["--method", "ChunkFlow"]
@@ -135,7 +135,10 @@ def test_a_config_without_the_sizes_of_a_decoder_is_told(
     tmp_path: Path, values: dict[str, Any], told: str, capsys: Any
 ) -> None:
     file = tmp_path / "config.json"
-    config = MODELS["Qwen2.5-0.5B"] | {"sliding_window": 8, "use_sliding_window": True}
+    config = known_models()["Qwen2.5-0.5B"]["config"] | {
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    }
     file.write_text(json.dumps(config | values))
     assert plan("--model.name", str(tmp_path)) == 2
     assert_refused(capsys, told)
@@ -163,11 +166,11 @@ def test_the_longest_sequence_stays_within_the_positions(tmp_path: Path, capsys:
         ),
         (64, "but the model has 64 positions: longer sequences need model.rope"),
     ):
-        config = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": positions}
+        config = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": positions}
         file.write_text(json.dumps(config))
         assert plan("--model.name", str(file), "--model.lora.rank", "8") == 0
         assert told in longest_line(capsys.readouterr().out)
-    values = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": 131_072}
+    values = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": 131_072}
     file.write_text(json.dumps(values))
     lengths = [
         "--lengths",
@@ -209,7 +212,7 @@ train: {{sequences_per_step: 1}}
 def test_a_runs_rope_counts_among_the_positions(
     tmp_path: Path, rope: str, original: int | None, positions: int, capsys: Any
 ) -> None:
-    config = MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": 512}
+    config = known_models()["Qwen2.5-0.5B"]["config"] | {"max_position_embeddings": 512}
     if original:
         config |= {"rope_scaling": {"original_max_position_embeddings": original}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -224,7 +227,7 @@ def test_a_runs_rope_counts_among_the_positions(
 
 
 def test_a_run_on_one_device_is_not_told_to_use_more(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    (tmp_path / "config.json").write_text(json.dumps(known_models()["Qwen2.5-0.5B"]["config"]))
     (tmp_path / "data.txt").write_text("text")
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(folder=tmp_path, rope="", limit=400))

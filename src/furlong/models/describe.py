@@ -32,6 +32,7 @@ from furlong.models.folders.files import reason
 from furlong.models.mixers.relay import SliceRows
 from furlong.models.rope import num_positions
 from furlong.models.small.layers import cut_layers
+from furlong.models.support import refuse_config
 from furlong.ops.layer_kv import AttentionRule
 from furlong.plan.passes import Pass
 
@@ -54,6 +55,7 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
     try:
+        refuse_config(config, f"a model of type {config.model_type}", source)
         return _measured(config, source)
     except ConfigError:
         raise
@@ -77,7 +79,8 @@ def describe(config: Any, source: str = "the model's config") -> ModelShape:
     if isinstance(config, Mapping):
         config = _config_of(config, source)
     text = config.get_text_config()
-    return _described(type(text), json.dumps(text.to_dict(), sort_keys=True, default=str), source)
+    values = json.dumps(text.to_dict(), sort_keys=True, default=str)
+    return _described(type(text), values, source)  # type: ignore[arg-type]
 
 
 def describe_file(file: str | Path) -> ModelShape:
@@ -148,7 +151,7 @@ class _Chunk(_AnyDtype):
         self.before: list[nn.Module] = []
         """Modules that run before the first layer."""
         self._num_tokens = num_tokens
-        self._places = {layer: own for layer, own in zip(layers, self.layers, strict=True)}
+        self._places = dict(zip(layers, self.layers, strict=True))
         self._weights = {_storage(p): (p, m) for m in base.modules() for p in m.parameters(False)}
         self._parents = {child: module for module in base.modules() for child in module.children()}
         with _AnyDtype():
@@ -202,7 +205,9 @@ class _Chunk(_AnyDtype):
                 self._multiply(layer, *operands[-2:], by_experts=packet is _aten._grouped_mm)
             case _aten.convolution:
                 layer.convolution_flops += 2 * out.numel() * prod(args[1].shape[1:])
-            case _aten.sum if len(args) > 1 and self._mixers.intersection(self._running):  # of a product that is summed up
+            case _aten.sum if len(args) > 1 and self._mixers.intersection(
+                self._running
+            ):  # of a product that is summed up
                 layer.scan_flops += 2 * args[0].numel()
         return out
 
@@ -383,7 +388,7 @@ def _layer_shape(layers: Sequence[_Layer], parameters: int, config: Any) -> Laye
     states = [(x.dtype == torch.float32, x.numel()) for x in layer.states.values()]
     wide = sum(count for is_wide, count in states if is_wide)
     scan_flops = max(layer.scan_flops / num_tokens, _ELEMENTWISE * wide)
-    experts = [p for p in layer.experts.parameters()] if layer.experts else []
+    experts = list(layer.experts.parameters()) if layer.experts else []
     saved = [one.saved / num_tokens for one in layers]
     return LayerShape(
         parameters=parameters,

@@ -181,10 +181,7 @@ def _cut(
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
     """For each stage the first one with the same layers, head included: it takes the same time."""
     starts = [0, *accumulate(stages)]
-    kinds = [
-        (shape.layers[a:b], b == shape.num_layers)
-        for a, b in pairwise(starts)
-    ]
+    kinds = [(shape.layers[a:b], b == shape.num_layers) for a, b in pairwise(starts)]
     return [kinds.index(kind) for kind in kinds]
 
 
