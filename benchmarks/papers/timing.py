@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from furlong.cost.machine import Efficiency, HardwareSpec
-from furlong.cost.model import CostModel, Hidden
+from furlong.cost.model import CostModel
+from furlong.cost.seconds import Hidden
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
 from furlong.simulate.clock import P2P, time_actions
 

@@ -59,7 +59,7 @@ attention with a fixed decay (MiniMax), a gated recurrence (Griffin)."""
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is special about one `model_type` of transformers."""
+    """The special sides of one `model_type` of transformers."""
 
     refused: str = ""
     """Why no model of this type can be built, as the end of "which ..."; "" for all others."""

@@ -23,7 +23,7 @@ from furlong.plan.plan import (
     Slice,
 )
 from furlong.planners.chunks import Groups
-from furlong.planners.infinipipe import Checkpointing, PipelineSetting, in_a_row, plan_infinipipe
+from furlong.planners.infinipipe import in_a_row, plan_infinipipe
 from furlong.planners.orders import number_chunks, plan_1f1b, plan_seq1f1b, walk_layer_first
 
 _SMALL = {
@@ -88,18 +88,12 @@ def row_of(
     **layout: Any,
 ) -> ChunkPlan:
     """Pipelines over the groups between `cuts`, one after the other; `layout`: sp_size, tiers."""
-    model = small_cost_model()
     edges = [0, *cuts, len(groups)]
-    ranges = [(a, b) for a, b in pairwise(edges) if a < b]
-    chosen = []
-    for first, stop in ranges:
-        num_diagonals = sum(map(len, groups[first:stop])) + len(stages) - 1
-        layers = tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))
-        chosen.append(Checkpointing(layers, 0))
-    setting = PipelineSetting(
-        seq_lens=tuple(lens), model=model, memory=model.memory(), stages=stages, **layout
-    )
-    return in_a_row(setting, groups, ranges, chosen)
+    parts = []
+    for own in (range(a, b) for a, b in pairwise(edges) if a < b):
+        num_diagonals = sum(len(groups[i]) for i in own) + len(stages) - 1
+        parts.append((own, tuple(random.randint(0, max(stages)) for _ in range(num_diagonals))))
+    return in_a_row(lens, groups, parts, stages, **layout)
 
 
 def random_infinipipe(seed: int) -> ChunkPlan:

@@ -1,4 +1,5 @@
-"""Adaptive checkpointing: InfiniPipe's worked example, a brute-force reference, uneven stages."""
+"""Layers recomputed per diagonal: InfiniPipe's worked example, brute force, the greedy beside the
+integer program."""
 
 from itertools import product
 
@@ -8,15 +9,7 @@ from helpers.windows import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.planners.infinipipe import (
-    Checkpointing,
-    PipelineLoads,
-    StageLoad,
-    choose_layers,
-    group_classes,
-    lacking_bytes,
-    least_layers,
-)
+from furlong.planners.infinipipe import PipelineLoads, StageLoad, choose_layers
 from furlong.planners.orders import backward_places
 
 
@@ -30,7 +23,7 @@ def of_windows(counts, heights, room, *, act, saved, kv_gradient=0, kv_saved=0, 
     loads = []
     for stage in range(len(heights)):
         found = windows(counts, len(heights), stage)
-        alive = np.array([[k in window for k in range(number)] for window in found])
+        alive = np.array([[float(k in window) for k in range(number)] for window in found])
         order = np.argsort(backward_places(counts))
         loads.append(
             StageLoad(
@@ -57,7 +50,7 @@ def brute_force(problem):
         (
             sum(layers)
             for layers in product(choices, repeat=problem.num_diagonals)
-            if max(lacking_bytes(problem, layers)) <= 0
+            if problem.lacking_bytes(layers) <= 0
         ),
         default=None,
     )
@@ -72,83 +65,20 @@ def brute_force(problem):
 )  # fmt: skip
 def test_worked_example(counts, room, least):
     problem = worked(counts, room)
-    found = choose_layers(problem)
+    found = choose_layers(problem, "exact")
     assert brute_force(problem) == least
-    if least is None:
-        assert found is None and least_layers(problem) == float("inf")
-        return
-    assert found.total == found.bound == least
-    assert max(lacking_bytes(problem, found.layers)) <= 0
-    assert least_layers(problem) <= least
+    assert (None if found is None else sum(found)) == least
+    greedy = choose_layers(problem, "adaptive")
+    assert (greedy is None) == (least is None)
+    for layers in (found, greedy):
+        assert layers is None or problem.lacking_bytes(layers) <= 0
 
 
 def test_worked_example_windows():
     problem = worked((3, 1), 55)
     assert [load.plain_bytes.tolist() for load in problem.loads] == [[72], [56, 56]]
     # the paper's own solution, C2 = 2 and C5 = 1
-    assert max(lacking_bytes(problem, (0, 2, 0, 0, 1))) <= 0
-
-
-@pytest.mark.parametrize(
-    ("room", "stretches", "overhead"),
-    # f = 4, b = 8: delta 12, F-hat 2; grouped 12 + 2 * 3, apart 12 + 2 * 1 + 12
-    [(72, [(0, 2)], 12), (55, [(0, 2)], 18), (42, [(0, 2)], 22), (30, [(0, 2)], 28)],
-)
-def test_worked_example_grouping(room, stretches, overhead):
-    grouping = group_worked(room, ends_s=12.0, layer_s=2.0)
-    assert (list(grouping.stretches), grouping.overhead_s) == (stretches, overhead)
-    assert grouping.bound_s == overhead
-
-
-def group_worked(room, *, ends_s, layer_s):
-    counts = (3, 1)
-    return group_classes(
-        2,
-        ends_s=ends_s,
-        layer_s=layer_s,
-        least=lambda own: least_layers(worked(counts[slice(*own)], room)),
-        solve=lambda own: choose_layers(worked(counts[slice(*own)], room)),
-    )
-
-
-def test_sequences_part_where_a_pipeline_costs_less_than_what_it_saves():
-    # apart: 2 * 2 + 4 * 1; together: 2 + 4 * 3
-    grouping = group_worked(55, ends_s=2.0, layer_s=4.0)
-    assert (list(grouping.stretches), grouping.overhead_s) == ([(0, 1), (1, 2)], 8.0)
-
-
-def test_no_group_fits():
-    assert group_worked(15, ends_s=2.0, layer_s=4.0) is None
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=6, max_size=6), st.floats(0.1, 3))
-def test_grouping_against_all_groupings(sums, ends_s):
-    """Three classes: all cuts of the row, each stretch with a given sum."""
-    row = [(a, b) for a in range(3) for b in range(a + 1, 4)]
-    totals = dict(zip(row, sums, strict=True))
-    asked = []
-
-    def solve(own):
-        asked.append(own)
-        return Checkpointing((totals[own],), totals[own]) if totals[own] < 6 else None
-
-    grouping = group_classes(
-        3, ends_s=ends_s, layer_s=1.0, solve=solve,
-        least=lambda own: float("inf") if totals[own] == 6 else totals[own] / 2,
-    )  # fmt: skip
-    cuts = [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]]
-    costs = [
-        sum(ends_s + totals[s] for s in found)
-        for found in cuts
-        if all(totals[s] < 6 for s in found)
-    ]
-    if not costs:
-        assert grouping is None
-    else:
-        assert grouping.overhead_s == pytest.approx(min(costs))
-        assert grouping.bound_s == pytest.approx(min(costs))
-    assert len(asked) == len(set(asked))
+    assert problem.lacking_bytes((0, 2, 0, 0, 1)) <= 0
 
 
 problems = st.tuples(
@@ -170,34 +100,23 @@ def test_least_sum_against_brute_force(problem):
         counts, heights, room, act=16, saved=7, kv_gradient=4, kv_saved=2, again=again
     )
     least = brute_force(given_problem)
-    found = choose_layers(given_problem)
-    assert (None if found is None else found.total) == least
-    if found is not None:
-        assert found.bound == least >= least_layers(given_problem)
-        loose = choose_layers(given_problem, mip_gap=0.5)
-        assert loose.bound <= least <= loose.total
+    found = choose_layers(given_problem, "exact")
+    assert (None if found is None else sum(found)) == least
+    greedy = choose_layers(given_problem, "adaptive")
+    if greedy is not None:
+        assert given_problem.lacking_bytes(greedy) <= 0 and sum(greedy) >= least
 
 
 def test_modes():
     problem = worked((3, 1), 55)
-    assert choose_layers(problem, mode="none") is None
-    full = choose_layers(problem, mode="full")
-    assert full.layers == problem.all_layers(max(problem.heights)) == (2,) * 5
-    assert (least_layers(problem, "none"), least_layers(problem, "full")) == (float("inf"), 10)
-    assert choose_layers(worked((3, 1), 72), mode="none").layers == (0,) * 5
-    assert choose_layers(worked((3, 1), 72), mode="full").total == 10
+    assert choose_layers(problem, "none") is None
+    assert choose_layers(problem, "full") == (2,) * problem.num_diagonals == (2,) * 5
+    assert choose_layers(worked((3, 1), 72), "none") == (0,) * 5
+    assert choose_layers(worked((3, 1), 72), "full") == (2,) * 5
+    assert choose_layers(worked((3, 1), 23), "full") is None
 
 
-def test_a_lower_stage_recomputes_no_more_than_it_has():
+@pytest.mark.parametrize("mode", ["exact", "adaptive"])
+def test_a_lower_stage_recomputes_no_more_than_it_has(mode):
     problem = of_windows((4,), (3, 2), 30, act=16, saved=5)
-    found = choose_layers(problem)
-    assert found.total == brute_force(problem)
-    spread = found.on_stages((4,), (3, 2))
-    assert max(spread[0]) <= 3 and max(spread[1]) <= 2
-
-
-def test_without_nodes_the_answer_still_fits():
-    problem = of_windows((6,) * 12, (8,) * 4, 60, act=16, saved=1.9, kv_gradient=1)
-    found = choose_layers(problem, max_nodes=0)
-    assert max(lacking_bytes(problem, found.layers)) <= 0
-    assert 0 <= found.bound <= found.total
+    assert sum(choose_layers(problem, mode)) == brute_force(problem)

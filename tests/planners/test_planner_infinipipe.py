@@ -1,9 +1,8 @@
 """InfiniPipe's planner end to end: memory as the walk finds it, budgets, ablations, batches."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.cost.lengths import sample_lengths
@@ -13,22 +12,18 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import DataError
 from furlong.models.describe import describe
-from furlong.plan.plan import ON_DEVICE, Chunk, Forward, Tiers
+from furlong.plan.plan import ON_DEVICE, Forward, Tiers
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks import shard
 from furlong.planners.infinipipe import (
-    BatchLoads,
-    Checkpointing,
-    PipelineSetting,
     SliceWork,
+    _Batch,
     cut_and_pack,
     in_a_row,
-    peak_bytes,
     plan_infinipipe,
     slice_numbers,
 )
-from furlong.planners.orders import plan_seq1f1b
 from furlong.simulate.clock import simulate, time_actions
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
@@ -52,15 +47,13 @@ def small_model(config=SMALL, **training):
 MODEL = small_model()
 
 
-def loads_of(lens, num_slices, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE):
-    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
-    counts = [len(group) for group in groups]
-    plan = plan_seq1f1b(lens, groups, stages=stages, sp_size=sp_size, tiers=tiers)
-    return groups, counts, BatchLoads.of(plan, counts, model.memory())
-
-
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=8)
 stage_heights = st.sampled_from([(6,), (3, 3), (2, 3, 1)])
+
+
+def batch_of(lens, stages, sp_size=1, model=MODEL, tiers=ON_DEVICE, mode="adaptive"):
+    memory = model.memory(0)  # without room no moment is left out
+    return _Batch(tuple(lens), model, memory, stages, sp_size, tiers, mode)
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,48 +67,30 @@ stage_heights = st.sampled_from([(6,), (3, 3), (2, 3, 1)])
     st.randoms(use_true_random=False),
 )
 def test_loads_are_what_the_walk_finds(lens, num_slices, stages, sp_size, config, tiers, draw):
+    """Of two pipelines, one after the other, with any layers recomputed."""
     model = small_model(config, zero_stage=3)
-    groups, counts, loads = loads_of(lens, num_slices, stages, sp_size, model, tiers)
-    problem = loads.pipeline(0, len(counts), 0.0)
-    layers = [draw.randint(0, max(stages)) for _ in range(problem.num_diagonals)]
-    plan = plan_seq1f1b(
-        lens, groups, stages=stages, sp_size=sp_size, tiers=tiers,
-        recompute_layers=Checkpointing(tuple(layers), 0).on_stages(counts, stages),
-    )  # fmt: skip
-    walked = [max(model.memory().peak_bytes_of_actions(plan, rank)) for rank in range(len(stages))]
-    assert peak_bytes(problem, layers) == pytest.approx(walked, abs=16)
-
-
-@settings(max_examples=30, deadline=None)
-@given(lengths, st.integers(2, 5), st.data())
-def test_loads_of_a_part_are_those_of_its_own_pipeline(lens, num_slices, data):
-    stages = (3, 3)
-    _, counts, loads = loads_of(lens, num_slices, stages)
-    assume(len(counts) > 1)
-    first = data.draw(st.integers(0, len(counts) - 1))
-    stop = data.draw(st.integers(first + 1, len(counts)))
-    every = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))
-    groups = every[first:stop]
-    own = sorted({piece.seq_id for group in groups for chunk in group for piece in chunk.slices})
-    part = [
-        [Chunk(tuple(replace(s, seq_id=own.index(s.seq_id)) for s in c.slices)) for c in group]
-        for group in groups
+    groups = shard(cut_and_pack(lens, num_slices, SliceWork(1e-3, 1)), sp_size)
+    batch = batch_of(lens, stages, sp_size, model, tiers)
+    cut = draw.randint(0, len(groups))
+    ranges = [own for own in (range(cut), range(cut, len(groups))) if own]
+    loads = list(batch._loads(groups, ranges, np.zeros(len(stages))))
+    layers = [
+        tuple(draw.randint(0, max(stages)) for _ in range(one.num_diagonals)) for one in loads
     ]
-    plan = plan_seq1f1b([lens[i] for i in own], part, stages=stages)
-    problem = loads.pipeline(first, stop, 0.0)
-    # a receive and two sends that are under way are as large as the largest of the whole batch
-    in_batch, in_part = (max(c.num_tokens for g in x for c in g) for x in (every, groups))
-    more = 3 * (in_batch - in_part) * MODEL.training.compute_bytes * MODEL.shape.hidden_size
-    walked = [max(MODEL.memory().peak_bytes_of_actions(plan, rank)) + more for rank in range(2)]
-    assert peak_bytes(problem, (0,) * problem.num_diagonals) == pytest.approx(walked, abs=16)
+    parts = list(zip(ranges, layers, strict=True))
+    plan = in_a_row(lens, groups, parts, stages, sp_size=sp_size, tiers=tiers)
+    walked = max(max(model.memory().peak_bytes_of_actions(plan, s)) for s in range(len(stages)))
+    found = max(one.lacking_bytes(own) for one, own in zip(loads, layers, strict=True))
+    assert found == pytest.approx(walked, abs=16)
 
 
 def budgets(lens, stages, num_slices, model=MODEL):
     """What the fullest rank needs with everything and with nothing recomputed, in one pipeline."""
-    _, counts, loads = loads_of(lens, num_slices, stages, model=model)
-    problem = loads.pipeline(0, len(counts), 0.0)
-    full, none = problem.all_layers(max(stages)), (0,) * problem.num_diagonals
-    return max(peak_bytes(problem, full)), max(peak_bytes(problem, none))
+    groups = cut_and_pack(lens, num_slices, SliceWork(1e-3, 1))
+    batch = batch_of(lens, stages, model=model)
+    (loads,) = batch._loads(groups, [range(len(groups))], np.zeros(len(stages)))
+    ends = ((n,) * loads.num_diagonals for n in (max(stages), 0))
+    return tuple(map(loads.lacking_bytes, ends))
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,17 +112,13 @@ def test_random_batches_and_budgets(lens, stages, share, sp_size):
     )
     assert sum(chunk.num_tokens for chunk in found.plan.chunks) == sum(lens)
     assert load_plan(save_plan(found.plan)) == found.plan
-    assert 0 <= found.gap <= 0.02 + 1e-9
-    assert found.overhead_bound_s <= found.overhead_s
-    assert found.recomputed_layers_bound <= found.recomputed_layers
-    assert found.predicted_s == min(seconds for _, seconds in found.tried)
     costs = MODEL.costs(found.plan)
     assert time_actions(found.plan, costs).duration_s == pytest.approx(found.predicted_s)
 
 
 def test_room_for_everything_recomputes_nothing():
     found = plan_infinipipe([100, 40, 7], MODEL, num_stages=2)
-    assert found.recomputed_layers == 0 and len(found.pipelines) == 1 and found.gap == 0
+    assert found.recomputed_layers == 0 and len(found.pipelines) == 1
 
 
 def test_one_stage_and_one_token():
@@ -173,8 +144,6 @@ def test_the_amount_that_the_error_asks_for_is_enough():
         plan_infinipipe(lens, MODEL, budget_bytes=2**20, **options)
     needed = 2**20 + caught.value.lacking_bytes + 16
     plan_infinipipe(lens, MODEL, budget_bytes=needed, **options)
-    with pytest.raises(DoesNotFitError):
-        plan_infinipipe(lens, MODEL, budget_bytes=needed - 64, **options)
 
 
 TIGHT_LENS = (4000, 3000, 900, 800, 300, 200)
@@ -187,10 +156,10 @@ def tight_budget(share):
 
 def test_ablations_lose():
     options = {"num_stages": 2, "budget_bytes": tight_budget(0.5), "max_slices": 12}
-    whole = plan_infinipipe(TIGHT_LENS, MODEL, mip_gap=0, **options)
+    whole = plan_infinipipe(TIGHT_LENS, MODEL, **options)
     assert whole.recomputed_layers > 0
     for part in ({"balance": "tokens"}, {"checkpointing": "none"}, {"checkpointing": "full"}):
-        ablated = plan_infinipipe(TIGHT_LENS, MODEL, mip_gap=0, **options, **part)
+        ablated = plan_infinipipe(TIGHT_LENS, MODEL, **options, **part)
         assert whole.predicted_s <= ablated.predicted_s
         layers = {
             action.recompute_layers
@@ -204,12 +173,18 @@ def test_ablations_lose():
             assert layers == set(ablated.plan.stages)
 
 
-def test_gap_zero_is_proven():
-    found = plan_infinipipe(
-        TIGHT_LENS, MODEL, num_stages=2, budget_bytes=tight_budget(0.4), mip_gap=0
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.7])
+@pytest.mark.parametrize("stages", [(3, 3), (2, 2, 2)])
+def test_the_greedy_is_within_a_hundredth_of_the_integer_program(stages, share):
+    low, high = budgets(TIGHT_LENS, stages, 4)
+    options = {"num_stages": len(stages), "budget_bytes": int(low + share * (high - low)),
+               "stages": stages, "max_slices": 8}  # fmt: skip
+    greedy, exact = (
+        plan_infinipipe(TIGHT_LENS, MODEL, checkpointing=mode, **options)
+        for mode in ("adaptive", "exact")
     )
-    assert found.recomputed_layers == found.recomputed_layers_bound > 0
-    assert found.gap == pytest.approx(0, abs=1e-12)
+    assert exact.recomputed_layers > 0
+    assert greedy.predicted_s <= 1.01 * exact.predicted_s
 
 
 @pytest.mark.parametrize(
@@ -224,8 +199,8 @@ def test_pipelines_run_one_after_the_other(ranges, layers, overhead):
     groups = [
         [parse_chunk(f"0:{start}-{start + 4}") for start in (0, 4, 8)], [parse_chunk("1:0-4")]
     ]  # fmt: skip
-    setting = PipelineSetting(seq_lens=(12, 4), model=MODEL, memory=MODEL.memory(), stages=(2, 2))
-    plan = in_a_row(setting, groups, ranges, [Checkpointing(own, 0.0) for own in layers])
+    parts = [(range(*own), chosen) for own, chosen in zip(ranges, layers, strict=True)]
+    plan = in_a_row((12, 4), groups, parts, (2, 2))
     assert time_actions(plan, UnitCosts(plan)).duration_s == 12 * 4 + overhead
 
 
@@ -233,23 +208,12 @@ def test_slice_numbers_grow():
     assert list(slice_numbers(20)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20]
 
 
-def test_the_search_of_slices_ends_with_one_that_is_good_enough():
-    lens = (40_000, 9_000, 3_000)
-    best = plan_infinipipe(lens, MODEL, num_stages=2)
-    assert len(best.tried) > 1
-    slow_s = sorted(seconds for _, seconds in best.tried)[-2]
-    found = plan_infinipipe(lens, MODEL, num_stages=2, enough_s=slow_s, first_slices=3)
-    assert [number for number, _ in found.tried] == [3]
-    strict = plan_infinipipe(lens, MODEL, num_stages=2, enough_s=best.predicted_s)
-    assert strict.predicted_s == best.predicted_s
-
-
 @pytest.mark.slow
 def test_a_batch_of_the_paper():
     lens = sample_lengths("github", 512, 0, max_seq_len=192 * K, too_long="truncate")
     model = CostModel(model_shape("GPT-13B"), hardware("A800"), Training(zero_stage=3))
     found = plan_infinipipe(lens, model, num_stages=4, sp_size=8)
-    assert found.recomputed_layers > 0 and found.gap <= 0.02
+    assert found.recomputed_layers > 0
     # "usually at most two pipelines", and bubbles below 20 % (5.3)
     assert len(found.pipelines) == 2
     figures = measure(simulate(found.plan, model.costs(found.plan)))

@@ -11,7 +11,6 @@ from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.errors import DataError
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import shard
 from furlong.planners.infinipipe import (
     EQUAL_TOKENS,
@@ -133,7 +132,7 @@ def test_the_fit_follows_the_cost_model():
     work = fit_work(MODEL, 96 * K, 6, stages=stages, sp_size=8)
     groups = shard(cut_and_pack([96 * K], 6, work), 8)
     plan = plan_seq1f1b([96 * K], groups, stages=stages, sp_size=8)
-    cells = cell_seconds(plan.chunks, [96 * K], stages, MODEL, sp_size=8)
+    cells = MODEL.cell_seconds(plan.chunks, stages, sp_size=8)
     seconds = cells[0].sum(axis=1).tolist()
     assert pstdev(seconds) / mean(seconds) < 0.03
     tokens = [chunk.num_tokens for chunk in plan.chunks]

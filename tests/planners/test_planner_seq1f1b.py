@@ -51,14 +51,14 @@ def test_worked_example_places_and_windows():
 
 def test_worked_example_diagonals():
     # A1->C4, A2->C3, A3->C2, B1->C5 on stage 1, one less on stage 2
-    on_stages = recompute_on_diagonals([1, 2, 3, 4, 5], [3, 1], 2)
+    on_stages = recompute_on_diagonals([1, 2, 3, 4, 5], [3, 1], (5, 5))
     assert on_stages == [[4, 3, 2, 5], [3, 2, 1, 4]]
 
 
 def window_bytes(layers, counts, num_stages):
     """The worked example's bytes: 16 per chunk, 4 more where a later chunk reads its K,V, 5 less
     per checkpointed layer there and 7 less elsewhere."""
-    spread = recompute_on_diagonals(layers, counts, num_stages)
+    spread = recompute_on_diagonals(layers, counts, (2,) * num_stages)
     tails = {sum(counts[: i + 1]) - 1 for i in range(len(counts))}
     return [
         [
@@ -96,7 +96,7 @@ def test_worked_example_in_time():
     # f = 4, b = 8, one layer's forward 2: delta = (d_p - 1)(f + b) = 12
     def plan(counts, layers):
         seq_lens, groups = equal_groups(counts, num_tokens=4)
-        spread = recompute_on_diagonals(layers, counts, 2)
+        spread = recompute_on_diagonals(layers, counts, (2, 2))
         return plan_seq1f1b(seq_lens, groups, stages=(2, 2), recompute_layers=spread)
 
     steady = 12 * 4
@@ -150,7 +150,7 @@ def test_recompute_on_diagonals_lengthens_the_step_by_its_sum(problem, draw):
     seq_lens, groups = equal_groups(counts, num_tokens=3)
     layers = [draw.randint(0, 3) for _ in range(sum(counts) + num_stages - 1)]
     stages = (3,) * num_stages
-    spread = recompute_on_diagonals(layers, counts, num_stages)
+    spread = recompute_on_diagonals(layers, counts, stages)
     plain = plan_seq1f1b(seq_lens, groups, stages=stages)
     again = plan_seq1f1b(seq_lens, groups, stages=stages, recompute_layers=spread)
     # one layer's forward takes 1
@@ -161,7 +161,7 @@ def test_one_cell_of_a_diagonal_costs_as_much_as_all_of_it():
     seq_lens, groups = equal_groups([4, 2], num_tokens=4)
     stages = (1,) * 3
     plain = step(plan_seq1f1b(seq_lens, groups, stages=stages))
-    spread = recompute_on_diagonals([0, 0, 0, 1, 0, 0, 0, 0], [4, 2], 3)
+    spread = recompute_on_diagonals([0, 0, 0, 1, 0, 0, 0, 0], [4, 2], stages)
     alone = [list(row) for row in spread]
     alone[0] = alone[1] = [0] * 6
     steps = [

@@ -24,7 +24,6 @@ from furlong.errors import ConfigError, DataError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Place, Reduce
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import sequence_work
 from furlong.planners.methods.skrull import (
     chunk_of,
@@ -246,9 +245,7 @@ def test_groups_of_the_search_are_placed_by_seconds():
     found = [chunk for group in groups for chunk in group]
     assert [chunk.num_tokens for chunk in found] == [chunk.num_tokens for chunk in plain]
     stages = (LARGE.shape.num_layers,)
-    ours, theirs = (
-        cell_seconds(own, lens, stages, LARGE, sp_size=2).sum() for own in (found, plain)
-    )
+    ours, theirs = (LARGE.cell_seconds(own, stages, sp_size=2).sum() for own in (found, plain))
     assert ours < theirs
     odd = micro_batch_groups(lens, LARGE, sp_size=7, bucket_tokens=26 * K)
     assert sorted(s.seq_id for (chunk,) in odd for s in chunk.slices) == list(range(24))

@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_counted_keeps_kv(monkeypatch: pytest.MonkeyPatch
     def refuse(config: Any) -> Any:
         raise ConfigError(given="a config", required="sizes", source="a test", change="nothing")
 
-    monkeypatch.setattr(keep_module.ModelShape, "from_config", refuse)
+    monkeypatch.setattr(keep_module, "describe", refuse)
     engine = furlong.Engine(build("llama"))
     kv = between_the_phases(engine, furlong.ChunkOptions(size=8, keep="kv"))
     assert between_the_phases(engine, AUTO) == kv > 0

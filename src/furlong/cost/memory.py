@@ -1,70 +1,32 @@
-"""Bytes that a plan moves between the device and the tiers below it, by kind and action.
+"""Bytes that a plan needs: of a layer's graph, of a cell, and of a rank in every tier, by action.
 
-attention      written by the Forward that remembers, read by the Recompute, and by a RebuildKV
-               that peeks at them
-inputs         written by the pass that delivers them, read by every pass of their own stage but
-               the Backward, overwritten by their gradient, which the Backward of the stage
-               before reads
-graphs         of retained cells: written by the Forward, read by the Backward
-kv             a segment is written once its last piece is, and read by every later pass whose
-               attention runs and sees any of it
-On a GPU the tier host has buffers there for all of a step, which blocks of K,V are a part of.
-kv_gradients   all of a prefix but its newest segments is read (but for the first time) and
-               written by every backward; those of a cell's own K,V that are not on the device
-               are read
+    memory = PlanMemory(shape, training, budget_bytes)
+    check(plan, memory)                    # the checker's Memory: refuses a plan that does not fit
+    memory.curve(plan, rank).peak          # the parts where the rank needs most
 
-Bytes in use, by tier and by what they are for, while a walk adds and takes away.
+A walk follows the executor, which obeys the plan's passes, and adds up what comes and goes:
 
-Bytes of a rank in every tier while each of its actions runs: the outcome of a walk.
-
-Bytes of one cell: of all that a `keep` lets survive its forward, and of what works as it runs.
-
-All figures are per token and per sp process; tokens T, query heads N, key-value heads K, head dim
-H, hidden D, MLP width F, element size e.
-
-Freed memory that the C library's heap holds, in a process that computes on a CPU.
-
-glibc takes blocks of up to 32 MiB from its heap once such a one has been freed, and gives little
-back: blocks that live longer (gradients, stored K,V) lie between those of a graph that is gone, and
-the next graph does not find room in all of the holes. Plans with a lower tier, which are there for
-memory, give back what the next actions do not need (`runtime.memory.heap`); others keep it, for
-time.
-
-MemoryRules: everything that decides a plan's bytes but the plan.
-
-Bytes of every action of a plan, by what they are for; implements the checker's Memory.
-
-memory = PlanMemory(shape, training, budget_bytes)
-check(plan, memory)                    # refuses a plan that does not fit
-memory.curve(plan, rank).peak          # the parts where the rank needs most
-
-One process of one rank walks its actions and adds up bytes.
-
-Follows the executor, which obeys the plan's passes. A graph lives from its Forward or Recompute to
-its Backward. The input of a cell behind the first stage lives where stage inputs do, from the pass
-that delivers it; it dies with the pass that reads it last, or in its Backward becomes its own
-gradient, which dies with the Backward of the stage before. For K,V see `stored_kv`.
+    ids            token ids, positions and labels: from stage 0's Forward to its Backward
+    inputs         hidden states in front of a stage: from the pass that delivers them to the last
+                   that reads them, or in the Backward overwritten by their gradient, which the
+                   Backward of the stage before reads. In a lower tier every pass reads them but the
+                   Backward
+    attention      attention outputs: written by the Forward that remembers them, read by the
+                   Recompute, and by a RebuildKV that peeks at them
+    graphs         of retained cells: from the Forward to the Backward
+    graph again    of recomputed cells: from the Recompute to the Backward
+    leaf           the input of a graph, beside the one in a lower tier or after its last reader
+    states         that recurrent layers leave at the end of a chunk of a cut sequence: alive, and
+                   in the tier, as the chunk's K,V are; the next chunk's passes work on a copy
+    state gradients  made by the next chunk's Backward, until the chunk's own; on the device
+    kv, kv_gradients  of cut sequences, in segments (`StoredLayers`)
 
 What lives in a lower tier still has a working set on the device while an action runs: the input
 that is read and the output on its way, one layer's attention outputs (from the Recompute to the
-Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V.
+Backward all of the cell's, which its graph holds), one layer of a retained graph, blocks of K,V. On
+a GPU the tier host has buffers there for all of a step, which blocks of K,V are a part of.
 
-Tokens of one cut sequence that one process stores at one stage, in segments, and their bytes.
-
-Bytes of the KVStore of one process: K,V of cut sequences and their gradients, by segments.
-
-On the device a layer's K,V come into being as a whole with the first piece that is written, their
-gradients with the first backward that sees any of them; a segment of both dies with the last piece
-that touches it (`plan.segments`). In a lower tier a segment moves there once all of its pieces are
-written; on the device remain, per layer, the segment that fills and the gradients of the newest
-NUM_HOT segments of a prefix, and while an action reads, two segments: one computes, one arrives.
-
-Bytes of the states that recurrent layers leave at the end of a chunk, for the next one.
-
-The state of a cut sequence lives as long as its chunk's K,V do, in the same tier: from the pass
-that writes them until the chunk's Backward (`plan.liveness`). The next chunk's passes work on a
-copy, and its Backward makes the gradients: they stay on the device until the chunk's own Backward,
-one set per sequence.
+    tokens T, query heads N, key-value heads K, head dim H, hidden D, MLP width F, element size e
 """
 
 from __future__ import annotations
@@ -87,6 +49,7 @@ from furlong.plan.plan import (
     ON_DEVICE,
     Action,
     Backward,
+    Chunk,
     ChunkPlan,
     Forward,
     RebuildKV,
@@ -103,7 +66,25 @@ from furlong.plan.plan import (
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 
 Kind = Literal["kv", "kv_gradients", "inputs", "attention", "graphs"]
+"""Kinds of memory that may be in a lower tier."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Part = Literal[
+    "weights", "gradients", "optimizer", "activations", "kv", "kv_gradients", "states", "logits",
+    "buffers",
+]  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
+# what cells leave for later: the part that it counts as, and the kind in whose tier it is
+_HELD: dict[str, tuple[Part, Kind | None]] = {
+    "ids": ("activations", None),
+    "inputs": ("activations", "inputs"),
+    "attention": ("activations", "attention"),
+    "graphs": ("activations", "graphs"),
+    "graph again": ("activations", None),
+    "leaf": ("activations", None),
+    "states": ("states", "kv"),
+    "state gradients": ("states", None),
+    "unsharded": ("weights", None),
+}
 
 
 @dataclass(frozen=True)
@@ -136,94 +117,6 @@ def tier_of(tiers: Tiers, kind: Kind) -> Tier:
     """The tier of a kind; gradients of K,V lie where K,V do."""
     tier: Tier = getattr(tiers, kind.removesuffix("_gradients"))
     return tier
-
-
-Part = Literal[
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "kv",
-    "kv_gradients",
-    "states",
-    "logits",
-    "buffers",
-]
-PARTS: tuple[Part, ...] = get_args(Part)
-
-
-class Levels:
-    """Bytes that one process has in use now, and those that have gone from tier to tier so far."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._device = dict.fromkeys(PARTS, 0.0)
-        self._passing = dict.fromkeys(PARTS, 0.0)
-        self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
-        self._columns = {k: i for i, k in enumerate(KINDS) if tier_of(tiers, k) != "device"}
-        self.moved = [[0.0] * len(KINDS) for _ in range(4)]
-        """Bytes read, bytes written, reads and writes; a column for each kind."""
-        self.largest: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
-        """Bytes of the largest tensor that went to a tier."""
-        self.staged = 0.0
-        """Bytes that passed by through the host tier's buffers when `now` was asked last."""
-        self.held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
-        """(name, chunk, stage) -> its tier, part and bytes."""
-
-    def now(self) -> tuple[list[float], list[float]]:
-        """Bytes of the parts on the device, then of (host, disk). Those that pass by are gone
-        after."""
-        device = [self._device[part] + self._passing[part] for part in PARTS]
-        if self._tiers.kv == "host":
-            self.staged = self._passing["kv"] + self._passing["kv_gradients"]
-        self._passing = dict.fromkeys(PARTS, 0.0)
-        return device, [*self._lower.values()]
-
-    def add(self, part: Part, num_bytes: float, tier: Tier = "device") -> None:
-        """Bytes that stay, or go where they are negative."""
-        if tier == "device":
-            self._device[part] += num_bytes
-        else:
-            self._lower[tier] += num_bytes
-
-    def pass_by(self, part: Part, num_bytes: float) -> None:
-        """Bytes on the device until the next question for what is there now."""
-        self._passing[part] += num_bytes
-
-    def hold(self, name: str, chunk: int, stage: int, part: Part, num_bytes: float) -> None:
-        """Bytes until they are let go: in the tier of their kind, if `name` is one."""
-        key = name, chunk, stage
-        assert key not in self.held, f"{name} of {chunk}.{stage} is there"
-        tier: Tier = self._tiers.kv if name == "states" else getattr(self._tiers, name, "device")
-        self.held[key] = tier, part, num_bytes
-        self.add(part, num_bytes, tier)
-
-    def let_go(self, name: str, chunk: int, stage: int) -> float:
-        """The bytes that it had; 0 if it is not there."""
-        if (found := self.held.pop((name, chunk, stage), None)) is None:
-            return 0.0
-        tier, part, num_bytes = found
-        self.add(part, -num_bytes, tier)
-        return num_bytes
-
-    def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
-        """Count bytes from the tier of `kind` to the device, unless that is the same."""
-        self._move(0, kind, num_bytes, operations)
-
-    def write(
-        self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
-    ) -> None:
-        """Count bytes from the device to the tier of `kind`, unless that is the same; `largest`:
-        those of its largest tensor, where they are not all of one size."""
-        self._move(1, kind, num_bytes, operations)
-        if (tier := tier_of(self._tiers, kind)) != "device" and operations:
-            size = num_bytes / operations if largest is None else largest
-            self.largest[tier] = max(self.largest[tier], size)
-
-    def _move(self, row: int, kind: Kind, num_bytes: float, operations: int) -> None:
-        if (column := self._columns.get(kind)) is not None:
-            self.moved[row][column] += num_bytes
-            self.moved[2 + row][column] += operations
 
 
 @dataclass(frozen=True)
@@ -457,14 +350,14 @@ _STAGING_BYTES, _NUM_LARGEST = 2**25, 5
 
 
 @dataclass(frozen=True)
-class MemoryRules:
-    """A model, its training, and the devices that run it."""
+class PlanMemory:
+    """The memory of any plan of one model, on devices with one budget."""
 
     shape: ModelShape
     training: Training
     device_budget_bytes: int
     activations: Activations | None = None
-    """Tensors that a layer saves; None: those of transformers' modules (`activations.eager`)."""
+    """Tensors that a layer saves; None: those of transformers' modules (`eager`)."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph."""
     overhead_bytes: int = 0
@@ -491,22 +384,18 @@ class MemoryRules:
             self.shape, stages, stage, self.training, self.activations, self.activation_factor
         )
 
-    def staging_bytes(self, largest: float) -> float:
-        """Bytes of the device's buffers for the tier host, as `kv.pools` sizes them by the largest
-        tensor that goes there; a CPU computes on what lies there."""
-        if self.device_type == "cpu" or not largest:
-            return 0.0
-        return max(_STAGING_BYTES, _NUM_LARGEST * largest)
-
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""
         tile = min(num_tokens, self.tile_tokens or num_tokens)
         logits = cell.logit * self.shape.vocab_size * tile
         return logits + (cell.head_gradient if backward else 0.0)
 
-
-class PlanMemory(MemoryRules):
-    """The memory of any plan of one model, on devices with one budget."""
+    def staging_bytes(self, largest: float) -> float:
+        """Bytes of the device's buffers for the tier host, as `kv.pools` sizes them by the largest
+        tensor that goes there; a CPU computes on what lies there."""
+        if self.device_type == "cpu" or not largest:
+            return 0.0
+        return max(_STAGING_BYTES, _NUM_LARGEST * largest)
 
     def budget_bytes(self, rank: int) -> int:
         return self.device_budget_bytes
@@ -527,10 +416,8 @@ class PlanMemory(MemoryRules):
 
     def walk(self, plan: ChunkPlan, rank: int) -> tuple[MemoryCurve, PlanTraffic]:
         """The curve and the traffic, from one walk."""
-        heap = self.heap.held_bytes(self.shape, self.training, plan, rank)
-        overhead = self.overhead_bytes + heap
         unlike = _unlike(plan, rank, self.shape)
-        walks = [walk(self, plan, rank, process, overhead) for process in unlike]
+        walks = [_Walk(self, plan, rank, process).run() for process in unlike]
         if len(walks) == 1:
             return walks[0]
         curves = [curve for curve, _ in walks]
@@ -565,40 +452,17 @@ def _unlike(plan: ChunkPlan, rank: int, shape: ModelShape) -> list[int]:
     return processes
 
 
-def walk(
-    rules: MemoryRules, plan: ChunkPlan, rank: int, process: int, overhead_bytes: float = 0.0
-) -> tuple[MemoryCurve, PlanTraffic]:
-    """Bytes of process `process` of the pool that obeys the list of `rank`; the overhead is there
-    all through the step."""
-    one = _Walk(rules, plan, rank, process)
-    one.start(overhead_bytes)
-    actions = plan.actions[rank]
-    device, lower = np.zeros((len(actions), len(PARTS))), np.zeros((len(actions), 2))
-    staged = np.zeros(len(actions))
-    moved = np.zeros((1 + len(actions), 4, len(KINDS)))
-    for i, (action, what) in enumerate(zip(actions, passes(plan, rank), strict=True)):
-        one.begin(action, what)
-        device[i], lower[i] = one.levels.now()
-        staged[i] = one.levels.staged
-        if plan.tiers != ON_DEVICE:
-            moved[i + 1] = one.levels.moved
-        one.end(action, i)
-    staging = rules.staging_bytes(one.levels.largest["host"])
-    device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
-    host, disk = np.rint(lower).astype(np.int64).T
-    curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
-    return curve, PlanTraffic(plan.tiers, *np.diff(moved, axis=0).swapaxes(0, 1))
-
-
 class _Walk:
     """Bytes that one process has in use, action by action."""
 
-    def __init__(self, rules: MemoryRules, plan: ChunkPlan, rank: int, process: int) -> None:
-        self._rules, self._plan, self._actions = rules, plan, plan.actions[rank]
-        self._frees = kv_frees(plan, rank), input_frees(plan, rank)
-        self._cells = [rules.cell(plan.stages, stage) for stage in range(len(plan.stages))]
+    def __init__(self, memory: PlanMemory, plan: ChunkPlan, rank: int, process: int) -> None:
+        self._memory, self._plan, self._rank, self._process = memory, plan, rank, process
+        self._actions = plan.actions[rank]
+        self._kv_frees, self._input_frees = kv_frees(plan, rank), input_frees(plan, rank)
+        self._cells = [memory.cell(plan.stages, stage) for stage in range(len(plan.stages))]
         computed = [a for a in self._actions if isinstance(a, (Forward, Backward))]
-        self._held = frozenset(action.stage for action in computed)
+        self._stages = frozenset(action.stage for action in computed)
+        """Stages that the rank holds."""
         trained = {a.chunk for a in computed if isinstance(a, Backward) and a.stage == 0}
         self._last_use = {
             action.chunk: index
@@ -608,48 +472,119 @@ class _Walk:
         }
         """chunk without a Backward -> the action that reads its token ids last."""
         # of the rank's own chunks only: a plan may have a thousand ranks
-        self._tokens = {
-            index: 1.0
-            if plan.chunks[index].is_dummy
-            else sum(s.num_tokens * token_share(s, process) for s in plan.chunks[index].slices)
-            for index in {a.chunk for a in self._actions if isinstance(a, Forward)}
-        }
+        own = {a.chunk: plan.chunks[a.chunk] for a in self._actions if isinstance(a, Forward)}
+        self._tokens = {i: _tokens_here(chunk, process) for i, chunk in own.items()}
         self._exchanged = {
-            index: sum(
-                s.num_tokens * token_share(s, process)
-                for s in plan.chunks[index].slices
-                if s.place.size > 1
-            )
-            for index in self._tokens
+            i: sum(s.num_tokens * token_share(s, process) for s in c.slices if s.place.size > 1)
+            for i, c in own.items()
         }
         """Tokens of the process's own part that travel, in each layer."""
         self._gathered = {
-            index: sum(gathered_tokens(s, process, rules.shape) for s in plan.chunks[index].slices)
-            for index in self._tokens
+            i: sum(gathered_tokens(s, process, memory.shape) for s in chunk.slices)
+            for i, chunk in own.items()
         }
         """Tokens of which K,V come beyond the process's own part; their gradients go back."""
-        self.levels = Levels(plan.tiers)
-        self._store = StoredKV(rules, plan, process, self.levels)
-        self._states = StoredStates(rules, plan, process, self.levels)
+        self._device = dict.fromkeys(PARTS, 0.0)
+        self._lower: dict[Tier, float] = {"host": 0.0, "disk": 0.0}
+        self._passing = dict.fromkeys(PARTS, 0.0)
+        """Bytes on the device while the action runs, and no longer."""
+        self._held: dict[tuple[str, int, int], tuple[Tier, Part, float]] = {}
+        """(name, chunk, stage) -> its tier, part and bytes."""
+        self._tiers: dict[str, Tier] = {kind: tier_of(plan.tiers, kind) for kind in KINDS}
+        self._columns = {k: i for i, k in enumerate(KINDS) if self._tiers[k] != "device"}
+        self._moved = np.zeros((4, len(KINDS)))
+        """Bytes read, bytes written, reads and writes of the action."""
+        self._largest = 0.0
+        """Bytes of the largest tensor that went to the host."""
+        self._stored: dict[tuple[int, int], tuple[StoredLayers, ...]] = {}
 
-    def start(self, overhead_bytes: float) -> None:
+    def run(self) -> tuple[MemoryCurve, PlanTraffic]:
+        """Go through the list of the rank."""
+        self._start()
+        count, staged_in = len(self._actions), self._tiers["kv"] == "host"
+        device, lower = np.zeros((count, len(PARTS))), np.zeros((count, 2))
+        staged, moved = np.zeros(count), np.zeros((count, 4, len(KINDS)))
+        computed = passes(self._plan, self._rank)
+        for i, (action, what) in enumerate(zip(self._actions, computed, strict=True)):
+            self._begin(action, what)
+            passing = self._passing
+            device[i] = [self._device[part] + passing[part] for part in PARTS]
+            lower[i] = [*self._lower.values()]
+            staged[i] = passing["kv"] + passing["kv_gradients"] if staged_in else 0.0
+            if self._columns:
+                moved[i], self._moved = self._moved, np.zeros((4, len(KINDS)))
+            self._passing = dict.fromkeys(PARTS, 0.0)
+            self._end(action, i)
+        # blocks of K,V on their way are in the host tier's buffers
+        staging = self._memory.staging_bytes(self._largest)
+        device[:, PARTS.index("buffers")] += np.maximum(0, staging - staged)
+        host, disk = np.rint(lower).astype(np.int64).T
+        curve = MemoryCurve(np.rint(device).astype(np.int64), host, disk)
+        return curve, PlanTraffic(self._plan.tiers, *moved.swapaxes(0, 1))
+
+    def add(self, part: Part, num_bytes: float, tier: Tier = "device") -> None:
+        """Bytes that stay, or go where they are negative."""
+        if tier == "device":
+            self._device[part] += num_bytes
+        else:
+            self._lower[tier] += num_bytes
+
+    def read(self, kind: Kind, num_bytes: float, operations: int = 1) -> None:
+        """Count bytes from the tier of `kind` to the device, unless that is the same."""
+        if (column := self._columns.get(kind)) is not None:
+            self._moved[0, column] += num_bytes
+            self._moved[2, column] += operations
+
+    def write(
+        self, kind: Kind, num_bytes: float, operations: int = 1, largest: float | None = None
+    ) -> None:
+        """Count bytes from the device to the tier of `kind`, unless that is the same; `largest`:
+        those of its largest tensor, where they are not all of one size."""
+        if (column := self._columns.get(kind)) is not None:
+            self._moved[1, column] += num_bytes
+            self._moved[3, column] += operations
+            if operations and self._tiers[kind] == "host":
+                size = num_bytes / operations if largest is None else largest
+                self._largest = max(self._largest, size)
+
+    def _hold(
+        self, name: str, chunk: int, stage: int, num_bytes: float, part: Part | None = None
+    ) -> None:
+        """Bytes until they are let go, in the tier of their kind."""
+        key, (usual, kind) = (name, chunk, stage), _HELD[name]
+        assert key not in self._held, f"{name} of {chunk}.{stage} is there"
+        tier, part = self._tiers[kind] if kind else "device", part or usual
+        self._held[key] = tier, part, num_bytes
+        self.add(part, num_bytes, tier)
+
+    def _let_go(self, name: str, chunk: int, stage: int) -> float:
+        """The bytes that it had; 0 if it is not there."""
+        if (found := self._held.pop((name, chunk, stage), None)) is None:
+            return 0.0
+        tier, part, num_bytes = found
+        self.add(part, -num_bytes, tier)
+        return num_bytes
+
+    def _start(self) -> None:
         """Bytes that are there before the first action, and stay."""
-        plan, training = self._plan, self._rules.training.under(self._plan.regathers)
+        plan, memory = self._plan, self._memory
+        shape, training = memory.shape, memory.training.under(plan.regathers)
         # ranks that share one stage share all of theirs, so the first one tells
         firsts = (next((a for a in acts if isinstance(a, Forward)), None) for acts in plan.actions)
-        alike = sum(first is not None and first.stage in self._held for first in firsts)
+        alike = sum(first is not None and first.stage in self._stages for first in firsts)
         group = max(1, alike) * plan.sp_size * training.replicas
-        state = training.state_bytes(self._rules.shape, plan.stages, self._held, group)
-        self.levels.add("weights", state.weights)
+        whose = shape, plan.stages, self._stages, group
+        state = training.state_bytes(*whose)
         trained = frozenset(a.stage for a in self._actions if isinstance(a, Backward))
-        unreduced = training.unreduced_bytes(self._rules.shape, plan.stages, trained, group)
-        self.levels.add("gradients", state.gradients + unreduced)
-        self.levels.add("optimizer", state.optimizer)
-        collective = training.collective_bytes(self._rules.shape, plan.stages, self._held, group)
-        self.levels.add("buffers", overhead_bytes + collective + self._under_way())
+        unreduced = training.unreduced_bytes(shape, plan.stages, trained, group)
+        self.add("weights", state.weights)
+        self.add("gradients", state.gradients + unreduced)
+        self.add("optimizer", state.optimizer)
+        heap = memory.heap.held_bytes(shape, memory.training, plan, self._rank)
+        overhead = memory.overhead_bytes + heap
+        self.add("buffers", overhead + training.collective_bytes(*whose) + self._under_way())
         if not any(isinstance(action, Unshard) for action in self._actions):
-            gathered = training.gathered_bytes(self._rules.shape, plan.stages, self._held, group)
-            self.levels.add("buffers", gathered)
+            self.add("buffers", training.gathered_bytes(*whose))
 
     def _under_way(self) -> float:
         """Bytes of messages beside those that an action reads or makes: from each neighbour one
@@ -667,147 +602,219 @@ class _Walk:
                 most[key] = max(most.get(key, 0.0), ahead * message)
         return sum(most.values())
 
-    def begin(self, action: Action, what: Pass) -> None:
+    def _begin(self, action: Action, what: Pass) -> None:
         """Allocate what the action makes and keeps, and what only lives while it runs."""
         match action:
             case Forward() | Recompute() | RebuildKV() | Backward():
-                self._compute(action, what)
+                if isinstance(action, Forward):
+                    self._deliver(action.chunk, action.stage)
+                if what.computes != "nothing":
+                    self._compute(action, what)
             case Recv(payload, chunk, stage):
                 message = self._tokens[chunk] * self._cells[stage].message
                 arrives = payload == "activation"
                 part: Part = "activations" if arrives else "buffers"
-                self.levels.hold("inputs", chunk, stage + arrives, part, message)
-            case Unshard(stage) if self._rules.training.regathers:
-                training, shape = self._rules.training, self._rules.shape
+                self._hold("inputs", chunk, stage + arrives, message, part)
+            case Unshard(stage) if self._memory.training.regathers:
+                training, shape = self._memory.training, self._memory.shape
                 own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
                 whole = own * training.compute_bytes / training.tp_size
-                self.levels.hold("unsharded", 0, stage, "weights", whole)
-
-    def _compute(self, action: Forward | Recompute | RebuildKV | Backward, what: Pass) -> None:
-        chunk, stage, levels = action.chunk, action.stage, self.levels
-        tokens, cell, tiers = self._tokens[chunk], self._cells[stage], self._plan.tiers
-        if isinstance(action, Forward):
-            self._deliver(chunk, stage)
-        if what.computes == "nothing":
-            return
-        backward, message = what.computes == "backward", tokens * cell.message
-        gathered = self._gathered[chunk] * cell.kv_layer
-        exchanged = self._exchanged[chunk] * cell.exchange
-        levels.pass_by("buffers", tokens * cell.working + gathered + exchanged)
-        if what.loss:
-            levels.pass_by("logits", self._rules.loss_bytes(cell, tokens, backward=backward))
-        if what.writes_kv:
-            self._store.write(chunk, stage)
-            self._states.write(chunk, stage)
-        height = self._plan.stages[stage]
-        if backward:
-            again = range(what.remembered, what.recompute_layers)
-            self._store.read(chunk, stage, range(height), again)
-            self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
-            return
-        self._states.read(chunk, stage)
-        layers = range(what.remembered, height - (what.computes == "to last kv"))
-        if layers:
-            self._store.read(chunk, stage, layers)
-        if stage:
-            levels.read("inputs", message)
-        levels.read(
-            "attention", tokens * cell.attention(range(what.remembered)), 2 * what.remembered
-        )
-        if what.computes == "graph":
-            self._graph(action, what)
-        else:
-            if stage and tiers.inputs != "device":
-                levels.pass_by("activations", message)
-            if tiers.attention != "device" and (what.remembers or what.remembered):
-                levels.pass_by("activations", tokens * cell.widest_attention)
-        if remembered := tokens * cell.attention(range(what.remembers)):
-            widest = tokens * cell.widest_attention
-            levels.write("attention", remembered, 2 * what.remembers, widest)
-            levels.hold("attention", chunk, stage, "activations", remembered)
+                self._hold("unsharded", 0, stage, whole)
 
     def _deliver(self, chunk: int, stage: int) -> None:
         """The cell's own input, if it comes from nowhere else, and its output."""
-        tokens, cell, levels = self._tokens[chunk], self._cells[stage], self.levels
+        tokens, cell = self._tokens[chunk], self._cells[stage]
         message = tokens * cell.message
         if stage == 0:
-            levels.hold("ids", chunk, 0, "activations", tokens * cell.input)
-        elif ("inputs", chunk, stage) not in levels.held:
-            levels.hold("inputs", chunk, stage, "activations", message)
+            self._hold("ids", chunk, 0, tokens * cell.input)
+        elif ("inputs", chunk, stage) not in self._held:
+            self._hold("inputs", chunk, stage, message)
         if stage < len(self._plan.stages) - 1:
-            part: Part = "activations" if stage + 1 in self._held else "buffers"
-            levels.hold("inputs", chunk, stage + 1, part, message)
-            levels.write("inputs", message)
-            if self._plan.tiers.inputs != "device":
-                levels.pass_by("buffers", message)
+            # what another rank takes waits in a buffer
+            part: Part = "activations" if stage + 1 in self._stages else "buffers"
+            self._hold("inputs", chunk, stage + 1, message, part)
+            self.write("inputs", message)
+            if self._tiers["inputs"] != "device":
+                self._passing["buffers"] += message
 
-    def _graph(self, action: Action, what: Pass) -> None:
-        assert isinstance(action, (Forward, Recompute))
-        chunk, stage, levels = action.chunk, action.stage, self.levels
-        tokens, cell, tiers = self._tokens[chunk], self._cells[stage], self._plan.tiers
-        height, gathered = self._plan.stages[stage], self._gathered[chunk] * cell.kv_layer
+    def _compute(self, action: Forward | Recompute | RebuildKV | Backward, what: Pass) -> None:
+        chunk, stage, passing = action.chunk, action.stage, self._passing
+        tokens, cell, height = self._tokens[chunk], self._cells[stage], self._plan.stages[stage]
+        gathered = self._gathered[chunk] * cell.kv_layer
+        exchanged = self._exchanged[chunk] * cell.exchange
+        passing["buffers"] += tokens * cell.working + gathered + exchanged
+        backward = what.computes == "backward"
+        if what.loss:
+            passing["logits"] += self._memory.loss_bytes(cell, tokens, backward=backward)
+        if what.writes_kv:
+            for piece, stored in self._pieces(chunk, stage):
+                stored.write(self, piece)
+            self._write_states(chunk, stage)
+        if backward:
+            again = range(what.remembered, what.recompute_layers)
+            self._stream_kv(chunk, stage, range(height), again)
+            self._backward(chunk, stage, recomputes=what.recompute_layers > 0)
+            return
+        if entering := cell.state * len(list(self._entering(chunk, stage))):
+            self.read("kv", entering)
+            passing["states"] += entering  # the copies that the cell works on
+        layers = range(what.remembered, height - (what.computes == "to last kv"))
+        if layers:
+            self._stream_kv(chunk, stage, layers)
+        if stage:
+            self.read("inputs", tokens * cell.message)
+        remembered = tokens * cell.attention(range(what.remembered))
+        self.read("attention", remembered, 2 * what.remembered)
+        if what.computes == "graph":
+            assert isinstance(action, (Forward, Recompute))
+            self._graph(action, what)
+        else:
+            if stage and self._tiers["inputs"] != "device":
+                passing["activations"] += tokens * cell.message
+            if self._tiers["attention"] != "device" and (what.remembers or what.remembered):
+                passing["activations"] += tokens * cell.widest_attention
+        if remembers := tokens * cell.attention(range(what.remembers)):
+            self.write("attention", remembers, 2 * what.remembers, tokens * cell.widest_attention)
+            self._hold("attention", chunk, stage, remembers)
+
+    def _graph(self, action: Forward | Recompute, what: Pass) -> None:
+        chunk, stage = action.chunk, action.stage
+        tokens, cell, height = self._tokens[chunk], self._cells[stage], self._plan.stages[stage]
+        gathered = self._gathered[chunk] * cell.kv_layer
         num_bytes = tokens * cell.graph(what.recompute_layers)
         num_bytes += gathered * (height - what.recompute_layers)
         if isinstance(action, Forward):
-            levels.hold("graphs", chunk, stage, "activations", num_bytes)
-            levels.write("graphs", num_bytes, height, tokens * cell.widest_saved)
-            if tiers.graphs != "device":
-                levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
+            self._hold("graphs", chunk, stage, num_bytes)
+            self.write("graphs", num_bytes, height, tokens * cell.widest_saved)
+            if self._tiers["graphs"] != "device":
+                self._passing["activations"] += tokens * max(cell.graph_layers) + gathered
         else:
-            if tiers.attention == "device":
+            if self._tiers["attention"] == "device":
                 # the graph is made of what was remembered of attention, no second copy
                 num_bytes -= tokens * cell.attention(range(what.remembered))
-            levels.hold("graph again", chunk, stage, "activations", num_bytes)
-        if stage and tiers.inputs != "device":
-            levels.hold("leaf", chunk, stage, "activations", tokens * cell.message)
+            self._hold("graph again", chunk, stage, num_bytes)
+        if stage and self._tiers["inputs"] != "device":
+            self._hold("leaf", chunk, stage, tokens * cell.message)
 
     def _backward(self, chunk: int, stage: int, *, recomputes: bool) -> None:
-        tokens, cell, levels = self._tokens[chunk], self._cells[stage], self.levels
+        tokens, cell, passing = self._tokens[chunk], self._cells[stage], self._passing
         message = tokens * cell.message
-        self._store.send_back(chunk, stage)
-        self._states.send_back(chunk, stage)
-        levels.pass_by("buffers", message)
-        graph = levels.held.get(("graphs", chunk, stage))
+        self._send_kv_back(chunk, stage)
+        for before in self._entering(chunk, stage):
+            if before in self._plan.trained:
+                others = self._let_go("state gradients", before, stage)
+                self._hold("state gradients", before, stage, others + cell.state)
+        passing["buffers"] += message  # the gradient of the output
+        graph = self._held.get(("graphs", chunk, stage))
         if graph is not None:
-            levels.read("graphs", graph[2], self._plan.stages[stage])
-        if recomputes or (graph is not None and self._plan.tiers.graphs != "device"):
+            self.read("graphs", graph[2], self._plan.stages[stage])
+        if recomputes or (graph is not None and self._tiers["graphs"] != "device"):
             gathered = self._gathered[chunk] * cell.kv_layer
-            levels.pass_by("activations", tokens * max(cell.graph_layers) + gathered)
+            passing["activations"] += tokens * max(cell.graph_layers) + gathered
         if stage < len(self._plan.stages) - 1:
-            levels.read("inputs", message)
+            self.read("inputs", message)
         if stage > self._plan.frozen_stages:
-            levels.write("inputs", message)
-            if ("inputs", chunk, stage) in levels.held:
+            self.write("inputs", message)
+            if ("inputs", chunk, stage) in self._held:
                 # autograd's gradient, until it is copied over the input
-                levels.pass_by("buffers", message)
+                passing["buffers"] += message
             else:
-                levels.hold("inputs", chunk, stage, "buffers", message)
+                self._hold("inputs", chunk, stage, message, "buffers")
 
-    def end(self, action: Action, index: int) -> None:
+    def _end(self, action: Action, index: int) -> None:
         """Free what ends with the action."""
-        levels, (kv_dead, inputs_dead) = self.levels, (frees[index] for frees in self._frees)
-        for chunk, stage in inputs_dead:
-            num_bytes = levels.let_go("inputs", chunk, stage)
-            if ("graphs", chunk, stage) in levels.held and self._plan.tiers.inputs == "device":
+        for chunk, stage in self._input_frees[index]:
+            num_bytes = self._let_go("inputs", chunk, stage)
+            if ("graphs", chunk, stage) in self._held and self._tiers["inputs"] == "device":
                 # nobody reads it again, but it is the leaf of a graph
-                levels.hold("leaf", chunk, stage, "activations", num_bytes)
-        for chunk, stage in kv_dead:
-            self._store.free(chunk, stage)
-            self._states.free(chunk, stage)
+                self._hold("leaf", chunk, stage, num_bytes)
+        for chunk, stage in self._kv_frees[index]:
+            for piece, stored in self._pieces(chunk, stage):
+                stored.free(self, piece)
+            self._let_go("states", chunk, stage)
+            self._let_go("state gradients", chunk, stage)
         match action:
             case Backward(chunk, stage):
                 for name in ("graphs", "graph again", "attention", "ids", "leaf"):
-                    levels.let_go(name, chunk, stage)
-                levels.let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
-                gradient = levels.let_go("inputs", chunk, stage)
+                    self._let_go(name, chunk, stage)
+                self._let_go("inputs", chunk, stage + 1)  # by now the gradient of the output
+                gradient = self._let_go("inputs", chunk, stage)
                 if gradient and stage > self._plan.frozen_stages:
-                    levels.hold("inputs", chunk, stage, "buffers", gradient)
+                    self._hold("inputs", chunk, stage, gradient, "buffers")
             case Forward(chunk, 0) | RebuildKV(chunk, 0) if index == self._last_use.get(chunk):
-                levels.let_go("ids", chunk, 0)
+                self._let_go("ids", chunk, 0)
             case Send(payload, chunk, stage):
-                levels.let_go("inputs", chunk, stage + (payload == "activation"))
+                self._let_go("inputs", chunk, stage + (payload == "activation"))
             case Reshard(stage):
-                levels.let_go("unsharded", 0, stage)
+                self._let_go("unsharded", 0, stage)
+
+    def _write_states(self, chunk: int, stage: int) -> None:
+        """The states that leave a cell come into being, unless they are there."""
+        cell = self._cells[stage]
+        leaving = cell.state * sum(
+            self._plan.is_read(*link) for link in self._recurrent(chunk, stage)
+        )
+        if leaving and ("states", chunk, stage) not in self._held:
+            self._hold("states", chunk, stage, leaving)
+            self.write("kv", leaving, largest=cell.largest_state)
+
+    def _entering(self, chunk: int, stage: int) -> Iterator[int]:
+        """For each cut sequence whose state enters a cell, the chunk that it comes from."""
+        for seq_id, position in self._recurrent(chunk, stage):
+            if position:
+                yield self._plan.groups[seq_id][position - 1]
+
+    def _recurrent(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
+        """Cut sequences of a chunk on this process, and their positions; none without states."""
+        if not self._cells[stage].state:
+            return
+        slices = self._plan.chunks[chunk].slices
+        here = {s.seq_id for s in slices if token_share(s, self._process)}
+        for seq_id, position in self._plan.links[chunk]:
+            if seq_id in here:
+                yield seq_id, position
+
+    def _stream_kv(self, chunk: int, stage: int, *layers: range) -> None:
+        """Attention runs in `layers` of the stage; K,V of a lower tier pass by, in two buffers: one
+        computes, one arrives."""
+        if self._tiers["kv"] == "device":
+            return
+        most = 0.0
+        for piece, stored in self._pieces(chunk, stage):
+            stored.read(self, piece, *layers)
+            arriving = sum(stored.sizes[i] for i in stored.seen(piece)[:_NUM_BUFFERS])
+            most = max(most, arriving * stored.kv_token_bytes)
+        self._passing["kv"] += most
+
+    def _send_kv_back(self, chunk: int, stage: int) -> None:
+        """A Backward adds to the gradients of its prefix, of which old ones pass by."""
+        most = 0.0
+        for piece, stored in self._pieces(chunk, stage):
+            stored.send_back(self, piece)
+            seen = stored.seen(piece)
+            cold = sum(stored.sizes[i] for i in seen[: max(0, len(seen) - NUM_HOT)][-_NUM_BUFFERS:])
+            most = max(most, cold * stored.gradient_token_bytes)
+        if self._tiers["kv"] != "device":
+            self._passing["kv_gradients"] += most
+
+    def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, StoredLayers]]:
+        """The pieces of cut sequences in a chunk, each with every kind of layers that store it."""
+        memory = self._memory
+        for seq_id, piece in self._plan.links[chunk]:
+            if (seq_id, stage) not in self._stored:
+                self._stored[seq_id, stage] = stored_layers(
+                    memory.shape, self._plan, self._cells[stage], seq_id, stage,
+                    self._process, memory.device_type,
+                )  # fmt: skip
+            for stored in self._stored[seq_id, stage]:
+                yield piece, stored
+
+
+def _tokens_here(chunk: Chunk, process: int) -> float:
+    """Tokens of a chunk on one process."""
+    if chunk.is_dummy:
+        return 1.0
+    return sum(piece.num_tokens * token_share(piece, process) for piece in chunk.slices)
 
 
 def token_share(piece: Slice, process: int) -> float:
@@ -823,42 +830,173 @@ def gathered_tokens(piece: Slice, process: int, shape: ModelShape) -> float:
     return piece.num_tokens * (shape.kv_share(piece.place.size) - share) if share else 0.0
 
 
-@dataclass(frozen=True)
+_NUM_BUFFERS = 2
+
+
 class StoredLayers:
-    """Tokens of one sequence that one process stores in the layers of a stage that share a
-    window."""
+    """Tokens of one cut sequence that one process stores in the layers of a stage that share a
+    window: K,V and their gradients, by segments.
 
-    tokens: StoredTokens
-    window: int | None
-    layers: tuple[int, ...]
-    """Numbers of the layers within the stage."""
-    kv_token_bytes: float
-    """Bytes of K and V of one token in one layer."""
-    gradient_token_bytes: float
-    sizes: tuple[int, ...]
-    """Tokens of each segment."""
-    pieces: tuple[tuple[int, ...], ...]
-    """The pieces that touch each segment."""
+    On the device a layer's K,V come into being as a whole with the first piece that is written,
+    their gradients with the first backward that sees any of them; a segment of both dies with the
+    last piece that touches it (`plan.segments`).
 
-    def touched(self, piece: int) -> range:
-        """The segments that hold tokens of a piece."""
-        return self.tokens.segments(self.tokens.of_piece(piece))
+    In a lower tier a segment is written once its last piece is, and read by every later pass whose
+    attention runs and sees any of it. All gradients of a prefix but those of its newest NUM_HOT
+    segments are read (but for the first time) and written by every backward; those of a cell's own
+    K,V that are not on the device are read.
+    """
+
+    def __init__(
+        self,
+        tokens: StoredTokens,
+        window: int | None,
+        layers: tuple[int, ...],
+        kv_token_bytes: float,
+        gradient_token_bytes: float,
+        tier: Tier,
+    ) -> None:
+        """`layers`: their numbers within the stage; bytes are of one token in one layer."""
+        self.layers, self._tokens, self._window, self._tier = layers, tokens, window, tier
+        self.kv_token_bytes, self.gradient_token_bytes = kv_token_bytes, gradient_token_bytes
+        self._on_device, self._num_layers = tier == "device", len(layers)
+        self.sizes = tuple(stop - start for start, stop in pairwise(tokens.bounds))
+        """Tokens of each segment."""
+        pieces: list[list[int]] = [[] for _ in self.sizes]
+        for piece in range(len(tokens.lens)):
+            for index in self._touched(piece):
+                pieces[index].append(piece)
+        self.pieces = tuple(map(tuple, pieces))
+        """The pieces that touch each segment."""
+        self._kv = [len(layers) * kv_token_bytes * n for n in self.sizes]
+        self._gradients = [len(layers) * gradient_token_bytes * n for n in self.sizes]
+        self._kv_before = [0.0, *accumulate(self._kv)]
+        self._written: dict[int, set[int]] = {}
+        """segment that is there -> its pieces that were written."""
+        self._owners: dict[int, set[int]] = {}
+        """segment that is there -> its pieces that are alive."""
+        self._filling: set[int] = set()
+        """Segments whose K,V are on the device."""
+        self._hot: set[int] = set()
+        """Segments whose gradients are on the device."""
+        self._sent: set[int] = set()
+        """Segments that have gradients; where some backwards are left out, not all behind one."""
 
     def seen(self, piece: int) -> Sequence[int]:
         """The segments that hold tokens which a piece sees, ascending."""
-        return self.tokens.seen_segments(piece, self.window)
+        return self._tokens.seen_segments(piece, self._window)
 
-    def sent_to(self, piece: int) -> Sequence[int]:
+    def write(self, walk: _Walk, piece: int) -> None:
+        """The K,V of a piece come into being."""
+        if self._on_device and not self._written:
+            for index in range(len(self.sizes)):
+                self._begin(walk, index)
+        for index in self._touched(piece):
+            if index not in self._written:
+                self._begin(walk, index)
+            elif not self._on_device and index not in self._filling:
+                # a segment that another piece keeps in the lower tier
+                walk.read("kv", self._kv[index], self._num_layers)
+                walk.write("kv", self._kv[index], self._num_layers)
+            if piece not in self._owners[index] and self._is_cold(index):
+                # a piece that is computed again begins without gradients, there too
+                walk.read("kv_gradients", self._gradients[index], self._num_layers)
+                walk.write("kv_gradients", self._gradients[index], self._num_layers)
+            self._written[index].add(piece)
+            self._owners[index].add(piece)
+            complete = len(self._written[index]) == len(self.pieces[index])
+            if not self._on_device and complete and index in self._filling:
+                self._filling.remove(index)
+                walk.add("kv", -self._kv[index])
+                walk.add("kv", self._kv[index], self._tier)
+                walk.write("kv", self._kv[index], self._num_layers)
+
+    def read(self, walk: _Walk, piece: int, *layers: range) -> None:
+        """The segments that `piece` sees come from the lower tier, for `layers` of the stage."""
+        seen = self.seen(piece)
+        filling = [index for index in self._filling if index in seen]
+        if isinstance(seen, range):
+            num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
+        else:
+            num_bytes = sum(self._kv[index] for index in seen)
+        num_bytes -= sum(self._kv[index] for index in filling)
+        reading = sum(layer in some for some in layers for layer in self.layers)
+        num_reads = (len(seen) - len(filling)) * reading
+        walk.read("kv", num_bytes * reading / self._num_layers, num_reads)
+
+    def send_back(self, walk: _Walk, piece: int) -> None:
+        """The Backward of a piece adds to the gradients of what it sees."""
+        seen, sent_to = self.seen(piece), self._sent_to(piece)
+        if self._on_device:
+            # the first gradient brings those of all segments
+            for index in self._written if sent_to else ():
+                if index not in self._hot and self._takes_gradients(index):
+                    self._hot.add(index)
+                    walk.add("kv_gradients", self._gradients[index])
+            return
+        # all but the newest segments go back to the tier
+        num_rest = bisect_left(sent_to, seen[-NUM_HOT:][0] if seen else 0)
+        rest, newest = sent_to[:num_rest], sent_to[num_rest:]
+        had = [index for index in sent_to if index in self._sent]
+        here = [index for index in self._hot if index in sent_to]
+        were_here = self._sum(here)
+        brought, taken = self._sum(had) - were_here, self._sum(rest)
+        walk.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
+        walk.write("kv_gradients", taken, self._num_layers * len(rest))
+        walk.add("kv_gradients", taken - brought, self._tier)
+        walk.add("kv_gradients", self._sum(newest) - were_here)
+        self._hot = self._hot.difference(rest).union(newest)
+        self._sent.update(sent_to)
+        # its own, which later pieces have sent
+        own = [i for i in self._touched(piece) if self._is_cold(i)]
+        walk.read("kv_gradients", self._sum(own), self._num_layers * len(own))
+
+    def free(self, walk: _Walk, piece: int) -> None:
+        """A piece dies, and every segment that no other one touches."""
+        for index in self._touched(piece):
+            owners = self._owners.get(index, set())
+            if piece not in owners:
+                continue
+            owners.remove(piece)
+            if owners:
+                continue
+            if index in self._sent or index in self._hot:
+                tier = "device" if index in self._hot else self._tier
+                walk.add("kv_gradients", -self._gradients[index], tier)
+            tier = "device" if index in self._filling else self._tier
+            walk.add("kv", -self._kv[index], tier)
+            for indices in (self._filling, self._hot, self._sent):
+                indices.discard(index)
+            del self._written[index], self._owners[index]
+
+    def _begin(self, walk: _Walk, index: int) -> None:
+        self._written[index], self._owners[index] = set(), set()
+        self._filling.add(index)
+        walk.add("kv", self._kv[index])
+
+    def _touched(self, piece: int) -> range:
+        """The segments that hold tokens of a piece."""
+        return self._tokens.segments(self._tokens.of_piece(piece))
+
+    def _sent_to(self, piece: int) -> Sequence[int]:
         """The segments that a piece sees and sends gradients to."""
-        runs = self.tokens.seen_from(piece, self.window)
-        parts = [part for run in runs for part in self.tokens.gradients_in(run)]
+        runs = self._tokens.seen_from(piece, self._window)
+        parts = [part for run in runs for part in self._tokens.gradients_in(run)]
         if len(parts) == 1:
-            return self.tokens.segments(parts[0])
-        return sorted({index for part in parts for index in self.tokens.segments(part)})
+            return self._tokens.segments(parts[0])
+        return sorted({index for part in parts for index in self._tokens.segments(part)})
 
-    def takes_gradients(self, index: int) -> bool:
+    def _takes_gradients(self, index: int) -> bool:
         """Whether a segment holds tokens whose gradients are kept."""
-        return bool(self.tokens.gradients_in(range(*self.tokens.bounds[index : index + 2])))
+        return bool(self._tokens.gradients_in(range(*self._tokens.bounds[index : index + 2])))
+
+    def _is_cold(self, index: int) -> bool:
+        """Whether the gradients of a segment are in the lower tier."""
+        return index in self._sent and index not in self._hot
+
+    def _sum(self, indices: Iterable[int]) -> float:
+        """Bytes of the gradients of some segments."""
+        return sum(self._gradients[index] for index in indices)
 
 
 def stored_layers(
@@ -876,262 +1014,17 @@ def stored_layers(
     first_piece = next(s for s in plan.chunks[group[0]].slices if s.seq_id == seq_id)
     if not token_share(first_piece, process):
         return ()
-    share = shape.kv_share(first_piece.place.size)
-    first = sum(plan.stages[:stage])
-    windows = shape.windows[first : first + plan.stages[stage]]
+    share, first = shape.kv_share(first_piece.place.size), sum(plan.stages[:stage])
+    layers: dict[int | None, list[int]] = {}
+    for i in range(plan.stages[stage]):
+        if shape.layers[first + i].attends:
+            layers.setdefault(shape.windows[first + i], []).append(i)
     lens, tree = piece_lens_of(plan, seq_id), plan.trees.get(seq_id)
-    kv = cell.kv_layer * share
-    found = []
-    attends = [layer.attends for layer in shape.layers[first : first + plan.stages[stage]]]
-    for window in dict.fromkeys(w for w, has in zip(windows, attends, strict=True) if has):
+    kv, found = cell.kv_layer * share, []
+    for window, own in layers.items():
         tokens = StoredTokens.of(lens, window, segment_tokens(kv, device_type), tree)
         if plan.sampled:
             tokens = tokens.with_gradients_of(i for i, c in enumerate(group) if c in plan.trained)
-        sizes = [stop - start for start, stop in pairwise(tokens.bounds)]
-        layers = tuple(i for i, other in enumerate(windows) if other == window and attends[i])
         gradients = cell.kv_gradient_layer * share
-        touching = _pieces_of_segments(tokens)
-        found.append(StoredLayers(tokens, window, layers, kv, gradients, tuple(sizes), touching))
+        found.append(StoredLayers(tokens, window, tuple(own), kv, gradients, plan.tiers.kv))
     return tuple(found)
-
-
-def _pieces_of_segments(tokens: StoredTokens) -> tuple[tuple[int, ...], ...]:
-    """The pieces that touch each segment, each found once."""
-    pieces: list[list[int]] = [[] for _ in range(tokens.num_segments)]
-    for piece in range(len(tokens.lens)):
-        for index in tokens.segments(tokens.of_piece(piece)):
-            pieces[index].append(piece)
-    return tuple(map(tuple, pieces))
-
-
-_NUM_BUFFERS = 2
-
-
-class StoredKV:
-    """The store of one process, which adds to its `levels`."""
-
-    def __init__(self, rules: MemoryRules, plan: ChunkPlan, process: int, levels: Levels) -> None:
-        self._rules, self._plan, self._process, self._levels = rules, plan, process, levels
-        self._stored: dict[tuple[int, int], list[_Segments]] = {}
-
-    def write(self, chunk: int, stage: int) -> None:
-        """The cell's K,V come into being."""
-        for position, segments in self._pieces(chunk, stage):
-            segments.write(position)
-
-    def read(self, chunk: int, stage: int, *layers: range) -> None:
-        """The cell's attention runs in `layers` of the stage; K,V of a lower tier pass by."""
-        if self._plan.tiers.kv == "device":
-            return
-        most = 0.0
-        for position, segments in self._pieces(chunk, stage):
-            segments.read(position, *layers)
-            stored = segments.stored
-            arriving = sum(stored.sizes[i] for i in stored.seen(position)[:_NUM_BUFFERS])
-            most = max(most, arriving * stored.kv_token_bytes)
-        self._levels.pass_by("kv", most)
-
-    def send_back(self, chunk: int, stage: int) -> None:
-        """The cell's Backward adds to the gradients of its prefix, of which old ones pass by."""
-        most = 0.0
-        for position, segments in self._pieces(chunk, stage):
-            segments.send_back(position)
-            stored, seen = segments.stored, segments.stored.seen(position)
-            cold = sum(stored.sizes[i] for i in seen[: max(0, len(seen) - NUM_HOT)][-_NUM_BUFFERS:])
-            most = max(most, cold * stored.gradient_token_bytes)
-        if self._plan.tiers.kv != "device":
-            self._levels.pass_by("kv_gradients", most)
-
-    def free(self, chunk: int, stage: int) -> None:
-        """The cell's K,V die, and every segment that no other piece touches."""
-        for position, segments in self._pieces(chunk, stage):
-            segments.free(position)
-
-    def _pieces(self, chunk: int, stage: int) -> Iterator[tuple[int, _Segments]]:
-        plan, rules = self._plan, self._rules
-        for seq_id, position in plan.links[chunk]:
-            if (seq_id, stage) not in self._stored:
-                found = stored_layers(
-                    rules.shape, plan, rules.cell(plan.stages, stage), seq_id, stage,
-                    self._process, rules.device_type,
-                )  # fmt: skip
-                self._stored[seq_id, stage] = [
-                    _Segments(stored, self._levels, plan.tiers.kv) for stored in found
-                ]
-            for segments in self._stored[seq_id, stage]:
-                yield position, segments
-
-
-class _Segments:
-    """The segments of some layers, by where they are now."""
-
-    def __init__(self, stored: StoredLayers, levels: Levels, tier: Tier) -> None:
-        self.stored = stored
-        self._levels, self._tier, self._on_device = levels, tier, tier == "device"
-        self._num_layers = num_layers = len(stored.layers)
-        self._kv = [num_layers * stored.kv_token_bytes * n for n in stored.sizes]
-        self._gradients = [num_layers * stored.gradient_token_bytes * n for n in stored.sizes]
-        self._kv_before = [0.0, *accumulate(self._kv)]
-        self._written: dict[int, set[int]] = {}
-        """segment that is there -> its pieces that were written."""
-        self._owners: dict[int, set[int]] = {}
-        """segment that is there -> its pieces that are alive."""
-        self._filling: set[int] = set()
-        """Segments whose K,V are on the device."""
-        self._hot: set[int] = set()
-        """Segments whose gradients are on the device."""
-        self._sent: set[int] = set()
-        """Segments that have gradients; where some backwards are left out, not all behind one."""
-
-    def write(self, piece: int) -> None:
-        levels, stored = self._levels, self.stored
-        if self._on_device and not self._written:
-            for index in range(len(stored.sizes)):
-                self._begin(index)
-        for index in stored.touched(piece):
-            if index not in self._written:
-                self._begin(index)
-            elif not self._on_device and index not in self._filling:
-                # a segment that another piece keeps in the lower tier
-                levels.read("kv", self._kv[index], self._num_layers)
-                levels.write("kv", self._kv[index], self._num_layers)
-            if piece not in self._owners[index] and self._is_cold(index):
-                # a piece that is computed again begins without gradients, there too
-                levels.read("kv_gradients", self._gradients[index], self._num_layers)
-                levels.write("kv_gradients", self._gradients[index], self._num_layers)
-            self._written[index].add(piece)
-            self._owners[index].add(piece)
-            complete = len(self._written[index]) == len(stored.pieces[index])
-            if not self._on_device and complete and index in self._filling:
-                self._filling.remove(index)
-                levels.add("kv", -self._kv[index])
-                levels.add("kv", self._kv[index], self._tier)
-                levels.write("kv", self._kv[index], self._num_layers)
-
-    def read(self, piece: int, *layers: range) -> None:
-        """The segments that `piece` sees come from the lower tier."""
-        seen = self.stored.seen(piece)
-        filling = [index for index in self._filling if index in seen]
-        if isinstance(seen, range):
-            num_bytes = self._kv_before[seen.stop] - self._kv_before[seen.start] if seen else 0.0
-        else:
-            num_bytes = sum(self._kv[index] for index in seen)
-        num_bytes -= sum(self._kv[index] for index in filling)
-        reading = sum(layer in some for some in layers for layer in self.stored.layers)
-        num_reads = (len(seen) - len(filling)) * reading
-        self._levels.read("kv", num_bytes * reading / self._num_layers, num_reads)
-
-    def send_back(self, piece: int) -> None:
-        levels, seen, touched = self._levels, self.stored.seen(piece), self.stored.sent_to(piece)
-        if self._on_device:
-            # the first gradient brings those of all segments
-            for index in self._written if touched else ():
-                if index not in self._hot and self.stored.takes_gradients(index):
-                    self._hot.add(index)
-                    levels.add("kv_gradients", self._gradients[index])
-            return
-        num_rest = bisect_left(touched, seen[-NUM_HOT:][0] if seen else 0)
-        rest, newest = touched[:num_rest], touched[num_rest:]
-        had = [index for index in touched if index in self._sent]
-        here = [index for index in self._hot if index in touched]
-        were_here = self._sum(here)
-        brought, taken = self._sum(had) - were_here, self._sum(rest)
-        levels.read("kv_gradients", brought, self._num_layers * (len(had) - len(here)))
-        levels.write("kv_gradients", taken, self._num_layers * len(rest))
-        levels.add("kv_gradients", taken - brought, self._tier)
-        levels.add("kv_gradients", self._sum(newest) - were_here)
-        self._hot = self._hot.difference(rest).union(newest)
-        self._sent.update(touched)
-        # its own, which later pieces have sent
-        relayed = [i for i in self.stored.touched(piece) if self._is_cold(i)]
-        levels.read("kv_gradients", self._sum(relayed), self._num_layers * len(relayed))
-
-    def free(self, piece: int) -> None:
-        for index in self.stored.touched(piece):
-            owners = self._owners.get(index, set())
-            if piece not in owners:
-                continue
-            owners.remove(piece)
-            if owners:
-                continue
-            if index in self._sent or index in self._hot:
-                tier = "device" if index in self._hot else self._tier
-                self._levels.add("kv_gradients", -self._gradients[index], tier)
-            tier = "device" if index in self._filling else self._tier
-            self._levels.add("kv", -self._kv[index], tier)
-            for indices in (self._filling, self._hot, self._sent):
-                indices.discard(index)
-            del self._written[index], self._owners[index]
-
-    def _begin(self, index: int) -> None:
-        self._written[index], self._owners[index] = set(), set()
-        self._filling.add(index)
-        self._levels.add("kv", self._kv[index])
-
-    def _is_cold(self, index: int) -> bool:
-        """Whether the gradients of a segment are in the lower tier."""
-        return index in self._sent and index not in self._hot
-
-    def _sum(self, indices: Iterable[int]) -> float:
-        """Bytes of the gradients of some segments."""
-        return sum(self._gradients[index] for index in indices)
-
-
-class StoredStates:
-    """The states of one process, which add to its `levels`."""
-
-    def __init__(self, rules: MemoryRules, plan: ChunkPlan, process: int, levels: Levels) -> None:
-        self._plan, self._process, self._levels = plan, process, levels
-        stages = range(len(plan.stages))
-        self._bytes = [rules.cell(plan.stages, stage).state for stage in stages]
-        """Bytes of one sequence's state at each stage."""
-        self._largest = [rules.cell(plan.stages, stage).largest_state for stage in stages]
-
-    def write(self, chunk: int, stage: int) -> None:
-        """The states that leave a cell come into being, unless they are there."""
-        leaving = self._bytes[stage] * sum(
-            self._plan.is_read(*link) for link in self._sequences(chunk, stage)
-        )
-        if leaving and ("states", chunk, stage) not in self._levels.held:
-            self._levels.hold("states", chunk, stage, "states", leaving)
-            self._levels.write("kv", leaving, largest=self._largest[stage])
-
-    def read(self, chunk: int, stage: int) -> None:
-        """The cell starts with copies of the states of the chunk before."""
-        entering = self._bytes[stage] * len(list(self._entering(chunk, stage)))
-        if entering:
-            self._levels.read("kv", entering)
-            self._levels.pass_by("states", entering)
-
-    def send_back(self, chunk: int, stage: int) -> None:
-        """The cell's Backward makes the gradients of the states that it started with."""
-        for seq_id, before in self._entering(chunk, stage):
-            if before in self._plan.trained:
-                name = _gradient_of(seq_id)
-                self._levels.hold(name, before, stage, "states", self._bytes[stage])
-
-    def free(self, chunk: int, stage: int) -> None:
-        """The cell's states die, and their gradients."""
-        self._levels.let_go("states", chunk, stage)
-        for seq_id, _ in self._sequences(chunk, stage):
-            self._levels.let_go(_gradient_of(seq_id), chunk, stage)
-
-    def _entering(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
-        """Cut sequences whose state enters a chunk, and the chunk that it comes from."""
-        for seq_id, position in self._sequences(chunk, stage):
-            if position:
-                yield seq_id, self._plan.groups[seq_id][position - 1]
-
-    def _sequences(self, chunk: int, stage: int) -> Iterator[tuple[int, int]]:
-        """Cut sequences of a chunk on this process, and their positions; none without states."""
-        if not self._bytes[stage]:
-            return
-        slices = self._plan.chunks[chunk].slices
-        here = {s.seq_id for s in slices if token_share(s, self._process)}
-        for seq_id, position in self._plan.links[chunk]:
-            if seq_id in here:
-                yield seq_id, position
-
-
-def _gradient_of(seq_id: int) -> str:
-    return f"gradients of the states of {seq_id}"

@@ -21,23 +21,23 @@ Seconds of the optimizer's step, which follows the last action of a plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
-from furlong.cost.machine import Collective, HardwareSpec, Link
-from furlong.cost.memory import NO_HEAP, Heap, PlanMemory, eager
+from furlong.cost.machine import HardwareSpec
+from furlong.cost.memory import NO_HEAP, Heap, PlanMemory
 from furlong.cost.seconds import (
     Array,
     ChunkTable,
+    Hidden,
     PassPart,
-    StageFlops,
-    StageRates,
+    StageSeconds,
+    cell_parts,
     chunk_table,
     parts_of,
-    stage_flops,
 )
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training, not_in_step
@@ -45,8 +45,10 @@ from furlong.plan.passes import passes
 from furlong.plan.plan import (
     COMPUTING,
     ON_DEVICE,
+    ONE_DEVICE,
     Action,
     Backward,
+    Chunk,
     ChunkPlan,
     Computing,
     Forward,
@@ -55,17 +57,11 @@ from furlong.plan.plan import (
     Recompute,
     Reduce,
     Send,
+    Tier,
     Unshard,
     first_device,
-    place_sizes,
 )
-from furlong.plan.segments import segment_tokens
 
-Hidden = Literal["all-to-all", "gathers", "streams"]
-"""Things that a computing action may wait for inside: the all-to-alls of slices on several
-processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
-tier."""
-_NO_WAIT = Link(0.0, float("inf"))
 _CPU_KERNEL_BYTES = 3 * 2**26
 """Kernels that oneDNN keeps for 16-bit matrix products of 64 shapes on a CPU: 55 MiB measured for
 layers of 256 by 1,024, some 130 MiB for 896 by 4,864."""
@@ -80,6 +76,9 @@ class CostModel:
     """Bytes of a graph that a calibration measured over those that are counted."""
     heap: Heap = NO_HEAP
     """The C library's heap, as a calibration measured it."""
+    _known: dict[tuple[Any, ...], StageSeconds] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     @property
     def device_type(self) -> str:
@@ -89,6 +88,77 @@ class CostModel:
         """Seconds of every action of `plan`. `free`: things that take no time, so that the
         difference tells how long actions wait for them."""
         return PlanCosts(self, plan, free)
+
+    def pass_seconds(
+        self,
+        parts: tuple[PassPart, ...],
+        table: ChunkTable,
+        stages: tuple[int, ...],
+        stage: int,
+        *,
+        layout: Layout = ONE_DEVICE,
+        kv: Tier = "device",
+        free: Collection[Hidden] = (),
+    ) -> Array:
+        """(P, S, C) seconds of parts of passes through `stage`, for any table's chunks, on every
+        process of a sequence-parallel group. No plan is needed.
+
+        `stages`: layers of each stage. `layout`: sp as the table has it; where pp is not the number
+        of stages, all are on the first rank. `kv`: the tier of stored K,V. A pass is as slow as its
+        slowest process: the maximum over the second axis.
+        """
+        first = stage if layout.pp == len(stages) else 0
+        ranks = tuple(range(first, layout.dp * layout.pp, layout.pp))
+        own = self.stage_seconds(stages, stage, layout=layout, ranks=ranks, kv=kv, free=free)
+        return own.pass_seconds(parts, table)
+
+    def cell_seconds(
+        self,
+        chunks: Sequence[Chunk],
+        stages: tuple[int, ...],
+        *,
+        sp_size: int = 1,
+        kv: Tier = "device",
+        recompute_layers: Sequence[int] = (),
+        free: Collection[Hidden] = (),
+    ) -> Array:
+        """(stages, C, 2) seconds of a forward and of a backward of every chunk at every stage of a
+        pipeline, with the first `recompute_layers` of each stage checkpointed."""
+        table = chunk_table(chunks, self.shape, sp_size, self.hardware.tile_tokens)
+        layout = Layout(sp=sp_size, pp=len(stages))
+        seconds = np.zeros((len(stages), len(chunks), 2))
+        for stage, layers in enumerate(recompute_layers or [0] * len(stages)):
+            forward, backward = cell_parts(stages, stage, layers)
+            of_parts = self.pass_seconds(
+                forward + backward, table, stages, stage, layout=layout, kv=kv, free=free
+            ).max(axis=1)
+            seconds[stage, :, 0] = of_parts[: len(forward)].sum(axis=0)
+            seconds[stage, :, 1] = of_parts[len(forward) :].sum(axis=0)
+        return seconds
+
+    def stage_seconds(
+        self,
+        stages: tuple[int, ...],
+        stage: int,
+        *,
+        layout: Layout,
+        ranks: tuple[int, ...],
+        kv: Tier = "device",
+        free: Collection[Hidden] = (),
+        unsharded: bool = False,
+    ) -> StageSeconds:
+        """The seconds of one stage of a plan's replicas, which are on `ranks`; those of replicas
+        that the plan does not list come on top of its `layout`."""
+        key = stages, stage, layout, ranks, kv, frozenset(free), unsharded
+        if key not in self._known:
+            dp, per_replica = self.training.replicas, layout.dp * layout.pp
+            self._known[key] = StageSeconds(
+                self.shape, self.hardware, self.training, stages, stage,
+                layout=replace(layout, dp=layout.dp * dp),
+                ranks=[more * per_replica + rank for more in range(dp) for rank in ranks],
+                kv=kv, free=free, unsharded=unsharded,
+            )  # fmt: skip
+        return self._known[key]
 
     def memory(self, budget_bytes: int | None = None) -> PlanMemory:
         """Bytes of every action of any plan; the default budget is the device's."""
@@ -109,7 +179,10 @@ class PlanCosts:
     """
 
     def __init__(self, model: CostModel, plan: ChunkPlan, free: Collection[Hidden] = ()) -> None:
-        self._model = model = replace(model, training=model.training.under(plan.regathers))
+        training = model.training.under(plan.regathers)
+        if training is not model.training:
+            model = replace(model, training=training)
+        self._model = model
         self._plan = plan
         self._free = free
         self._parts: dict[tuple[type[Action], int, int], tuple[PassPart, ...]] = {}
@@ -132,22 +205,25 @@ class PlanCosts:
                 elif isinstance(action, Unshard):
                     self._unsharded.add(action.stage)
         self._members = {stage: tuple(sorted(ranks)) for stage, ranks in members.items()}
-        num_replicas = max(1, len(members.get(0, ())))  # the first stage of each is on one rank
-        pp = len(plan.actions) // num_replicas
-        per_rank = plan.sp_size * model.training.tp_size
-        self._layout = Layout(num_replicas * model.training.replicas, per_rank, pp)
+        dp = max(1, len(members.get(0, ())))  # the first stage of each replica is on one rank
+        pp = len(plan.actions) // dp
+        layout = Layout(dp, plan.sp_size, pp)
+        per_rank = plan.sp_size * training.tp_size
+        self._layout = Layout(dp * training.replicas, per_rank, pp)
         """That of all devices, those of replicas that the plan does not list among them."""
-        shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
-        if not plan.regathers and any(map(self._passes_gather, shared)):
-            raise not_in_step()
-        shape = model.shape
-        tile_tokens = model.hardware.tile_tokens
+        shape, tile_tokens = model.shape, model.hardware.tile_tokens
         self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
-        self._stages = [stage_flops(shape, plan.stages, s) for s in range(len(plan.stages))]
-        self._rates: dict[tuple[StageFlops, int], StageRates] = {}
+        self._stages = [
+            model.stage_seconds(
+                plan.stages, stage, layout=layout, ranks=self._members.get(stage, (0,)),
+                kv=plan.tiers.kv, free=free, unsharded=stage in self._unsharded,
+            )
+            for stage in range(len(plan.stages))
+        ]  # fmt: skip
+        shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
+        if not plan.regathers and any(self._stages[stage].passes_gather for stage in shared):
+            raise not_in_step()
         self._part_s: dict[tuple[PassPart, int], list[float]] = {}
-        self._gathering: dict[tuple[bool, int], float] = {}
-        self._reduces: dict[int, float] = {}
         self._copies: dict[int, dict[tuple[type[Action], int, int], float]] = {}
 
     def compute_s(self, action: Action, rank: int) -> float:
@@ -156,9 +232,7 @@ class PlanCosts:
             case Unshard(stage):
                 return self.unshard_s(stage)
             case Reduce(stage):
-                if stage not in self._reduces:
-                    self._reduces[stage] = self._reduce_at_end_s(stage)
-                return self._reduces[stage]
+                return self._reduce_at_end_s(stage)
             case Forward() | Recompute() | Backward() | RebuildKV():
                 chunk, stage = action.chunk, action.stage
                 return sum(self._seconds(part, stage)[chunk] for part in self.parts(action))
@@ -203,33 +277,27 @@ class PlanCosts:
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
     def unshard_s(self, stage: int) -> float:
-        """Seconds of the all-gather of a stage's weights in compute dtype over its sharding
-        group."""
-        training = self._model.training
-        return self._collective_s("all_gather", stage, training.compute_bytes)
+        """Seconds of the all-gather of a stage's weights."""
+        return self._stages[stage].unshard_s
+
+    def reduce_s(self, stage: int) -> float:
+        """Seconds in which the gradients of a stage's trained weights are reduced."""
+        return self._stages[stage].reduce_s
 
     def _reduce_at_end_s(self, stage: int) -> float:
         """Seconds of a Reduce that the last Backward does not hide: under ZeRO-1 and 2 the ranks
         also gather each other's new weights, as far as the next first Forward does not hide that,
         unless an Unshard does it; where ZeRO-3 gathers with every pass the backwards have reduced
         already, in this runtime all but the gradients of the embedding and the head."""
-        training, gathered_s = self._model.training, 0.0
-        late_s = self._late_share(stage) * self.reduce_s(stage)
-        if self._passes_gather(stage):
+        training, costs, gathered_s = self._model.training, self._stages[stage], 0.0
+        late_s = costs.late_share * costs.reduce_s
+        if costs.passes_gather:
             return late_s if training.gathers else 0.0
         if training.zero_stage in (1, 2) and stage not in self._unsharded:
-            gathered_s = self._collective_s(
-                "all_gather", stage, training.compute_bytes, trained_only=True
-            )
+            gathered_s = costs.collective_s("all_gather", training.compute_bytes)
             gathered_s = max(0.0, gathered_s - self._layers_s(self._firsts, stage))
-        layers_s = self.reduce_s(stage) - late_s - self._layers_s(self._lasts, stage)
+        layers_s = costs.reduce_s - late_s - self._layers_s(self._lasts, stage)
         return late_s + max(0.0, layers_s) + gathered_s
-
-    def _late_share(self, stage: int) -> float:
-        """Share of a stage's gradients that are of the embedding and the head."""
-        training, shape, held = self._model.training, self._model.shape, frozenset((stage,))
-        trained = training.trained_parameters(shape, self._plan.stages, held)
-        return training.beside_parameters(shape, self._plan.stages, held) / max(1, trained)
 
     def _layers_s(self, passes: Mapping[tuple[int, int], Computing], stage: int) -> float:
         """Seconds in which the slowest rank of a stage is in its layers, in one of its passes, and
@@ -249,28 +317,6 @@ class PlanCosts:
             default=0.0,
         )
 
-    def reduce_s(self, stage: int) -> float:
-        """Seconds in which the gradients of a stage's trained weights are reduced: a reduce-scatter
-        where they or the optimizer are sharded, else an all-reduce."""
-        training = self._model.training
-        kind: Collective = "reduce_scatter" if training.zero_stage else "all_reduce"
-        return self._collective_s(kind, stage, training.gradient_bytes, trained_only=True)
-
-    def _collective_s(
-        self, kind: Collective, stage: int, element_bytes: int, *, trained_only: bool = False
-    ) -> float:
-        model, plan, training = self._model, self._plan, self._model.training
-        ranks = self._members.get(stage, ())
-        others = range(0, training.replicas * len(plan.actions), len(plan.actions))
-        firsts = [first_device(more + rank, self._layout) for more in others for rank in ranks]
-        devices = [first + i for first in firsts for i in range(self._layout.sp)]
-        group = len(firsts) * plan.sp_size
-        count = training.trained_parameters if trained_only else training.held_parameters
-        parameters = count(model.shape, plan.stages, frozenset((stage,)))
-        links = model.hardware.links
-        num_bytes = parameters * element_bytes / training.tp_size
-        return links.collective_s(kind, num_bytes, group, links.num_nodes(devices))
-
     def parts(self, action: Computing) -> tuple[PassPart, ...]:
         """The parts of an action's pass, as the plan's passes say."""
         return self._parts[type(action), action.chunk, action.stage]
@@ -285,71 +331,7 @@ class PlanCosts:
 
     def process_seconds(self, parts: tuple[PassPart, ...], stage: int, table: ChunkTable) -> Array:
         """(P, S, C) seconds of parts of passes on every process, for any table's chunks."""
-        seconds = self._stage_rates(stage).seconds(parts, table)
-        gathers = self._passes_gather(stage) and "gathers" not in self._free
-        for own_s, part in zip(seconds, parts, strict=True):
-            if gathers and part.work not in ("head", "head and back"):
-                # weights come with every pass, behind its computation (FSDP's prefetch)
-                both = np.add if self._model.device_type == "cpu" else np.maximum
-                both(own_s, self._gathers_s(part.work == "backward", stage), out=own_s)
-        return seconds
-
-    def _gathers_s(self, backward: bool, stage: int) -> float:
-        """Seconds of the weights that come with a pass, and of gradients that go with it."""
-        key = backward, stage
-        if key not in self._gathering:
-            reduced = self.reduce_s(stage) if backward else 0.0
-            if self._model.training.gathers:
-                reduced *= 1 - self._late_share(stage)
-            self._gathering[key] = self.unshard_s(stage) + reduced
-        return self._gathering[key]
-
-    def _passes_gather(self, stage: int) -> bool:
-        """Whether every pass of a stage gathers its weights, and every backward reduces."""
-        return self._model.training.regathers and stage not in self._unsharded
-
-    def _stage_rates(self, stage: int) -> StageRates:
-        model, plan = self._model, self._plan
-        flops, rank = self._stages[stage], self._members.get(stage, (0,))[0]
-        if (flops, rank) not in self._rates:
-            links, training = model.hardware.links, model.training
-            per_rank = plan.sp_size * training.tp_size
-            first = first_device(rank, self._layout)
-            devices = range(first, first + per_rank)
-            lora = training.lora
-            below = sum(plan.stages[:stage])
-            layers = range(below, below + plan.stages[stage])
-            saved = eager(training.compute_bytes, lora)
-            kv_token_bytes = model.shape.stored_size * training.compute_bytes / per_rank
-            stream = {"device": None, "host": links.host, "disk": links.disk}[plan.tiers.kv]
-            self._rates[flops, rank] = StageRates(
-                model.shape, model.hardware, training, flops,
-                sp_links=self._sp_links(devices),
-                tp_link=links.effective(
-                    "all_gather", training.tp_size, links.num_nodes(devices[: training.tp_size])
-                ),
-                stream=None if "streams" in self._free else stream,
-                segment_tokens=segment_tokens(kv_token_bytes, model.device_type),
-                lora_per_token=2 * sum(lora.layer_parameters(model.shape, i) for i in layers)
-                if lora else 0,
-                saved_per_token=tuple(
-                    saved.layer_bytes(model.shape, i, training.compute_bytes) for i in layers
-                ),
-                logits_per_token=saved.logit_bytes * model.shape.vocab_size,
-            )  # fmt: skip
-        return self._rates[flops, rank]
-
-    def _sp_links(self, devices: range) -> dict[int, Link]:
-        """size of a place among the `devices` of a pool -> the link of its all-to-all, over the
-        most nodes that a place of that size touches."""
-        links, tp_size = self._model.hardware.links, self._model.training.tp_size
-        found = {}
-        for size in place_sizes(self._plan.sp_size):
-            starts = range(devices.start, devices.stop, size * tp_size)
-            nodes = max(links.num_nodes(range(at, at + size * tp_size)) for at in starts)
-            waits = "all-to-all" not in self._free
-            found[size] = links.effective("all_to_all", size, nodes) if waits else _NO_WAIT
-        return found
+        return self._stages[stage].pass_seconds(parts, table)
 
 
 def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> float:

@@ -1,58 +1,58 @@
-"""Seconds of chunk passes through one stage, for all chunks of a table at once.
+"""Seconds of passes of chunks through a stage, for all chunks of a table at once, and FLOPs.
 
-One pass on one process of a pool:
+One pass on one process of a sequence-parallel group:
 
-    linear + max(all-to-alls, local attention) + shared attention + waits for streamed K,V
+    matrices + max(all-to-alls, attention of slices here alone) + attention of shared slices
+    + waits for streamed K,V
 
-The fixed time of matrices is that of reading them: of experts those that some token of a process
-visits. The all-to-alls of slices on several processes, one for every size of places, hide behind
-the attention of slices on one (Skrull, Eq. 2). A pool is as slow as its slowest process.
-Efficiencies saturate with the process's tokens; under tensor parallelism with tokens / tp_size,
-since each device's matrices are that much narrower.
+at least its launches where a GPU computes while they go on; at least the weights that ZeRO-3
+gathers with every pass, and gradients that it scatters.
 
-    P parts, C chunks, S processes of a pool
+    matrices    (tokens + half_tokens) * FLOPs per token / rate + saved bytes that pass / bandwidth;
+                half_tokens are those of reading the matrices, of experts those that some token of
+                the process visits
+    attention   attended keys * (1 + half_tokens / tokens) * FLOPs per key / rate
 
-Seconds of parts of passes as sums of products: what a table says times what a stage takes.
+The all-to-alls of slices on several processes, one for every size of places, hide behind the
+attention of slices on one (Skrull, Eq. 2). A group is as slow as its slowest process. A table may
+be of a plan's chunks, or of anything whose sums a planner knows: a process before and after each of
+many moves, all in one call. A slice on a place of n processes counts 1/n with each of these.
 
-The table may be of a plan's chunks, or of anything whose sums a planner knows: a process of a pool
-before and after each of many moves, all in one call.
+    P parts, C chunks, S processes of a group, W windows
 
-    P parts, C chunks, S processes of a pool
-
-The chunks of a plan as arrays: tokens, attended keys and prefixes, per process of a pool.
-
-C chunks, S processes of a pool; a slice on a place of n processes counts 1/n with each of these
-
-Exact FLOPs of chunk-wise training: causal, windowed, grouped heads, experts.
-
-A multiplication and an addition are two FLOPs. Counted are the matrices and the two products of
-attention over exactly the (query, key) pairs that the mask allows; norms, activations, softmax and
-the tiles that a kernel computes beyond the diagonal are not: they end up in the efficiency.
+FLOPs are exact: causal, windowed, grouped heads, experts. A multiplication and an addition are two.
+Counted are the matrices and the two products of attention over exactly the (query, key) pairs that
+the mask allows; norms, activations, softmax and the tiles that a kernel computes beyond the
+diagonal are not: they end up in the efficiency.
 
     forward of a token through a matrix of P parameters   2 P
     backward                                              4 P   (2 P where the matrix is frozen)
     attention, per pair of query and key, forward         4 N H
     backward (flash: scores again, then four products)    10 N H
-    scan of a recurrent layer                             by its inner chunks (`shapes.recurrent`)
+    scan of a recurrent layer                             by its inner chunks (`cost.shape`)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.machine import Efficiency, HardwareSpec, Link
+from furlong.cost.machine import Collective, Efficiency, HardwareSpec, Link
+from furlong.cost.memory import eager
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass
-from furlong.plan.plan import Chunk, Slice
-from furlong.plan.segments import NUM_HOT
+from furlong.plan.plan import Chunk, Layout, Slice, Tier, first_device, place_sizes
+from furlong.plan.segments import NUM_HOT, segment_tokens
+
+Array = NDArray[np.float64]
 
 Work = Literal["forward", "to last kv", "first layers", "backward", "head", "head and back"]
 """to last kv: up to the last layer's K,V projection; first layers: forward of that many; head and
@@ -87,150 +87,249 @@ def parts_of(what: Pass, height: int) -> tuple[PassPart, ...]:
             return (PassPart("backward"), *head, *again)
 
 
-@dataclass(frozen=True)
-class StageRates:
-    """The seconds of passes through one stage."""
+def cell_parts(
+    stages: Sequence[int], stage: int, recompute_layers: int = 0
+) -> tuple[tuple[PassPart, ...], tuple[PassPart, ...]]:
+    """The parts of a Forward that keeps its graph, and those of its Backward, with the first layers
+    of the stage checkpointed."""
+    graph = Pass("graph", recompute_layers=recompute_layers)
+    is_last = stage == len(stages) - 1
+    backward = Pass("backward", recompute_layers=recompute_layers, loss=is_last)
+    return parts_of(graph, stages[stage]), parts_of(backward, stages[stage])
 
-    shape: ModelShape
-    hardware: HardwareSpec
-    training: Training
-    flops: StageFlops
-    sp_links: Mapping[int, Link]
-    """size of a place -> the link of its all-to-all."""
-    tp_link: Link
-    stream: Link | None = None
-    """Link over which K,V come, if not from the device."""
-    segment_tokens: int = 8192
-    """Tokens of a segment of K,V, which travels as one."""
-    lora_per_token: int = 0
-    """Forward FLOPs of the stage's adapters."""
-    saved_per_token: tuple[float, ...] = ()
-    """Bytes that the graph of each layer saves."""
-    logits_per_token: float = 0.0
-    """Bytes of logits, with their gradients."""
-    _terms: dict[tuple[PassPart, ...], Terms] = field(default_factory=dict, compare=False)
 
-    def seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
-        """(P, S, C) parts of a pass over the stage, on every process."""
-        waits_s: Array | float = 0.0
-        if self.stream is not None:
-            waits_s = np.stack([self._waits_s(part, table) for part in parts])
-        if parts not in self._terms:
-            self._terms[parts] = self._terms_of(parts)
-        return self._terms[parts].seconds(table, waits_s)
+Hidden = Literal["all-to-all", "gathers", "streams"]
+"""Things that a computing action may wait for inside: the all-to-alls of slices on several
+processes, the weights that ZeRO-3 gathers (and the gradients it scatters), K,V from another
+tier."""
+_HEADS = ("head", "head and back")
+_NO_WAIT = Link(0.0, float("inf"))
 
-    def _terms_of(self, parts: Sequence[PassPart]) -> Terms:
-        """Factors of the sums of a table in the seconds of some parts."""
-        hardware, tp = self.hardware, self.training.tp_size
-        rate = hardware.peak_flops_per_s * hardware.linear.best
-        linear, passed = np.array([self._per_token(part) for part in parts], float).T
-        layers = np.array([self._num_layers(part) for part in parts])
-        attending = [self._attending(part) for part in parts]
-        called = np.array([len(layers) for layers in attending])
-        keys = [*map(self._key_s, parts)]
-        seen = self.flops.windows
-        times = np.array([2 if part.work == "backward" else 1 for part in parts])
-        passes = np.array([part.work in ("forward", "to last kv", "backward") for part in parts])
-        tp_call_s, tp_token_s = self._tp_s()
-        return Terms(
-            token_s=(linear / rate + passed / hardware.activation_bytes_per_s) / tp
-            + layers * tp_token_s,
-            process_s=linear * hardware.linear.half_tokens / rate + layers * tp_call_s,
-            idle_s=self._idle_s(parts),
-            key_s={
-                window: np.array(
-                    [
-                        sum(some[layer] for layer in layers if seen[layer] == window)
-                        for layers, some in zip(attending, keys, strict=True)
-                    ]
-                )
-                for window in dict.fromkeys(seen)
-            },
-            half_tokens=np.array([self._attention(part).half_tokens * tp for part in parts]),
-            exchanges=called,
-            launch_s=times * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
-            call_s=times * hardware.slice_launch_s * called,
-            exchange_s={
-                size: (4 * link.latency_s, self._exchange_s(size))
-                for size, link in self.sp_links.items()
-            },
-            hides_launches=hardware.hides_launches,
+
+class StageSeconds:
+    """Seconds of one stage: of passes through it, of its weights and of its gradients.
+
+    `stages`: layers of each stage. `layout`: that of all devices; `ranks`: of its lists of actions
+    those that hold the stage. `kv`: tier of stored K,V. `free`: what takes no time. `unsharded`:
+    whether an Unshard has gathered the weights before the passes.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: HardwareSpec,
+        training: Training,
+        stages: tuple[int, ...],
+        stage: int,
+        *,
+        layout: Layout,
+        ranks: Sequence[int],
+        kv: Tier = "device",
+        free: Collection[Hidden] = (),
+        unsharded: bool = False,
+    ) -> None:
+        self._shape, self._hardware, self._training = shape, hardware, training
+        self._stages, self._stage = stages, stage
+        self._flops = stage_flops(shape, stages, stage)
+        self._height = stages[stage]
+        self._tp = tp = training.tp_size
+        each = replace(layout, sp=layout.sp * tp)
+        self._groups = [
+            range(first, first + each.sp) for first in (first_device(r, each) for r in ranks)
+        ]
+        """Devices of each sequence-parallel group that holds the stage."""
+        links, element, devices = hardware.links, training.compute_bytes, self._groups[0]
+        self._sp_links = {
+            size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
+            for size in place_sizes(layout.sp)
+        }
+        self._tp_link = links.effective("all_gather", tp, links.num_nodes(devices[:tp]))
+        self._stream = {"device": None, "host": links.host, "disk": links.disk}[kv]
+        if "streams" in free:
+            self._stream = None
+        kv_token_bytes = shape.stored_size * element / layout.sp / tp
+        self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
+        layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
+        lora = training.lora
+        self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in layers) if lora else 0
+        """Forward FLOPs per token of the stage's adapters."""
+        saved = eager(element, lora)
+        self._saved = [saved.layer_bytes(shape, i, element) for i in layers]
+        """Bytes per token that the graph of each layer saves."""
+        self._logits = saved.logit_bytes * shape.vocab_size
+        """Bytes per token of logits, with their gradients."""
+        self._rate = hardware.peak_flops_per_s * hardware.linear.best * tp
+        self._windows = tuple(dict.fromkeys(self._flops.windows))
+        self._unvisited = tuple(
+            dict.fromkeys(share for share, flops in self._flops.layer_idle if flops)
         )
+        self._rows: dict[tuple[PassPart, ...], tuple[Array, ...]] = {}
+        self.passes_gather = training.regathers and not unsharded
+        """Whether every pass gathers its weights, and every backward reduces."""
+        self._gathers = self.passes_gather and "gathers" not in free
+
+    def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
+        """(P, S, C) parts of a pass over the stage, on every process."""
+        if parts not in self._rows:
+            rows = zip(*map(self._row, parts), strict=True)
+            self._rows[parts] = tuple(np.array(row, float) for row in rows)
+        matrices, keys, attending, launches = self._rows[parts]
+        tokens, busy = table.tokens, (table.tokens > 0).astype(float)
+        # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
+        visited = [1 - share ** np.maximum(tokens - 1, 0) for share in self._unvisited]
+        local = np.tensordot(keys, self._attended(table.local_keys, tokens), 1)
+        shared = np.tensordot(keys, self._attended(table.shared_keys, tokens), 1)
+        exchanged = np.multiply.outer(attending, self._exchanges_s(table))
+        seconds: Array = np.tensordot(matrices, np.stack([tokens, busy, *visited]), 1)
+        seconds += np.maximum(local, exchanged) + shared
+        if self._stream is not None:
+            seconds += np.stack([self._waits_s(part, table) for part in parts])
+        launched = np.tensordot(launches, np.stack([busy, table.num_slices]), 1)
+        # a GPU computes while its host launches what follows
+        both = np.maximum if self._hardware.hides_launches else np.add
+        both(seconds, launched, out=seconds)
+        if self._gathers:
+            # weights come with every pass, behind its computation (FSDP's prefetch)
+            both = np.add if self._hardware.device_type == "cpu" else np.maximum
+            for own_s, part in zip(seconds, parts, strict=True):
+                if part.work not in _HEADS:
+                    both(own_s, self._gathered_s(backward=part.work == "backward"), out=own_s)
+        return seconds
+
+    def _row(self, part: PassPart) -> tuple[list[float], list[float], int, list[float]]:
+        """Factors of one part: of tokens, of processes that have one, and of the experts that some
+        of these visit, by the share that one token does not; of attended keys by window, and of
+        keys per token of the process; layers that exchange; of processes and calls launched."""
+        hardware, flops, back = self._hardware, self._flops, part.work == "backward"
+        linear, passed = self._per_token(part)
+        layers, attending = self._num_layers(part), self._attending(part)
+        tp_call_s, tp_token_s = self._tp_s()
+        token_s = linear / self._rate + passed / hardware.activation_bytes_per_s / self._tp
+        process_s = linear * hardware.linear.half_tokens * self._tp / self._rate
+        matrices = [token_s + layers * tp_token_s, process_s + layers * tp_call_s]
+        frozen = self._training.lora is not None
+        idle = flops.layer_idle[: layers - (part.work == "to last kv")]
+        read_s = hardware.linear.half_tokens * self._tp / self._rate * (1 + (back and not frozen))
+        matrices += [
+            sum(each * read_s for own, each in idle if own == share) for share in self._unvisited
+        ]
+        key_s = self._key_s(part)
+        keys = [
+            sum(key_s[layer] for layer in attending if flops.windows[layer] == window)
+            for window in self._windows
+        ]
+        half_tokens = self._attention(part).half_tokens * self._tp
+        passes = part.work in ("forward", "to last kv", "backward")
+        launches = [
+            (1 + back) * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
+            (1 + back) * hardware.slice_launch_s * len(attending),
+        ]
+        return matrices, keys + [half_tokens * each for each in keys], len(attending), launches
+
+    def _attended(self, keys: Mapping[int | None, Array], tokens: Array) -> Array:
+        """(2 W, S, C) attended keys by window, and keys per token: attention of few tokens is less
+        efficient."""
+        found = np.stack([keys[window] for window in self._windows])
+        return np.concatenate([found, found / np.maximum(tokens, 1e-9)])
+
+    def _exchanges_s(self, table: ChunkTable) -> Array:
+        """(S, C) the all-to-alls of one layer, those of all sizes of the process's places."""
+        total = np.zeros_like(table.tokens)
+        for size, tokens in table.exchanged_tokens.items():
+            total += 4 * self._sp_links[size].latency_s * (tokens > 0)
+            total += self._exchange_s(size) * tokens
+        return total
+
+    @cached_property
+    def unshard_s(self) -> float:
+        """Seconds of the all-gather of the weights in compute dtype over their sharding group."""
+        return self.collective_s("all_gather", self._training.compute_bytes, trained_only=False)
+
+    @cached_property
+    def reduce_s(self) -> float:
+        """Seconds in which the gradients of trained weights are reduced: a reduce-scatter where
+        they or the optimizer are sharded, else an all-reduce."""
+        kind: Collective = "reduce_scatter" if self._training.zero_stage else "all_reduce"
+        return self.collective_s(kind, self._training.gradient_bytes)
+
+    @cached_property
+    def late_share(self) -> float:
+        """Share of the gradients that are of the embedding and the head."""
+        held = frozenset((self._stage,))
+        trained = self._training.trained_parameters(self._shape, self._stages, held)
+        beside = self._training.beside_parameters(self._shape, self._stages, held)
+        return beside / max(1, trained)
+
+    def collective_s(
+        self, kind: Collective, element_bytes: int, *, trained_only: bool = True
+    ) -> float:
+        """Seconds of a collective of the stage's weights over all devices that hold it."""
+        training, links = self._training, self._hardware.links
+        devices = [device for group in self._groups for device in group]
+        count = training.trained_parameters if trained_only else training.held_parameters
+        parameters = count(self._shape, self._stages, frozenset((self._stage,)))
+        return links.collective_s(
+            kind, parameters * element_bytes / self._tp, len(devices) // self._tp,
+            links.num_nodes(devices),
+        )  # fmt: skip
+
+    def _gathered_s(self, *, backward: bool) -> float:
+        """Seconds of the weights that come with a pass, and of gradients that go with it."""
+        late = self.late_share if self._training.gathers else 0.0
+        return self.unshard_s + (self.reduce_s * (1 - late) if backward else 0.0)
+
+    def _sp_link(self, size: int, devices: range) -> Link:
+        """The link of the all-to-all of places of `size` among the `devices` of a sequence-parallel
+        group, over the most nodes that a place of that size touches."""
+        links = self._hardware.links
+        starts = range(devices.start, devices.stop, size * self._tp)
+        nodes = max(links.num_nodes(range(at, at + size * self._tp)) for at in starts)
+        return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
         """FLOPs of matrices, and bytes of saved tensors that pass, per token."""
-        flops, lora, height = self.flops, self.lora_per_token, len(self.flops.windows)
-        frozen = self.training.lora is not None
+        flops, frozen = self._flops, self._training.lora is not None
         match part.work:
             case "head":
-                return flops.head_per_token, self.logits_per_token / 3
+                return flops.head_per_token, self._logits / 3
             case "head and back":
-                return flops.head_per_token * (2 if frozen else 3), self.logits_per_token
+                return flops.head_per_token * (2 if frozen else 3), self._logits
             case "backward":
-                linear = flops.linear_per_token * (1 if frozen else 2) + 2 * lora
-                return linear, 2 * sum(self.saved_per_token)
+                linear = flops.linear_per_token * (1 if frozen else 2) + 2 * self._lora
+                return linear, 2 * sum(self._saved)
             case "first layers":
+                adapters = self._lora * part.layers / max(1, self._height)
                 linear = sum(flops.layer_linear_per_token[: part.layers])
-                return linear + lora * part.layers / max(1, height), self._saved(part)
+                return linear + adapters, sum(self._saved[: part.layers])
+            case "to last kv":
+                tail, last = flops.tail_per_token, flops.layer_linear_per_token[-1]
+                passed = sum(self._saved) - self._saved[-1] * tail / last
+                return flops.linear_per_token + self._lora - tail, passed
             case _:
-                left_out = flops.tail_per_token if part.work == "to last kv" else 0
-                return flops.linear_per_token + lora - left_out, self._saved(part)
-
-    def _idle_s(self, parts: Sequence[PassPart]) -> dict[float, Array]:
-        """share of experts that a token does not visit -> (P,) seconds of reading those."""
-        hardware, frozen = self.hardware, self.training.lora is not None
-        read_s = hardware.linear.half_tokens / hardware.peak_flops_per_s / hardware.linear.best
-        found: dict[float, Array] = {}
-        for number, part in enumerate(parts):
-            layers = self._num_layers(part) - (part.work == "to last kv")
-            times = 2 if part.work == "backward" and not frozen else 1
-            for unvisited, flops in self.flops.layer_idle[:layers]:
-                if flops:
-                    own = found.setdefault(unvisited, np.zeros(len(parts)))
-                    own[number] += times * flops * read_s
-        return found
+                return flops.linear_per_token + self._lora, sum(self._saved)
 
     def _num_layers(self, part: PassPart) -> int:
         """Layers that the part passes; none behind the last."""
-        if part.work in ("head", "head and back"):
+        if part.work in _HEADS:
             return 0
-        return part.layers if part.work == "first layers" else len(self.flops.windows)
-
-    def _saved(self, part: PassPart) -> float:
-        """Bytes per token that a forward passes."""
-        saved, flops = self.saved_per_token, self.flops
-        if part.work == "first layers":
-            return sum(saved[: part.layers])
-        if part.work == "to last kv" and saved:
-            return sum(saved) - saved[-1] * flops.tail_per_token / flops.layer_linear_per_token[-1]
-        return sum(saved)
+        return part.layers if part.work == "first layers" else self._height
 
     def _attending(self, part: PassPart) -> list[int]:
         """Layers of the stage whose attention runs."""
-        height = len(self.flops.windows)
-        match part.work:
-            case "forward":
-                layers = range(part.remembered, height)
-            case "to last kv":
-                layers = range(part.remembered, height - 1)
-            case "first layers":
-                layers = range(part.remembered, part.layers)
-            case "backward":
-                layers = range(height)
-            case _:
-                layers = range(0)
-        return [layer for layer in layers if self.flops.attention_per_key[layer]]
+        first, stop = part.remembered, self._num_layers(part) - (part.work == "to last kv")
+        if part.work == "backward":
+            first = 0
+        return [layer for layer in range(first, stop) if self._flops.attention_per_key[layer]]
 
     def _attention(self, part: PassPart) -> Efficiency:
         backward = part.work == "backward"
-        return self.hardware.attention_backward if backward else self.hardware.attention_forward
+        return self._hardware.attention_backward if backward else self._hardware.attention_forward
 
     def _key_s(self, part: PassPart) -> list[float]:
         """Seconds of an attended key in each layer, at the best efficiency."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
-        rate = self.hardware.peak_flops_per_s * self._attention(part).best
-        times /= self.training.tp_size * rate
-        return [times * flops for flops in self.flops.attention_per_key]
+        rate = self._hardware.peak_flops_per_s * self._attention(part).best * self._tp
+        return [times * flops / rate for flops in self._flops.attention_per_key]
 
     def _exchange_s(self, size: int) -> float:
         """Seconds per token of a place's slices in the exchanges of one layer, without latencies:
@@ -238,22 +337,22 @@ class StageRates:
         place (all-to-all with gathered keys: DeepSpeed Ulysses' heads within LoongTrain's second
         dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
         from every inner group."""
-        shape, inner = self.shape, self.shape.inner_size(size)
-        element = self.training.compute_bytes / self.training.tp_size
+        shape, inner = self._shape, self._shape.inner_size(size)
+        element = self._training.compute_bytes / self._tp
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
         kv_bytes = 2 * shape.kv_size * shape.kv_share(size) * (size - 1) / size * element
-        link = self.sp_links[size]
-        near = self.sp_links.get(inner, link)
+        link = self._sp_links[size]
+        near = self._sp_links.get(inner, link)
         return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
 
     def _tp_s(self) -> tuple[float, float]:
         """Two all-gathers and two reduce-scatters of hidden states per layer (Megatron): what does
         not grow, and what each token adds."""
-        tp = self.training.tp_size
+        tp = self._tp
         if tp == 1:
             return 0.0, 0.0
-        moved = self.shape.hidden_size * self.training.compute_bytes * (tp - 1) / tp
-        return 4 * self.tp_link.latency_s, 4 * moved / self.tp_link.bytes_per_s
+        moved = self._shape.hidden_size * self._training.compute_bytes * (tp - 1) / tp
+        return 4 * self._tp_link.latency_s, 4 * moved / self._tp_link.bytes_per_s
 
     def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
         """(S, C) seconds that the part waits for streamed K,V."""
@@ -261,12 +360,11 @@ class StageRates:
         total = np.zeros_like(tokens)
         if not attending:
             return total
-        hardware, tp = self.hardware, self.training.tp_size
-        rate = hardware.peak_flops_per_s * hardware.linear.best
-        matrices = np.where(tokens > 0, tokens / tp + hardware.linear.half_tokens, 0.0)
-        own_s = self._per_token(part)[0] * matrices / rate / len(attending)
-        slower = 1 + self._attention(part).half_tokens * tp / np.maximum(tokens, 1e-9)
-        key_s, windows = self._key_s(part), self.flops.windows
+        half_tokens = self._hardware.linear.half_tokens * self._tp
+        matrices = np.where(tokens > 0, tokens + half_tokens, 0.0)
+        own_s = self._per_token(part)[0] * matrices / self._rate / len(attending)
+        slower = 1 + self._attention(part).half_tokens * self._tp / np.maximum(tokens, 1e-9)
+        key_s, windows = self._key_s(part), self._flops.windows
         for (window, each), count in Counter((windows[i], key_s[i]) for i in attending).items():
             keys_s = table.prefix_keys[window] * each * slower
             load_s = self._loads_s(table.prefix_tokens[window], part.work == "backward")
@@ -276,7 +374,7 @@ class StageRates:
     def _stall_s(self, tokens: Array, own_s: Array, keys_s: Array, load_s: Array) -> Array:
         """(S, C) seconds that one layer waits for its prefix, cut into blocks (FPDT's two buffers:
         the first block loads while the layer's own part computes)."""
-        blocks = np.maximum(np.ceil(tokens / self.segment_tokens), 1)
+        blocks = np.maximum(np.ceil(tokens / self._segment_tokens), 1)
         load, block = load_s / blocks, keys_s / blocks
         waited = np.maximum(own_s, load) + (blocks - 1) * np.maximum(block, load) + block
         stall: Array = np.maximum(waited - own_s - blocks * block, 0.0) * (tokens > 0)
@@ -284,79 +382,16 @@ class StageRates:
 
     def _loads_s(self, tokens: Array, backward: bool) -> Array:
         """(S, C) seconds that one layer's prefix takes to arrive, in whole segments."""
-        assert self.stream is not None
-        training = self.training
-        segments = np.ceil(tokens / self.segment_tokens)
+        assert self._stream is not None
+        training = self._training
+        segments = np.ceil(tokens / self._segment_tokens)
         # gradients of all segments but the newest come in, and go out on the other direction
         cold = np.maximum(segments - NUM_HOT, 0) * backward
-        each = self.segment_tokens * self.shape.stored_size / training.tp_size
+        each = self._segment_tokens * self._shape.stored_size / self._tp
         loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
-        seconds: Array = (segments + cold) * self.stream.latency_s
-        seconds += loaded / self.stream.bytes_per_s
+        seconds: Array = (segments + cold) * self._stream.latency_s
+        seconds += loaded / self._stream.bytes_per_s
         return seconds
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Factors of the sums of a table: arrays of (P,)."""
-
-    token_s: Array
-    process_s: Array
-    """On each process that has a token."""
-    idle_s: Mapping[float, Array]
-    """share of experts that a token does not visit -> of a process with so many tokens that some
-    visit each of these experts, too."""
-    key_s: Mapping[int | None, Array]
-    """window -> per attended key, at the best efficiency."""
-    half_tokens: Array
-    """Tokens at which attention is half as efficient."""
-    exchanges: Array
-    """Layers whose attention runs."""
-    launch_s: Array
-    """On each process that has a token."""
-    call_s: Array
-    """Per call of attention."""
-    exchange_s: Mapping[int, tuple[float, float]]
-    """size of a place -> the all-to-alls of one layer: what does not grow, and what each token of
-    its slices adds."""
-    hides_launches: bool
-
-    def seconds(self, table: ChunkTable, waits_s: Array | float = 0.0) -> Array:
-        """(P, S, C) every part on every process; `waits_s` alike: for streamed K,V."""
-        tokens, busy = table.tokens, table.tokens > 0
-
-        def over(values: Array) -> Array:
-            return values.reshape(-1, *(1,) * tokens.ndim)
-
-        nothing = np.zeros((1,) * (tokens.ndim + 1))
-        local, shared = (
-            sum((over(each) * keys[window] for window, each in self.key_s.items()), nothing)
-            for keys in (table.local_keys, table.shared_keys)
-        )
-        slower = 1 + over(self.half_tokens) / np.maximum(tokens, 1e-9)
-        seconds: Array = over(self.token_s) * tokens + over(self.process_s) * busy
-        for unvisited, each in self.idle_s.items():
-            # E experts of which a token visits k: n tokens visit E (1 - (1 - k/E)^n) on average
-            visited = 1 - unvisited ** np.maximum(tokens - 1, 0)
-            seconds += over(each) * visited
-        seconds += shared * slower
-        seconds += np.maximum(local * slower, over(self.exchanges) * self._exchanges_s(table))
-        seconds += waits_s
-        launched = over(self.launch_s) * busy + over(self.call_s) * table.num_slices
-        if self.hides_launches:
-            return np.maximum(seconds, launched, out=seconds)
-        return np.add(seconds, launched, out=seconds)
-
-    def _exchanges_s(self, table: ChunkTable) -> Array:
-        """(S, C) the all-to-alls of one layer, those of all sizes of the process's places."""
-        total = np.zeros_like(table.tokens)
-        for size, tokens in table.exchanged_tokens.items():
-            once_s, token_s = self.exchange_s[size]
-            total += once_s * (tokens > 0) + token_s * tokens
-        return total
-
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -1,78 +1,40 @@
 """InfiniPipe: elastic pipelines over chunks of equal time, with checkpointing chosen per cell.
 
-Wang et al., arXiv 2509.21275. The longest sequence is cut into `num_slices` slices of equal time
-and the batch with it (`mesh`); chunks run in token-level 1F1B (`orders.seq1f1b`), those of the
-longest sequences first; how many layers each cell recomputes is the least that fits
-(`checkpointing`), and where two pipelines in a row are cheaper than one, sequences are parted
-(`grouping`). Slice numbers are tried from the smallest that fits with everything recomputed; the
-plan that the simulator finds fastest is returned.
+Wang et al., arXiv 2509.21275. The longest sequence is cut into slices of equal time, the mesh, and
+longer ones than its first slice by the same mesh; short ones are packed with each other or behind
+tails (Algorithm 1). Chunks run in token-level 1F1B, sequences of most chunks first
+(`orders.plan_seq1f1b`). Cells on one diagonal of that schedule recompute the same number of layers:
+what one of them adds to the step, the others hide in the bubble that it makes. So one integer per
+diagonal is asked for, n + P - 1 of them (n chunks, P stages), with the smallest sum for which no
+stage ever holds more than it has room for (Eqs. 15 to 20). Slice numbers are tried from the
+smallest; the plan that the event simulation finds fastest is returned.
 
-Bytes and seconds are the cost model's own. The times that balance chunks are a fit to them of the
-paper's form, a1 x^2 + a2 x.
+Ours: `adaptive` finds the layers greedily; the paper's integer program is the mode `exact`. The
+batch is parted among two pipelines at most, one after the other (Eqs. 12 to 14; "usually at most
+two" in the paper's runs). Bytes and seconds are the cost model's; only the time by which the
+mesh is cut is a fit to it, of the paper's form a1 x^2 + a2 x (Eqs. 1 and 4).
 
-InfiniPipe's sequence processor: chunks that take equal time and hold about equal tokens.
+Errata: as printed the threshold of Algorithm 1 can fall, and its loop never ends: here it is only
+raised over buckets that have room, and by a tenth at most, then a new bucket is opened (as printed
+buckets of tails grow to half as much time again; steps that take 1 to 2.5 % less in simulation).
+The last slice of a sequence counts as its tail also where the mesh fits exactly.
 
-Wang et al. (arXiv 2509.21275), Algorithm 1. The longest sequence is cut into slices of equal time,
-the mesh; longer ones than its first slice are cut by the same mesh, and what is left of each is its
-tail. Short sequences are packed with each other or behind a tail. Three rules are not the paper's:
-the threshold of time is only raised over buckets that have room (as printed it can fall, and the
-loop never ends); it is raised by a tenth at most, then a new bucket is opened (as printed buckets
-of tails grow until their tokens are full, to half as much time again; steps that take 1 to 2.5 %
-less in simulation); and the last slice of a sequence counts as its tail also where the mesh fits
-exactly.
-
-The paper's form of a chunk's time, fitted to the cost model (InfiniPipe, Eqs. 1 and 4).
-
-Elastic pipelines: the best plan that InfiniPipe knows of given chunks.
-
-Wang et al. (arXiv 2509.21275), 3.3: chunks run in token-level 1F1B, sequences of most chunks first,
-in one pipeline or in several, one after the other; each cell recomputes as few layers as fit.
-
-Bytes that the stages of any pipeline hold, from one walk of the cost model over a batch.
-
-InfiniPipe's Eqs. 5 to 10 with the bytes of `cost.memory` in the place of fitted constants. The
-exact walk of one plan without checkpointing gives what every forward and every backward needs for
-itself; the graphs, inputs, K,V and dK,dV that lie there beside it are added for each grouping into
-pipelines. The sums are those of the walk (the tests compare), for a matrix product.
-
-    P stages, K chunks
-
-InfiniPipe's adaptive checkpointing: how many layers each cell of a pipeline recomputes.
-
-Wang et al. (arXiv 2509.21275), Eqs. 15 to 20. Cells on one diagonal of the schedule recompute the
-same number of layers: what one of them adds to the step, the others hide in the bubble that it
-makes. So one integer per diagonal is asked for, n + P - 1 of them (n chunks, P stages), with the
-smallest sum for which no stage ever holds more than it has room for.
-
-Stages may differ in height: a diagonal has at most as many layers as the tallest stage, and a lower
-stage on it recomputes all that it has. For the solver a diagonal's number is a sum of one integer
-per level of height, and a stage feels the levels up to its own.
-
-    W moments, K chunks of the pipeline in forward order
-
-Divides the sequences of a batch among pipelines (InfiniPipe, Eqs. 12 to 14).
-
-Pipelines run one after the other. Each costs a warm-up and a cool-down, and sequences of few chunks
-beside one of many inherit its wider window, so that more must be recomputed. Sequences of equally
-many chunks stay together; the classes are in a row by their number of chunks, a pipeline is a
-stretch of that row, and the best cut is a shortest path. An integer program is solved only for
-stretches that can still be on it: all others are left at what is already proven of them.
+    P stages, W moments of a stage, K chunks of a pipeline in forward order
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp, nnls
 
-from furlong.cost.memory import PlanMemory, StageBytes, stored_layers
+from furlong.cost.memory import PlanMemory, StageBytes
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.check import check
@@ -88,7 +50,6 @@ from furlong.plan.plan import (
     Tiers,
 )
 from furlong.planners.budget import DoesNotFitError
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.orders import (
@@ -96,7 +57,6 @@ from furlong.planners.orders import (
     backward_places,
     count_ahead,
     number_chunks,
-    plan_seq1f1b,
     recompute_on_diagonals,
     seq1f1b_cells,
     with_messages,
@@ -104,14 +64,45 @@ from furlong.planners.orders import (
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
-EqualBy = Literal["time", "tokens"]
+Mode = Literal["adaptive", "exact", "none", "full"]
+"""Layers recomputed: chosen per diagonal, greedily or by integer program; none; all."""
+Array = NDArray[np.float64]
+Part = tuple[range, tuple[int, ...]]
+"""A pipeline: its groups, and the layers that the cells of each of its diagonals recompute."""
 
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
+_MAX_REPAIRS = 3
+_ROUNDING_BYTES = 8
+"""Bytes of slack: the memory simulation rounds each part. What that hides, that of the plan itself
+finds."""
+MAX_GROWTH = 1.1
+"""Multiple of its first value to which the threshold of time may grow; infinite in the paper."""
+_MAX_NODES = 10_000
+"""Nodes of the tree of each integer program: a count, so that equal questions have equal answers,
+which a limit of seconds would not give."""
 
 
 class NotFasterError(ConfigError):
     """Error where no plan is faster than the one that is to be beaten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniPipePlan:
+    """A plan of InfiniPipe's."""
+
+    plan: ChunkPlan
+    pipelines: tuple[Part, ...]
+    """Those that run one after the other."""
+    predicted_s: float
+    """Seconds of the step by the event simulation."""
+    num_slices: int = 0
+    """Chunks of the longest sequence."""
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Sum of the layers of all diagonals (Eq. 17)."""
+        return sum(sum(layers) for _, layers in self.pipelines)
 
 
 def plan_infinipipe(
@@ -123,71 +114,52 @@ def plan_infinipipe(
     budget_bytes: int | None = None,
     stages: Sequence[int] | None = None,
     tiers: Tiers = ON_DEVICE,
-    balance: EqualBy = "time",
+    balance: Literal["time", "tokens"] = "time",
     checkpointing: Mode = "adaptive",
     max_slices: int = 64,
-    mip_gap: float = 0.02,
-    max_nodes: int = 10_000,
     max_tried: int = 64,
     beat_s: float = inf,
-    enough_s: float = 0.0,
-    first_slices: int | None = None,
 ) -> InfiniPipePlan:
     """A checked plan of one replica of num_stages x sp_size devices that fits `budget_bytes` each.
 
     `stages`: layers per stage, default those that balance the stages' work; rank s holds stage s.
     With sp_size > 1 every slice is sharded over the sp group. `balance` and `checkpointing` switch
-    parts of the method off. `mip_gap`: how much of the overhead may be too much (0: proven least);
-    `max_nodes`: nodes of the tree of each integer program; `max_tried`: slice numbers that are
-    worked out once one fits. Work is bounded by counts, never by a clock: equal questions have
-    equal answers. `beat_s`: a step that it has to beat; `enough_s`: one that ends the search;
-    `first_slices`: a slice number to try before all others.
+    parts of the method off. `max_tried`: slice numbers that are worked out once one fits; `beat_s`:
+    a step that the plan has to beat.
 
     Raises DataError for unusable lengths, NotFasterError where no plan can beat `beat_s`, and
     DoesNotFitError for the plan that lacks least if no slice number up to `max_slices` fits.
     """
     refuse_unusable(seq_lens)
-    setting = PipelineSetting(
-        seq_lens=tuple(seq_lens), model=model, memory=model.memory(budget_bytes),
-        stages=tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
-        sp_size=sp_size, tiers=tiers, mode=checkpointing, mip_gap=mip_gap, max_nodes=max_nodes,
+    batch = _Batch(
+        tuple(seq_lens), model, model.memory(budget_bytes),
+        tuple(stages or cut_layers(model.shape, num_stages, mean_attended_keys(seq_lens))),
+        sp_size, tiers, checkpointing,
     )  # fmt: skip
-    most = min(max_slices, max(seq_lens))
-    numbers = [*([] if first_slices is None else [min(first_slices, most)]), *slice_numbers(most)]
-    return _search(setting, balance, numbers, max_tried, beat_s, enough_s)
-
-
-def _search(
-    setting: PipelineSetting,
-    balance: EqualBy,
-    numbers: Sequence[int],
-    max_tried: int,
-    beat_s: float,
-    enough_s: float,
-) -> InfiniPipePlan:
-    """Tries slice numbers until some in a row bring nothing, or one is good enough."""
-    best: InfiniPipePlan | None = None
-    nearest: tuple[NoRoom, int] | None = None
-    tried: list[tuple[int, float]] = []
-    least_s, without_gain = inf, 0
-    for num_slices in numbers:
-        if without_gain >= _PATIENCE or len(tried) >= max_tried or beat_s <= enough_s:
+    longest, best, lacking = max(seq_lens), None, []
+    least_s, num_tried, without_gain = inf, 0, 0
+    for num_slices in slice_numbers(min(max_slices, longest)):
+        if without_gain >= _PATIENCE or num_tried >= max_tried:
             break
-        found = plan_elastic(setting, _chunks(setting, balance, num_slices), beat_s=beat_s)
+        work = EQUAL_TOKENS
+        if balance == "time":
+            work = fit_work(model, longest, num_slices, batch.stages, sp_size, tiers)
+        groups = shard(cut_and_pack(seq_lens, num_slices, work), sp_size)
+        found = batch.plan_of(groups, beat_s)
         without_gain += best is not None or isinstance(found, float)
         if isinstance(found, float):
             if best is None and found < least_s:
                 least_s, without_gain = found, 0
         elif isinstance(found, InfiniPipePlan):
-            tried.append((num_slices, found.predicted_s))
+            num_tried += 1
             if found.predicted_s < beat_s:
                 best, beat_s, without_gain = found, found.predicted_s, 0
                 best = replace(best, num_slices=num_slices)
-        elif nearest is None or found.lacking_bytes < nearest[0].lacking_bytes:
-            nearest = found, num_slices
+        else:
+            lacking.append((*found, num_slices, groups))
     if best is not None:
-        check(best.plan, setting.memory)
-        return replace(best, tried=tuple(tried))
+        check(best.plan, batch.memory)
+        return best
     if least_s < inf:
         raise NotFasterError(
             given=f"a step of at least {least_s:.3g} s however it is cut",
@@ -195,15 +167,7 @@ def _search(
             source="the step that InfiniPipe's plan has to beat",
             change="take the other plan",
         )
-    assert nearest is not None
-    raise _no_room(setting, *nearest)
-
-
-def _chunks(setting: PipelineSetting, balance: EqualBy, num_slices: int) -> Groups:
-    work = EQUAL_TOKENS
-    if balance == "time":
-        work = fit_work(setting.model, max(setting.seq_lens), num_slices, **setting.layout)
-    return shard(cut_and_pack(setting.seq_lens, num_slices, work), setting.sp_size)
+    raise batch.no_room(*min(lacking, key=lambda one: one[0]))
 
 
 def slice_numbers(most: int) -> Iterator[int]:
@@ -215,17 +179,315 @@ def slice_numbers(most: int) -> Iterator[int]:
         number += max(1, (number + 2) // 5)
 
 
-def _no_room(setting: PipelineSetting, nearest: NoRoom, num_slices: int) -> DoesNotFitError:
-    number = "no" if setting.mode == "none" else "every"
-    return DoesNotFitError(
-        nearest.rank,
-        setting.memory.curve(nearest.plan, nearest.rank).peak,
-        setting.memory.device_budget_bytes,
-        setting.model.training,
-        num_devices=len(setting.stages) * setting.sp_size,
-        with_what=f"the longest sequence of {count_words(max(setting.seq_lens), 'token')} cut into "
-        f"{count_words(num_slices, 'chunk')} and {number} layer recomputed",
+@dataclass(frozen=True)
+class _Batch:
+    """Facts and limits that all candidate plans of one batch share."""
+
+    seq_lens: tuple[int, ...]
+    model: CostModel
+    memory: PlanMemory
+    stages: tuple[int, ...]
+    sp_size: int
+    tiers: Tiers
+    mode: Mode
+
+    def plan_of(self, groups: Groups, beat_s: float) -> InfiniPipePlan | float | tuple[float, int]:
+        """The best plan of these groups, which are listed by falling numbers of chunks; the seconds
+        that one takes at least, where these are not below `beat_s`; or, where none fits, the bytes
+        that lack with all that the mode may recompute, and the rank that lacks them."""
+        if beat_s < inf:
+            plain = self._in_a_row(groups, [(range(len(groups)), ())], checked=False)
+            least_s = time_actions(plain, self.model.costs(plain)).duration_s
+            if least_s >= beat_s:
+                return least_s
+        budget = self.memory.device_budget_bytes
+        room = np.full(len(self.stages), float(budget + _ROUNDING_BYTES))
+        for _ in range(_MAX_REPAIRS):
+            if (parts := self._parts(groups, room)) is None:
+                break
+            plan = self._in_a_row(groups, parts, checked=False)
+            excess = np.array(self._used_bytes(plan)) - budget
+            if excess.max() <= 0:
+                seconds = time_actions(plan, self.model.costs(plan)).duration_s
+                return InfiniPipePlan(plan=plan, pipelines=tuple(parts), predicted_s=seconds)
+            room -= np.maximum(excess, 0)
+        used = self._used_bytes(self._smallest(groups))
+        return max((most - budget, rank) for rank, most in enumerate(used))
+
+    def no_room(
+        self, lacking_bytes: float, rank: int, num_slices: int, groups: Groups
+    ) -> DoesNotFitError:
+        number = "no" if self.mode == "none" else "every"
+        return DoesNotFitError(
+            rank,
+            self.memory.curve(self._smallest(groups), rank).peak,
+            self.memory.device_budget_bytes,
+            self.model.training,
+            num_devices=len(self.stages) * self.sp_size,
+            with_what=f"the longest sequence of {count_words(max(self.seq_lens), 'token')} cut "
+            f"into {count_words(num_slices, 'chunk')} and {number} layer recomputed",
+        )
+
+    def _smallest(self, groups: Groups) -> ChunkPlan:
+        """All groups in one pipeline, with all recomputed that the mode may."""
+        number = 0 if self.mode == "none" else max(self.stages)
+        layers = (number,) * (sum(map(len, groups)) + len(self.stages) - 1)
+        return self._in_a_row(groups, [(range(len(groups)), layers)])
+
+    def _in_a_row(
+        self, groups: Groups, parts: Sequence[Part], *, checked: bool = True
+    ) -> ChunkPlan:
+        return in_a_row(
+            self.seq_lens, groups, parts, self.stages, sp_size=self.sp_size, tiers=self.tiers,
+            checked=checked,
+        )  # fmt: skip
+
+    def _used_bytes(self, plan: ChunkPlan) -> list[int]:
+        return [max(self.memory.peak_bytes_of_actions(plan, s)) for s in range(len(self.stages))]
+
+    def _parts(self, groups: Groups, room: Array) -> list[Part] | None:
+        """All groups in one pipeline, or parted in two, sequences of equally many chunks together,
+        whichever has less overhead; None where they do not fit. A pipeline costs a warm-up and a
+        cool-down, and each of its layers a forward (Eq. 13)."""
+        counts = [len(group) for group in groups]
+        cells_s = self.model.cell_seconds(
+            [chunk for group in groups for chunk in group], self.stages, sp_size=self.sp_size,
+            kv=self.tiers.kv,
+        )  # fmt: skip
+        ends_s = (len(self.stages) - 1) * float(cells_s.sum(axis=2).mean())
+        layer_s = float(cells_s[..., 0].mean()) * len(self.stages) / sum(self.stages)
+        least_s, best = inf, None
+        cuts = [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+        for edges in ([0, len(counts)], *([0, cut, len(counts)] for cut in cuts)):
+            overhead_s, parts = (len(edges) - 1) * ends_s, list[Part]()
+            if overhead_s >= least_s:
+                break
+            ranges = [range(a, b) for a, b in pairwise(edges)]
+            for own, pipeline in zip(ranges, self._loads(groups, ranges, room), strict=True):
+                if (layers := choose_layers(pipeline, self.mode)) is None:
+                    break
+                overhead_s += layer_s * sum(layers)
+                parts.append((own, layers))
+            if len(parts) == len(ranges) and overhead_s < least_s:
+                least_s, best = overhead_s, parts
+        return best
+
+    def _loads(
+        self, groups: Groups, ranges: Sequence[range], room: Array
+    ) -> Iterator[PipelineLoads]:
+        """The stages' loads in pipelines of these groups, one after the other, by the memory
+        simulation with nothing recomputed."""
+        plain = self._in_a_row(groups, [(own, ()) for own in ranges], checked=False)
+        tokens = np.array([c.num_tokens for c in plain.chunks]) / self.sp_size
+        cells = [self.memory.cell(self.stages, stage) for stage in range(len(self.stages))]
+        used = []  # (2 K) of each stage: at each forward and each backward
+        for stage, actions in enumerate(plain.actions):
+            walked = self.memory.peak_bytes_of_actions(plain, stage)
+            pairs = zip(walked, actions, strict=True)
+            used.append(np.array([n for n, a in pairs if isinstance(a, Forward | Backward)], float))
+        start = 0
+        for own in ranges:
+            counts = [len(groups[i]) for i in own]
+            stop = start + sum(counts)
+            loads = []
+            for stage, cell in enumerate(cells):
+                acting, is_backward, alive = moments_of(counts, len(cells), stage)
+                plain_bytes = used[stage][2 * start : 2 * stop]
+                again = (max(cell.graph_layers) * tokens[start:stop])[acting] * is_backward
+                full = plain_bytes + again > room[stage]  # at other moments all fits in any case
+                loads.append(
+                    StageLoad(
+                        alive[full].astype(float), plain_bytes[full], acting[full], again[full],
+                        _saved_per_layer(cell) * tokens[start:stop], float(room[stage]),
+                    )
+                )  # fmt: skip
+            yield PipelineLoads(tuple(counts), self.stages, tuple(loads))
+            start = stop
+
+
+def in_a_row(
+    seq_lens: Sequence[int],
+    groups: Groups,
+    parts: Sequence[Part],
+    stages: tuple[int, ...],
+    *,
+    sp_size: int = 1,
+    tiers: Tiers = ON_DEVICE,
+    checked: bool = True,
+) -> ChunkPlan:
+    """Token-level 1F1B of each part of the groups, one part after the other; no layers: none."""
+    numbered, num_stages = number_chunks(groups), len(stages)
+    cells: list[list[Action]] = [[] for _ in stages]
+    for own, layers in parts:
+        part = numbered[own.start : own.stop]
+        counts = [len(chunks) for chunks in part]
+        spread = recompute_on_diagonals(layers, counts, stages) if layers else [[]] * num_stages
+        for stage in range(num_stages):
+            cells[stage] += seq1f1b_cells(part, num_stages, stage, spread[stage])
+    lists = [with_messages(own, stage, num_stages) for stage, own in enumerate(cells)]
+    return assemble(seq_lens, groups, stages, lists, sp_size=sp_size, tiers=tiers, checked=checked)
+
+
+def moments_of(
+    counts: Sequence[int], num_stages: int, stage: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """The cells of one stage of a pipeline in the order in which they run: (W,) the chunk, (W,)
+    whether it is a backward, (W, K) whether a chunk's graph is there."""
+    number, ahead = sum(counts), count_ahead(counts, num_stages, stage)
+    chunks, places = np.arange(number), np.array(backward_places(counts))
+    starts = np.where(chunks < ahead, chunks, 2 * chunks - ahead)
+    stops = np.where(places + ahead < number, ahead + 2 * places + 1, number + places)
+    acting = np.zeros(2 * number, dtype=np.int64)
+    acting[starts], acting[stops] = chunks, chunks
+    is_backward = np.isin(np.arange(2 * number), stops)
+    moment = np.arange(2 * number)[:, None]
+    return acting, is_backward, (starts <= moment) & (moment <= stops)
+
+
+def _saved_per_layer(cell: StageBytes) -> float:
+    """Bytes per token by which the graph shrinks with each checkpointed layer at least."""
+    sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
+    return min(
+        ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
     )
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Bytes that one stage of one pipeline holds, at each moment when it may hold too many."""
+
+    alive: Array
+    """(W, K) Whether a chunk is between the start of its forward and the end of its backward."""
+    plain_bytes: Array
+    """(W,) Bytes with nothing checkpointed."""
+    acting: NDArray[np.int64]
+    """(W,) The chunk whose forward or backward runs."""
+    again_bytes: Array
+    """(W,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
+    saved_bytes: Array
+    """(K,) Bytes less for each checkpointed layer."""
+    room_bytes: float
+
+    def excess_bytes(self, layers: NDArray[np.int64]) -> Array:
+        """(W,) Bytes above the room with those layers of each chunk recomputed."""
+        used = self.plain_bytes - self.alive @ (self.saved_bytes * layers)
+        excess: Array = used + self.again_bytes * (layers[self.acting] > 0) - self.room_bytes
+        return excess
+
+
+@dataclass(frozen=True)
+class PipelineLoads:
+    """One pipeline: its groups' numbers of chunks, its stages' layers, what each stage holds."""
+
+    counts: tuple[int, ...]
+    heights: tuple[int, ...]
+    loads: tuple[StageLoad, ...]
+
+    @property
+    def num_diagonals(self) -> int:
+        return sum(self.counts) + len(self.heights) - 1
+
+    def lacking_bytes(self, layers: Sequence[int]) -> float:
+        """Bytes by which the fullest stage exceeds its room; at most 0 where all fit."""
+        spread = np.array(recompute_on_diagonals(layers, self.counts, self.heights))
+        pairs = zip(self.loads, spread, strict=True)
+        return max(float(load.excess_bytes(own).max(initial=-inf)) for load, own in pairs)
+
+
+def choose_layers(pipeline: PipelineLoads, mode: Mode) -> tuple[int, ...] | None:
+    """The layers that each diagonal recomputes so that every stage has room; None: there are
+    none. With `exact` their sum is the least."""
+    none, full = ((n,) * pipeline.num_diagonals for n in (0, max(pipeline.heights)))
+    if mode != "full" and pipeline.lacking_bytes(none) <= 0:
+        return none
+    found = _least_layers(pipeline) if mode == "exact" else None
+    if mode == "adaptive" or (mode == "exact" and found is None):
+        found = _greedy_layers(pipeline)
+    if found is None and mode != "none" and pipeline.lacking_bytes(full) <= 0:
+        return full
+    return found
+
+
+def _greedy_layers(pipeline: PipelineLoads) -> tuple[int, ...] | None:
+    """A layer more on the diagonal that relieves most, until no stage lacks room; then fewer where
+    later ones have made them needless. The better of two ways to weigh relief: bytes, and shares of
+    what a moment lacks."""
+    found = [_relieved(pipeline, shares) for shares in (False, True)]
+    return min((layers for layers in found if layers is not None), key=sum, default=None)
+
+
+def _relieved(pipeline: PipelineLoads, shares: bool) -> tuple[int, ...] | None:
+    last = len(pipeline.heights) - 1
+    layers = np.zeros(pipeline.num_diagonals, dtype=np.int64)
+    places = np.array(backward_places(pipeline.counts))
+    while True:
+        gain, fits = np.zeros(len(layers)), True
+        for stage, (load, height) in enumerate(zip(pipeline.loads, pipeline.heights, strict=True)):
+            diagonals = places + last - stage  # (K,)
+            own = np.minimum(layers[diagonals], height)
+            excess = load.excess_bytes(own)
+            rows = np.flatnonzero(excess > 0)
+            if len(rows):
+                fits, lacks = False, excess[rows, None]
+                relief = saved = load.alive[rows] * load.saved_bytes
+                acting = load.acting[rows]  # who recomputes for the first time needs bytes for it
+                costs = np.where(own[acting] > 0, 0.0, load.again_bytes[rows])
+                relief = relief - costs[:, None] * (acting[:, None] == np.arange(len(own)))
+                relief = np.clip(relief, 1e-3 * saved, lacks) / (lacks if shares else 1.0)
+                gain[diagonals] += relief.sum(axis=0) * (own < height)
+        if fits:
+            break
+        if gain.max() <= 0:
+            return None
+        layers[int(gain.argmax())] += 1
+    for diagonal in np.argsort(layers, kind="stable"):
+        while layers[diagonal]:
+            layers[diagonal] -= 1
+            if pipeline.lacking_bytes(layers.tolist()) > 0:
+                layers[diagonal] += 1
+                break
+    return tuple(layers.tolist())
+
+
+def _least_layers(pipeline: PipelineLoads) -> tuple[int, ...] | None:
+    """The layers of least sum (Eq. 20) by one integer program; None where the solver has none.
+
+    Variables: the layers of each diagonal, as a sum of one integer per level of the stages'
+    heights, of which a stage feels those up to its own; and whether the diagonal has any.
+    """
+    num_diagonals, num_stages = pipeline.num_diagonals, len(pipeline.heights)
+    places = np.array(backward_places(pipeline.counts))
+    tops = sorted(set(pipeline.heights))
+    most = np.diff([0, *tops]).astype(float)
+    coefficients, needed = [], []
+    for stage, (load, height) in enumerate(zip(pipeline.loads, pipeline.heights, strict=True)):
+        rows = np.flatnonzero(load.plain_bytes + load.again_bytes > load.room_bytes)
+        saved, again = np.zeros((2, len(rows), num_diagonals))
+        diagonals = places + num_stages - 1 - stage
+        saved[:, diagonals] = load.alive[rows] * load.saved_bytes
+        again[np.arange(len(rows)), diagonals[load.acting[rows]]] = load.again_bytes[rows]
+        scale = np.maximum(saved.max(axis=1, initial=0.0), 1.0)[:, None]
+        felt = [saved * (top <= height) for top in tops]
+        coefficients.append(np.concatenate([*felt, -again], axis=1) / scale)
+        needed.append((load.plain_bytes - load.room_bytes)[rows] / scale[:, 0])
+    # a level of a diagonal is used only if the diagonal is
+    eye = np.eye(num_diagonals)
+    linked = np.concatenate([np.kron(-np.eye(len(tops)), eye), np.kron(most, eye).T], axis=1)
+    found = milp(
+        np.repeat([1.0] * len(tops) + [0.0], num_diagonals),
+        constraints=[
+            LinearConstraint(np.concatenate(coefficients), lb=np.concatenate(needed)),
+            LinearConstraint(linked, lb=0),
+        ],
+        bounds=Bounds(0, np.repeat([*most, 1.0], num_diagonals)),
+        integrality=np.ones((len(tops) + 1) * num_diagonals),
+        options={"node_limit": _MAX_NODES, "mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        return None
+    levels = np.rint(found.x).astype(int).reshape(-1, num_diagonals)[:-1]
+    layers = tuple(levels.sum(axis=0).tolist())
+    return layers if pipeline.lacking_bytes(layers) <= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +505,6 @@ class SliceWork:
 
 EQUAL_TOKENS = SliceWork(0.0, 1.0)
 """Work that balances tokens alone: the ablation without workload-balanced chunking."""
-
-
-MAX_GROWTH = 1.1
-"""Multiple of its first value to which the threshold of time may grow; infinite in the paper."""
 
 
 def cut_and_pack(
@@ -347,7 +605,6 @@ def fit_work(
     model: CostModel,
     longest: int,
     num_slices: int,
-    *,
     stages: tuple[int, ...],
     sp_size: int = 1,
     tiers: Tiers = ON_DEVICE,
@@ -362,8 +619,7 @@ def fit_work(
         bounds = np.unique(np.linspace(0, longest, count + 1).astype(int)).tolist()
         slices += [Slice(seq_id, start, stop, place) for start, stop in pairwise(bounds)]
     chunks = [Chunk((piece,)) for piece in slices]
-    lens = (longest,) * len(cuts)
-    cells = cell_seconds(chunks, lens, stages, model, sp_size=sp_size, tiers=tiers)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size, kv=tiers.kv)
     seconds = cells.sum(axis=2)
     seconds = seconds[seconds.sum(axis=1).argmax()]
     start = np.array([piece.start for piece in slices], dtype=float)
@@ -374,584 +630,3 @@ def fit_work(
     (quadratic, linear, _), _ = nnls(terms / scale / seconds[:, None], np.ones_like(seconds))
     fitted = SliceWork(float(quadratic / scale[0]), float(linear / scale[1]))
     return fitted if fitted.quadratic or fitted.linear else EQUAL_TOKENS
-
-
-_ROUNDING_BYTES = 8
-"""Bytes of slack: the walk rounds each part; what that hides, the walk of the plan itself finds."""
-_MAX_REPAIRS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfiniPipePlan:
-    """A plan of InfiniPipe's, with what is proven of it."""
-
-    plan: ChunkPlan
-    pipelines: tuple[Checkpointing, ...]
-    """Checkpointed layers of each of the pipelines that run one after the other."""
-    predicted_s: float
-    """Simulated seconds of the step."""
-    overhead_s: float
-    """The paper's objective (Eq. 13) for these chunks: warm-ups, cool-downs and recomputation."""
-    overhead_bound_s: float
-    """Seconds that no grouping and no checkpointing of these chunks undercuts."""
-    num_slices: int = 0
-    """Chunks of the longest sequence."""
-    tried: tuple[tuple[int, float], ...] = ()
-    """(num_slices, predicted_s) of every candidate that was worked out."""
-
-    @property
-    def recomputed_layers(self) -> int:
-        """Sum of the layers of all diagonals (Eq. 17)."""
-        return sum(pipeline.total for pipeline in self.pipelines)
-
-    @property
-    def recomputed_layers_bound(self) -> float:
-        """Sum of layers that is proven to be the least for this grouping."""
-        return sum(pipeline.bound for pipeline in self.pipelines)
-
-    @property
-    def gap(self) -> float:
-        """Share of the overhead that may be too much, for these chunks, 0..1."""
-        excess_s = max(0.0, self.overhead_s - self.overhead_bound_s)
-        return excess_s / self.overhead_s if self.overhead_s else 0.0
-
-
-@dataclass(frozen=True)
-class NoRoom:
-    """Chunks that fit in no way."""
-
-    plan: ChunkPlan
-    """The closest attempt: each class in a pipeline of its own, as checkpointed as may be."""
-    lacking_bytes: float
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineSetting:
-    """Facts and limits that all candidate plans of one batch share."""
-
-    seq_lens: tuple[int, ...]
-    model: CostModel
-    memory: PlanMemory
-    stages: tuple[int, ...]
-    sp_size: int = 1
-    tiers: Tiers = ON_DEVICE
-    mode: Mode = "adaptive"
-    mip_gap: float = 0.02
-    max_nodes: int = 10_000
-    """Nodes of the tree of each integer program."""
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Keywords of those who make plans of groups."""
-        return {"stages": self.stages, "sp_size": self.sp_size, "tiers": self.tiers}
-
-
-def plan_elastic(
-    setting: PipelineSetting, groups: Groups, *, beat_s: float = inf
-) -> InfiniPipePlan | NoRoom | float:
-    """The best plan of these groups, which are listed by falling numbers of chunks; instead of one
-    that cannot take less than `beat_s`, the seconds that it takes at least."""
-    memory, num_stages = setting.memory, len(setting.stages)
-    counts = [len(group) for group in groups]
-    plain = plan_seq1f1b(setting.seq_lens, groups, **setting.layout)
-    if beat_s < inf:
-        least_s = time_actions(plain, setting.model.costs(plain)).duration_s
-        if least_s >= beat_s:
-            return least_s
-    cells_s = cell_seconds(plain.chunks, setting.seq_lens, model=setting.model, **setting.layout)
-    loads = BatchLoads.of(plain, counts, memory)
-    room = np.full(num_stages, float(memory.device_budget_bytes + _ROUNDING_BYTES))
-    times_s = {
-        "ends_s": (num_stages - 1) * float(cells_s.sum(axis=2).mean()),
-        "layer_s": float(cells_s[..., 0].mean()) * num_stages / sum(setting.stages),
-    }
-    starts = [i for i, n in enumerate(counts) if not i or n != counts[i - 1]] + [len(counts)]
-    for _ in range(_MAX_REPAIRS):
-        grouping = _group(setting, loads, starts, room, times_s)
-        if grouping is None:
-            break
-        ranges = [(starts[first], starts[stop]) for first, stop in grouping.stretches]
-        plan = in_a_row(setting, groups, ranges, grouping.chosen)
-        used = [max(memory.peak_bytes_of_actions(plan, rank)) for rank in range(num_stages)]
-        excess = np.array(used) - memory.device_budget_bytes
-        if excess.max() <= 0:
-            return InfiniPipePlan(
-                plan=plan, pipelines=grouping.chosen,
-                predicted_s=time_actions(plan, setting.model.costs(plan)).duration_s,
-                overhead_s=grouping.overhead_s, overhead_bound_s=grouping.bound_s,
-            )  # fmt: skip
-        room -= np.maximum(excess, 0)
-    return _least_lacking(setting, groups, loads, starts)
-
-
-def _group(
-    setting: PipelineSetting,
-    loads: BatchLoads,
-    starts: Sequence[int],
-    room: Array,
-    times_s: dict[str, float],
-) -> Grouping | None:
-    @cache
-    def pipeline(stretch: Stretch) -> PipelineLoads:
-        return loads.pipeline(starts[stretch[0]], starts[stretch[1]], room)
-
-    def least(stretch: Stretch) -> float:
-        return least_layers(pipeline(stretch), mode=setting.mode)
-
-    def solve(stretch: Stretch) -> Checkpointing | None:
-        return choose_layers(
-            pipeline(stretch), setting.mode, mip_gap=setting.mip_gap, max_nodes=setting.max_nodes
-        )
-
-    return group_classes(len(starts) - 1, least=least, solve=solve, gap=setting.mip_gap, **times_s)
-
-
-def in_a_row(
-    setting: PipelineSetting,
-    groups: Groups,
-    ranges: Sequence[tuple[int, int]],
-    chosen: Sequence[Checkpointing],
-) -> ChunkPlan:
-    """Token-level 1F1B of each range of groups, one after the other."""
-    numbered = number_chunks(groups)
-    num_stages = len(setting.stages)
-    parts = [numbered[first:stop] for first, stop in ranges]
-    spread = [
-        found.on_stages([len(chunks) for chunks in part], setting.stages)
-        for part, found in zip(parts, chosen, strict=True)
-    ]
-    lists = []
-    for stage in range(num_stages):
-        cells: list[Action] = []
-        for part, layers in zip(parts, spread, strict=True):
-            cells += seq1f1b_cells(part, num_stages, stage, layers[stage])
-        lists.append(with_messages(cells, stage, num_stages))
-    return assemble(setting.seq_lens, groups, lists=lists, **setting.layout)
-
-
-def _least_lacking(
-    setting: PipelineSetting, groups: Groups, loads: BatchLoads, starts: Sequence[int]
-) -> NoRoom:
-    ranges = list(pairwise(starts))
-    chosen, lacking = [], []
-    for first, stop in ranges:
-        pipeline = loads.pipeline(first, stop, setting.memory.device_budget_bytes)
-        layers = pipeline.all_layers(0 if setting.mode == "none" else max(setting.stages))
-        chosen.append(Checkpointing(layers, 0.0))
-        lacking += [(lack, rank) for rank, lack in enumerate(lacking_bytes(pipeline, layers))]
-    return NoRoom(in_a_row(setting, groups, ranges, chosen), *max(lacking))
-
-
-@dataclass(frozen=True)
-class BatchLoads:
-    """Bytes of a batch's chunks on every stage, of the process of an sp group that needs most."""
-
-    counts: tuple[int, ...]
-    """Chunks of each group, in forward order."""
-    heights: tuple[int, ...]
-    kept_bytes: Array
-    """(3, P, K) Bytes of stage input and graph, from forward to backward; of stored K,V, by the
-    chunk that has a segment's first token; of the gradients of that K,V."""
-    saved_bytes: Array
-    """(P, K) Bytes less for each checkpointed layer."""
-    again_bytes: Array
-    """(P, K) Bytes more while a backward recomputes."""
-    own_bytes: Array
-    """(2, P, K) Static and transient bytes of a forward, and of a backward: weights, optimizer, all
-    that works."""
-
-    @classmethod
-    def of(cls, plan: ChunkPlan, counts: Sequence[int], memory: PlanMemory) -> BatchLoads:
-        """The loads of a plan of all groups in one pipeline with nothing checkpointed.
-
-        All slices must lie alike on the processes of an sp group: sharded, or sp_size 1.
-        """
-        cells = [memory.cell(plan.stages, stage) for stage in range(len(plan.stages))]
-        tokens = np.array([chunk.num_tokens for chunk in plan.chunks]) / plan.sp_size
-        # the input of a later stage is the message that brought it
-        inputs = [cell.message if stage else cell.input for stage, cell in enumerate(cells)]
-        held = [(i + cell.graph()) * tokens for i, cell in zip(inputs, cells, strict=True)]
-        kept = np.stack([np.array(held), *_stored(plan, cells, memory)])
-        own = np.zeros((2, *kept.shape[1:]))
-        for stage, actions in enumerate(plan.actions):
-            # what the walk finds beside what is kept
-            at = [i for i, a in enumerate(actions) if isinstance(a, (Forward, Backward))]
-            walked = np.array(memory.peak_bytes_of_actions(plan, stage), dtype=float)[at]
-            moments = _Moments(counts, len(plan.stages), stage)
-            beside = walked - moments.kept_bytes(kept[:, stage])
-            own[moments.is_backward.astype(int), stage, moments.acting] = beside
-        return cls(
-            tuple(counts), plan.stages, kept,
-            np.array([_saved_per_layer(cell) * tokens for cell in cells]),
-            np.array([max(cell.graph_layers) * tokens for cell in cells]), own,
-        )  # fmt: skip
-
-    def pipeline(self, first: int, stop: int, room_bytes: float | Array) -> PipelineLoads:
-        """The pipeline of the groups [first, stop). `room_bytes`: of a rank, or of each."""
-        counts = self.counts[first:stop]
-        start = sum(self.counts[:first])
-        chunks = slice(start, start + sum(counts))
-        loads = []
-        for stage, room in enumerate(np.broadcast_to(room_bytes, (len(self.heights),))):
-            moments = _Moments(counts, len(self.heights), stage)
-            own = self.own_bytes[moments.is_backward.astype(int), stage, start + moments.acting]
-            again = self.again_bytes[stage, chunks][moments.acting] * moments.is_backward
-            plain = moments.kept_bytes(self.kept_bytes[:, stage, chunks]) + own
-            saved = self.saved_bytes[stage, chunks]
-            alive = moments.alive[0]
-            loads.append(StageLoad(alive, plain, moments.acting, again, saved, float(room)))
-        return PipelineLoads(counts, self.heights, tuple(loads))
-
-
-class _Moments:
-    """The cells of one stage of a pipeline in the order in which they run (W of them)."""
-
-    def __init__(self, counts: Sequence[int], num_stages: int, stage: int) -> None:
-        number = sum(counts)
-        ahead = count_ahead(counts, num_stages, stage)
-        chunks = np.arange(number)
-        starts = np.where(chunks < ahead, chunks, 2 * chunks - ahead)
-        places = np.array(backward_places(counts))
-        stops = np.where(places + ahead < number, ahead + 2 * places + 1, number + places)
-        self.acting: NDArray[np.int64] = np.zeros(2 * number, dtype=np.int64)
-        self.acting[starts], self.acting[stops] = chunks, chunks
-        self.is_backward = np.zeros(2 * number, dtype=bool)
-        self.is_backward[stops] = True
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        # a sequence's K,V come as one with its first forward, their gradients with its first
-        # backward
-        kv_starts = np.repeat(starts[bounds[:-1]], counts)
-        gradient_starts = np.repeat(stops[bounds[1:] - 1], counts)
-        begins = np.stack([starts, kv_starts, gradient_starts])[:, None]
-        moment = np.arange(2 * number)[:, None]
-        self.alive: NDArray[np.bool_] = (begins <= moment) & (moment <= stops)
-        """(3, W, K) Whether each kind of what is kept is there."""
-
-    def kept_bytes(self, kept_bytes: Array) -> Array:
-        """(W,) Bytes of what is kept for later at each moment, of (3, K)."""
-        total: Array = sum(alive @ own for alive, own in zip(self.alive, kept_bytes, strict=True))
-        return total
-
-
-def _saved_per_layer(cell: StageBytes) -> float:
-    """Bytes per token by which the graph shrinks with each checkpointed layer at least."""
-    sizes = [cell.graph(count) for count in range(len(cell.graph_layers) + 1)]
-    return min(
-        ((sizes[0] - size) / count for count, size in enumerate(sizes) if count), default=0.0
-    )
-
-
-def _stored(
-    plan: ChunkPlan, cells: Sequence[StageBytes], memory: PlanMemory
-) -> tuple[Array, Array]:
-    """(P, K) Bytes of the store's K,V and of their gradients on one process, by the chunk that
-    holds a segment's first token; none where K,V are in another tier."""
-    kv, gradients = np.zeros((2, len(cells), len(plan.chunks)))
-    groups = plan.groups if plan.tiers.kv == "device" else {}
-    for seq_id, group in groups.items():
-        for stage, cell in enumerate(cells):
-            for stored in stored_layers(
-                memory.shape, plan, cell, seq_id, stage, 0, memory.device_type
-            ):
-                for size, pieces in zip(stored.sizes, stored.pieces, strict=True):
-                    tokens = size * len(stored.layers)
-                    kv[stage, group[pieces[0]]] += tokens * stored.kv_token_bytes
-                    gradients[stage, group[pieces[0]]] += tokens * stored.gradient_token_bytes
-    return kv, gradients
-
-
-Array = NDArray[np.float64]
-Mode = Literal["adaptive", "none", "full"]
-"""Ways to checkpoint: layers chosen per diagonal; none recomputed; all recomputed."""
-
-
-@dataclass(frozen=True)
-class StageLoad:
-    """Bytes that one stage of one pipeline holds, at each moment when it may hold most."""
-
-    alive: NDArray[np.bool_]
-    """(W, K) Whether a chunk is between the start of its forward and the end of its backward."""
-    plain_bytes: Array
-    """(W,) Bytes with nothing checkpointed."""
-    acting: NDArray[np.int64]
-    """(W,) The chunk whose forward or backward runs."""
-    again_bytes: Array
-    """(W,) Bytes more if the acting chunk recomputes: the layer at work in its backward."""
-    saved_bytes: Array
-    """(K,) Bytes less for each checkpointed layer."""
-    room_bytes: float
-
-
-@dataclass(frozen=True)
-class PipelineLoads:
-    """One pipeline: its groups' numbers of chunks, its stages' layers, what each stage holds."""
-
-    counts: tuple[int, ...]
-    heights: tuple[int, ...]
-    loads: tuple[StageLoad, ...]
-
-    @property
-    def num_diagonals(self) -> int:
-        return sum(self.counts) + len(self.heights) - 1
-
-    def all_layers(self, number: int) -> tuple[int, ...]:
-        """The same number of layers on every diagonal."""
-        return (number,) * self.num_diagonals
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """Layers recomputed on each diagonal (the paper's C), and what the solver proves of their sum.
-
-    Chunk k of the pipeline on stage p (both counted from 0) is on diagonal
-    backward place of k + P - 1 - p.
-    """
-
-    layers: tuple[int, ...]
-    bound: float
-    """Sum of layers that no choice within the budget undercuts."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.layers)
-
-    def on_stages(self, counts: Sequence[int], heights: Sequence[int]) -> list[list[int]]:
-        """Values for recompute_layers[stage][chunk] of `planners.orders.seq1f1b` (Eq. 16)."""
-        spread = recompute_on_diagonals(self.layers, counts, len(heights))
-        return [
-            [min(count, height) for count in row]
-            for row, height in zip(spread, heights, strict=True)
-        ]
-
-
-def peak_bytes(pipeline: PipelineLoads, layers: Sequence[int]) -> list[float]:
-    """The most that each stage holds with those layers recomputed, as the loads count it."""
-    spread = Checkpointing(tuple(layers), 0.0).on_stages(pipeline.counts, pipeline.heights)
-    peaks = []
-    for load, row in zip(pipeline.loads, spread, strict=True):
-        counts = np.array(row)
-        used = load.plain_bytes - load.alive @ (load.saved_bytes * counts)
-        peaks.append(float((used + load.again_bytes * (counts[load.acting] > 0)).max()))
-    return peaks
-
-
-def lacking_bytes(pipeline: PipelineLoads, layers: Sequence[int]) -> list[float]:
-    """Bytes by which each stage exceeds its room; at most 0 where it fits."""
-    peaks = peak_bytes(pipeline, layers)
-    return [peak - load.room_bytes for peak, load in zip(peaks, pipeline.loads, strict=True)]
-
-
-def choose_layers(
-    pipeline: PipelineLoads,
-    mode: Mode = "adaptive",
-    *,
-    mip_gap: float = 0.0,
-    max_nodes: int = 10_000,
-) -> Checkpointing | None:
-    """The layers of least sum within every stage's room, or None if there are none.
-
-    `mip_gap`: how much of the sum may be too much; 0 asks for a proof of the least. After
-    `max_nodes` of the solver's tree the best that is known is returned, full checkpointing at
-    worst, with what has been proven.
-    """
-    none = pipeline.all_layers(0)
-    if mode != "full" and max(lacking_bytes(pipeline, none)) <= 0:
-        return Checkpointing(none, 0.0)
-    if mode == "none" or _surely_too_large(pipeline):
-        return None
-    full = pipeline.all_layers(max(pipeline.heights))
-    full_fits = max(lacking_bytes(pipeline, full)) <= 0
-    if mode == "full":
-        return Checkpointing(full, float(sum(full))) if full_fits else None
-    for headroom in (0.0, 1e-6, 1e-5):
-        found = _solve(pipeline, mip_gap, max_nodes, headroom)
-        if found is not None and max(lacking_bytes(pipeline, found.layers)) <= 0:
-            return found
-    return Checkpointing(full, _linear_bound(pipeline)) if full_fits else None
-
-
-def least_layers(pipeline: PipelineLoads, mode: Mode = "adaptive") -> float:
-    """A lower bound of the sum of layers, infinite if none fits: the linear program, rounded up."""
-    if mode != "adaptive":
-        found = choose_layers(pipeline, mode=mode)
-        return float("inf") if found is None else float(found.total)
-    if _surely_too_large(pipeline):
-        return float("inf")
-    if max(lacking_bytes(pipeline, pipeline.all_layers(0))) <= 0:
-        return 0.0
-    return _linear_bound(pipeline)
-
-
-def _surely_too_large(pipeline: PipelineLoads) -> bool:
-    """Whether no choice of layers fits. Where all layers of every stage save more than the layer at
-    work in the backward takes, full checkpointing tells."""
-    for load, height in zip(pipeline.loads, pipeline.heights, strict=True):
-        if (load.again_bytes > height * load.saved_bytes[load.acting]).any():
-            return False
-    return max(lacking_bytes(pipeline, pipeline.all_layers(max(pipeline.heights)))) > 0
-
-
-def _linear_bound(pipeline: PipelineLoads) -> float:
-    found = _milp(pipeline, integers=False)
-    return float("inf") if found.x is None else float(np.ceil(found.fun - 1e-6))
-
-
-def _solve(
-    pipeline: PipelineLoads, mip_gap: float, max_nodes: int, headroom: float
-) -> Checkpointing | None:
-    options = {"mip_rel_gap": mip_gap, "node_limit": max_nodes}
-    found = _milp(pipeline, headroom=headroom, options=options)
-    if found.x is None:
-        return None
-    levels = np.rint(found.x).astype(int).reshape(-1, pipeline.num_diagonals)[:-1]
-    layers = tuple(levels.sum(axis=0).tolist())
-    bound = 0.0 if found.mip_dual_bound is None else float(np.ceil(found.mip_dual_bound - 1e-6))
-    return Checkpointing(layers, max(0.0, bound))
-
-
-def _milp(
-    pipeline: PipelineLoads, *, integers: bool = True, headroom: float = 0.0, options: Any = None
-) -> Any:
-    """Minimize the sum of layers (Eq. 20). Variables: for every level of height the layers of each
-    diagonal in it, then for each diagonal whether it has any (1) or not (0)."""
-    tops = sorted(set(pipeline.heights))
-    most = np.diff([0, *tops]).astype(float)
-    coefficients, needed = _rows(pipeline, tops)
-    diagonals = np.eye(pipeline.num_diagonals)
-    # a level of a diagonal is used only if the diagonal is
-    linked = np.concatenate([np.kron(-np.eye(len(tops)), diagonals), np.kron(most, diagonals).T], 1)
-    num_layers = len(tops) * pipeline.num_diagonals
-    weights = np.concatenate([np.ones(num_layers), np.zeros(pipeline.num_diagonals)])
-    return milp(
-        weights,
-        constraints=[
-            LinearConstraint(coefficients, lb=needed + headroom), LinearConstraint(linked, lb=0)
-        ],
-        bounds=Bounds(0, np.repeat([*most, 1.0], pipeline.num_diagonals)),
-        integrality=np.full(len(weights), int(integers)),
-        options=options,
-    )  # fmt: skip
-
-
-def _rows(pipeline: PipelineLoads, tops: Sequence[int]) -> tuple[Array, Array]:
-    """Both sides of coefficients @ variables >= needed: no stage holds more than it has room for.
-
-    Rows are scaled to a largest coefficient of 1. Left out are rows that hold with nothing
-    checkpointed, and those that another row of their stage implies.
-    """
-    num_diagonals, num_stages = pipeline.num_diagonals, len(pipeline.heights)
-    places = np.array(backward_places(pipeline.counts))
-    coefficients, needed = [], []
-    for stage, (load, height) in enumerate(zip(pipeline.loads, pipeline.heights, strict=True)):
-        on_diagonal = places + num_stages - 1 - stage
-        lacking = load.plain_bytes + load.again_bytes - load.room_bytes
-        rows = np.flatnonzero(lacking > 0)
-        saved = np.zeros((len(rows), num_diagonals))
-        saved[:, on_diagonal] = load.alive[rows] * load.saved_bytes
-        again = np.zeros_like(saved)
-        again[np.arange(len(rows)), on_diagonal[load.acting[rows]]] = load.again_bytes[rows]
-        least = (load.plain_bytes - load.room_bytes)[rows]
-        kept = _without_implied(saved, again, least)
-        felt = [saved[kept] * (top <= height) for top in tops]
-        scale = np.maximum(saved[kept].max(axis=1, initial=0.0), 1.0)
-        coefficients.append(np.concatenate([*felt, -again[kept]], axis=1) / scale[:, None])
-        needed.append(least[kept] / scale)
-    return np.concatenate(coefficients), np.concatenate(needed)
-
-
-def _without_implied(saved: Array, again: Array, least: Array) -> list[int]:
-    """Rows to keep; left out is row i where a row that is kept saves nowhere more, recomputes
-    nowhere less and lacks no less."""
-    kept: list[int] = []
-    for i in np.argsort(-least, kind="stable"):
-        implied = (saved[kept] <= saved[i]).all(axis=1) & (again[kept] >= again[i]).all(axis=1)
-        if not implied.any():
-            kept.append(int(i))
-    return kept
-
-
-Stretch = tuple[int, int]
-"""A run of classes, [first, stop)."""
-
-
-@dataclass(frozen=True)
-class Grouping:
-    stretches: tuple[Stretch, ...]
-    chosen: tuple[Checkpointing, ...]
-    """Checkpointed layers of each stretch."""
-    overhead_s: float
-    """Seconds of warm-up, cool-down and recomputation of all pipelines (Eq. 13)."""
-    bound_s: float
-    """Seconds of overhead that no grouping of these chunks undercuts."""
-
-
-@dataclass
-class _Row:
-    """Knowledge of every stretch of a row of classes, and its best paths."""
-
-    num_classes: int
-    ends_s: float
-    layer_s: float
-    least: dict[Stretch, float] = field(default_factory=dict)
-    """Lower bounds of the layers that stretches recompute."""
-    solved: dict[Stretch, Checkpointing] = field(default_factory=dict)
-
-    def lowest(self) -> tuple[float, list[Stretch]]:
-        """The path that is best by lower bounds."""
-        return self._path(lambda stretch: self.least.get(stretch, 0.0))
-
-    def known(self) -> tuple[float, list[Stretch]]:
-        """The best path of solved stretches."""
-        totals = {stretch: found.total for stretch, found in self.solved.items()}
-        return self._path(lambda stretch: totals.get(stretch, inf))
-
-    def _path(self, layers: Callable[[Stretch], float]) -> tuple[float, list[Stretch]]:
-        best = [0.0] + [inf] * self.num_classes
-        starts = [0] * (self.num_classes + 1)
-        for stop in range(1, self.num_classes + 1):
-            for first in range(stop):
-                cost_s = best[first] + self.ends_s + self.layer_s * layers((first, stop))
-                if cost_s < best[stop]:
-                    best[stop], starts[stop] = cost_s, first
-        bounds = [self.num_classes]
-        while bounds[-1]:
-            bounds.append(starts[bounds[-1]])
-        return best[-1], list(pairwise(reversed(bounds)))
-
-
-def group_classes(
-    num_classes: int,
-    *,
-    ends_s: float,
-    layer_s: float,
-    least: Callable[[Stretch], float],
-    solve: Callable[[Stretch], Checkpointing | None],
-    gap: float = 0.0,
-) -> Grouping | None:
-    """The grouping of least overhead, within `gap` of it, or None if no stretch path is feasible.
-
-    `ends_s`: warm-up and cool-down of a pipeline (delta); `layer_s`: a layer's forward of one chunk
-    (F-hat). `least` gives a lower bound of the layers that a stretch must recompute, `solve` the
-    layers themselves.
-    """
-    row = _Row(num_classes, ends_s, layer_s)
-    while True:
-        bound_s, path = row.lowest()
-        if bound_s == inf:
-            return None
-        known_s, known_path = row.known()
-        is_proven = known_s < inf and known_s - bound_s <= gap * known_s
-        open_ones = [stretch for stretch in path if stretch not in row.solved]
-        if is_proven or not open_ones:  # the solver's own gap may be all that is missing
-            chosen = tuple(row.solved[stretch] for stretch in known_path)
-            return Grouping(tuple(known_path), chosen, known_s, bound_s)
-        if new := [stretch for stretch in path if stretch not in row.least]:
-            row.least |= {stretch: least(stretch) for stretch in new}
-            continue
-        for stretch in open_ones:
-            if (found := solve(stretch)) is None:
-                row.least[stretch] = inf
-            else:
-                row.solved[stretch] = found
-                row.least[stretch] = max(row.least[stretch], found.bound)

@@ -542,16 +542,18 @@ def backward_places(counts: Sequence[int]) -> list[int]:
 
 
 def recompute_on_diagonals(
-    layers: Sequence[int], counts: Sequence[int], num_stages: int
+    layers: Sequence[int], counts: Sequence[int], heights: Sequence[int]
 ) -> list[list[int]]:
-    """Values for recompute_layers[stage][chunk], equal along each diagonal of the schedule.
+    """Values for recompute_layers[stage][chunk], equal along each diagonal of the schedule but for
+    stages that have fewer layers; `heights`: those of each stage.
 
-    `layers` has one value per diagonal, len(chunks) + num_stages - 1 of them (InfiniPipe, Eq. 15
+    `layers` has one value per diagonal, len(chunks) + len(heights) - 1 of them (InfiniPipe, Eq. 15
     and 16). To recompute in one cell of a diagonal takes as long as in all of them.
     """
+    places, last = backward_places(counts), len(heights) - 1
     return [
-        [layers[place + num_stages - 1 - stage] for place in backward_places(counts)]
-        for stage in range(num_stages)
+        [min(layers[place + last - stage], height) for place in places]
+        for stage, height in enumerate(heights)
     ]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from furlong.cost.memory import MemoryCurve, Part, PlanTraffic, tier_of
-from furlong.cost.model import CostModel, Hidden, PlanCosts, update_s
-from furlong.cost.seconds import Array, PassPart, chunk_table
+from furlong.cost.model import CostModel, PlanCosts, update_s
+from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table
 from furlong.plan.check import missing_to_run
 from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
 from furlong.report.scene import Panel, ranks_per_replica

@@ -32,8 +32,8 @@ CHUNKS = "chunks"
 _NUM_TRIES = 60
 """Sequences that the planner of places tries to move or swap. A plan is made while a step runs: far
 more would make the steps wait, and gain a percent."""
-_MAX_NODES, _MAX_SLICE_NUMBERS = 50, 4
-"""Bounds of InfiniPipe's search, for the same reason."""
+_MAX_SLICE_NUMBERS = 4
+"""Bound of InfiniPipe's search, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Rivals:
                 yield "InfiniPipe", plan_infinipipe(
                     seq_lens, self.model, num_stages=len(stages), sp_size=sp_size, stages=stages,
                     budget_bytes=self.budget_bytes, beat_s=step_s(self.model, plan),
-                    max_nodes=_MAX_NODES, max_tried=_MAX_SLICE_NUMBERS,
+                    max_tried=_MAX_SLICE_NUMBERS,
                 ).plan  # fmt: skip
             elif sp_size > 1:
                 yield "places", self._places(seq_lens, sp_size)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from furlong.cost.model import CostModel, Hidden
+from furlong.cost.model import CostModel
+from furlong.cost.seconds import Hidden
 from furlong.plan.plan import Chunk, Slice
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import shard
 
 
@@ -29,10 +29,9 @@ def stage_bounds_s(
     further. `moves`: with the all-to-alls of what is sharded.
     """
     free: tuple[Hidden, ...] = () if moves else ("all-to-all",)
-    seconds = cell_seconds(
-        chunks, seq_lens, stages, model,
-        sp_size=sp_size, recompute_layers=recompute_layers, free=free,
-    )  # fmt: skip
+    seconds = model.cell_seconds(
+        chunks, stages, sp_size=sp_size, recompute_layers=recompute_layers, free=free
+    )
     bounds_s, filled_s = [], 0.0
     for own_s in seconds:
         bounds_s.append(filled_s + sum(own_s.ravel().tolist()))

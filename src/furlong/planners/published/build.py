@@ -10,7 +10,6 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.cells import cell_seconds
 from furlong.planners.chunks import (
     Groups,
     group_chunks,
@@ -43,8 +42,6 @@ POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places by length": plan_hybrid_cp,
 }
 """Planners of whole sequences on places of a pool, by the cut that they make."""
-MAX_NODES = 200
-"""Nodes of the tree of each integer program of InfiniPipe's, in a search."""
 MAX_SLICE_NUMBERS = 24
 """Numbers of slices that InfiniPipe tries in a search."""
 
@@ -56,12 +53,10 @@ def build(
     budget_bytes: int | None = None,
     *,
     beat_s: float = inf,
-    like: tuple[float, int] | None = None,
     checked: bool = True,
 ) -> ChunkPlan:
     """The checked plan of one replica, which may not fit. `model`: `replica_model` of the dials;
-    `budget_bytes`: for planners that search themselves; for InfiniPipe among them `beat_s`, and
-    `like`: seconds that are enough, and slices of the longest sequence that may lead there.
+    `budget_bytes`: for planners that search themselves; for InfiniPipe among them `beat_s`.
     `checked` False: groups in an order are not checked, which takes nearly half of the time.
 
     Raises UserError where there is no plan of these dials.
@@ -89,12 +84,10 @@ def build(
                 num_layers=model.shape.num_layers, sp_size=sp_size,
             )  # fmt: skip
         case "elastic":
-            enough_s, slices = like or (0.0, None)
             return plan_infinipipe(
                 seq_lens, model, num_stages=len(stages), sp_size=sp_size, stages=stages,
                 budget_bytes=budget_bytes, balance="time" if dials.cut == "time" else "tokens",
-                checkpointing=dials.checkpointing, max_nodes=MAX_NODES,
-                max_tried=MAX_SLICE_NUMBERS, beat_s=beat_s, enough_s=enough_s, first_slices=slices,
+                checkpointing=dials.checkpointing, max_tried=MAX_SLICE_NUMBERS, beat_s=beat_s,
             ).plan  # fmt: skip
         case "token-level":
             lens, groups = groups_of(dials, seq_lens, model)
@@ -204,7 +197,7 @@ def _slowest_first(
     """Groups of one chunk each."""
     chunks = [chunk for group in groups for chunk in group]
     stages = (model.shape.num_layers,)
-    cells = cell_seconds(chunks, seq_lens, stages, model, sp_size=sp_size)
+    cells = model.cell_seconds(chunks, stages, sp_size=sp_size)
     seconds = cells[0].sum(axis=1).tolist()
     order = sorted(range(len(groups)), key=lambda i: (-seconds[i], i))
     return [groups[i] for i in order]

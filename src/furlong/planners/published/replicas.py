@@ -193,37 +193,19 @@ class ReplicaPlans:
         return Outcome(dials, plan, model, step_s, peak_bytes)
 
     def _plans(self, dials: Dials, dealt: Dealt) -> list[ChunkPlan]:
-        """One plan for each replica; a planner that searches need not make the others faster than
-        the busiest, and begins with slices as long as that one's."""
-        if dials.walk != "elastic":
-            return [self._build(dials, self._lens(own)) for own in dealt]
-        lens = self.busiest(dials)
-        first, step_s = self.plan_busiest(dials, inf)
-        slice_tokens = max(lens) / max(map(len, first.groups.values()), default=1)
-        return [
-            first
-            if self._lens(own) == lens
-            else self._build(
-                dials,
-                self._lens(own),
-                like=(step_s, round(max(self._lens(own)) / slice_tokens) or 1),
-            )
-            for own in dealt
-        ]
+        """One plan for each replica."""
+        return [self._build(dials, self._lens(own)) for own in dealt]
 
     def _build(
         self,
         dials: Dials,
         lens: Sequence[int],
         beat_s: float = inf,
-        like: tuple[float, int] | None = None,
         *,
         checked: bool = True,
     ) -> ChunkPlan:
         model = replica_model(dials, self._model)
-        return build(
-            dials, lens, model, self._limit_bytes, beat_s=beat_s, like=like, checked=checked
-        )
+        return build(dials, lens, model, self._limit_bytes, beat_s=beat_s, checked=checked)
 
     def _lens(self, own: Sequence[int]) -> list[int]:
         return [self._seq_lens[i] for i in own]
