@@ -126,7 +126,10 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> Non
         ({"max_position_embeddings": "all"}, "max_position_embeddings"),
         ({"text_config": 5, "hidden_size": None}, "hidden_size"),
         ({"model_type": "mixtral", "num_local_experts": "x"}, "num_local_experts"),
-        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9}, "not in range"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9},
+            "not in range",
+        ),
         ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1,
           "mlp_only_layers": ["a"]}, "mlp_only_layers"),
     ],
