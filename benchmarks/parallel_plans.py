@@ -21,7 +21,7 @@ from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
 from furlong.planners.published.catalogue import PUBLISHED
 from furlong.planners.published.problem import Problem
 from furlong.planners.published.search import search

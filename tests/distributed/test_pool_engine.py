@@ -20,7 +20,7 @@ from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import group_chunks, shard, shard_long
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
 from furlong.runtime.parallel.ranks import make_ranks
 
 BOUND = 1e-10

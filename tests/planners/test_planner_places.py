@@ -20,13 +20,9 @@ from furlong.models.describe import describe
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks import peak_bytes
-from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.places.division import Division, Spot
-from furlong.planners.places.emit import plan_of
-from furlong.planners.places.exact import fastest_spots
-from furlong.planners.places.plan import plan_places
-from furlong.planners.places.rates import PoolBatch
-from furlong.planners.places.setting import settings as settings_of
+from furlong.planners.places import Division, PoolBatch, Spot, fastest_spots, plan_of, plan_places
+from furlong.planners.places import settings as settings_of
+from furlong.planners.published.flexsp import plan_flexsp
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -21,7 +21,7 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from furlong.planners.orders import join_replicas
-from furlong.planners.places.rates import PoolBatch, Rates
+from furlong.planners.places import PoolBatch, Rates
 from furlong.planners.published.bounds import least_s
 from furlong.planners.published.build import build, groups_of, replica_model
 from furlong.planners.published.dials import Dials, Ladder
@@ -109,7 +109,7 @@ class ReplicaPlans:
         """Seconds that its work takes at the hardware's best."""
         training, hardware = self._model.training, self._model.hardware
         passes = 2 if training.lora is not None else 3
-        devices = dials.layout.sp * dials.layout.pp * training.tp_size
+        devices = dials.layout.sp * dials.layout.pp
         best = max(e.best for e in (hardware.linear, hardware.attention_forward))
         most = max(sum(self._work[i] for i in own) for own in self._deal(dials))
         return passes * most / (devices * hardware.peak_flops_per_s * best)
