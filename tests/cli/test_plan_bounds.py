@@ -119,7 +119,7 @@ def test_chunks_of_one_sequence_have_a_bound(tmp_path: Path, capsys: Any) -> Non
         ({"num_key_value_heads": -2}, "num_key_value_heads = -2"),
         ({"num_key_value_heads": 5}, "a divisor of num_attention_heads = 14"),
         ({"num_attention_heads": 4096, "num_key_value_heads": 1}, "can build the model"),
-        ({"head_dim": [64]}, "head_dim"),
+        ({"head_dim": [64]}, "can read without remote code"),
         ({"sliding_window": "far"}, "sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": 5}, "layer_types"),
