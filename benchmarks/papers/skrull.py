@@ -24,7 +24,7 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from papers import skrull_forms
-from papers.fused import fused, whole_cell
+from papers.fused import Counted, fused, whole_cell
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown
@@ -83,7 +83,7 @@ def buckets() -> Table:
     again, everything that a matrix or attention makes is kept.
     """
     device = hardware("H100")
-    selective = Activations(hidden=2, mlp=2, logit_bytes=HF_LOGIT_BYTES)
+    selective = Counted(hidden=2, mlp=2, logit_bytes=HF_LOGIT_BYTES)
     rows, alone = [], []
     for model, paper in BUCKETS.items():
         shape = model_shape(model)

@@ -28,7 +28,7 @@ from furlong.planners.chunks import (
     refuse_unusable,
     sequence_work,
 )
-from furlong.planners.methods.skrull import chunk_of, schedule_skrull
+from furlong.planners.skrull import chunk_of, schedule_skrull
 from furlong.simulate.clock import time_actions
 
 Replicas = Sequence[Sequence[Chunk]]

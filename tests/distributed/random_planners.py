@@ -24,11 +24,11 @@ from furlong.planners.chunks import (
     sliced_groups,
 )
 from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_groups, plan_seq1f1b
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
+from furlong.planners.published.flexsp import plan_flexsp
+from furlong.planners.skrull import micro_batch_groups
 
 SIZE = 8
 """Tokens of a chunk on one process."""

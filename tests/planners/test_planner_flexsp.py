@@ -15,10 +15,10 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.budget import fit
-from furlong.planners.methods import flexsp
-from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.hybrid_cp import plan_hybrid_cp
-from furlong.planners.places.rates import PoolBatch, Rates
+from furlong.planners.places import PoolBatch, Rates
+from furlong.planners.published import flexsp
+from furlong.planners.published.flexsp import plan_flexsp
+from furlong.planners.published.hybrid_cp import plan_hybrid_cp
 from furlong.simulate.clock import time_actions
 
 K = 1024

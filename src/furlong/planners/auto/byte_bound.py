@@ -57,7 +57,7 @@ class ByteBound:
             None if window is None else -(-window // sp_size)
             for window in shape.windows[first : first + self._num_layers]
         )
-        self._attends = tuple(mixer.attends for mixer in shape.mixers[first:][: self._num_layers])
+        self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
         held = frozenset((share.stage,))
         state = model.training.state_bytes(shape, own, held, share.group_size)

@@ -159,7 +159,7 @@ class TimeEstimate:
             written[tiers.inputs] += 2 * delivered
         if tiers.kv != "device":
             attending = layers / self._num_layers
-            attending *= sum(mixer.attends for mixer in self._model.shape.mixers)
+            attending *= sum(layer.attends for layer in self._model.shape.layers)
             times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
             each = segment_tokens(cell.kv_layer, self._model.device_type)
             cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))

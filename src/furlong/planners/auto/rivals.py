@@ -24,7 +24,7 @@ from furlong.planners.auto.search import SLACK
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
 from furlong.planners.predict import step_s
 
 CHUNKS = "chunks"

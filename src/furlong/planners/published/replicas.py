@@ -21,7 +21,7 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from furlong.planners.orders import join_replicas
-from furlong.planners.places.rates import PoolBatch, Rates
+from furlong.planners.places import PoolBatch, Rates
 from furlong.planners.published.bounds import least_s
 from furlong.planners.published.build import build, groups_of, replica_model
 from furlong.planners.published.dials import Dials, Ladder

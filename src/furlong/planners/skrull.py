@@ -19,7 +19,7 @@ from furlong.cost.seconds import Array
 from furlong.errors import DataError
 from furlong.plan.plan import Chunk, Place, Slice
 from furlong.planners.chunks import by_cost, by_place, place_by_load, sequence_work
-from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
+from furlong.planners.places import TOKENS, PoolBatch, Rates
 from furlong.units import count_words
 
 _MOST_CHANGED = 8
