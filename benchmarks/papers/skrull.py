@@ -9,7 +9,7 @@ from statistics import mean
 
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.machine import hardware
-from furlong.cost.memory import Activations, StageBytes, stage_bytes
+from furlong.cost.memory import Activations
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.cost.training import Training
@@ -23,7 +23,7 @@ from furlong.planners.chunks import (
     sequence_work,
 )
 from papers import skrull_forms
-from papers.fused import fused
+from papers.fused import fused, whole_cell
 from papers.seco import HF_LOGIT_BYTES
 from papers.skrull_forms import TABLE_3_MB, TABLE_3_US, bucket_tokens
 from papers.tables import Row, Table, shown
@@ -104,7 +104,7 @@ def bucket_k(shape: ModelShape, activations: Activations) -> float:
     stages = (shape.num_layers,)
     state = training.state_bytes(shape, stages, WHOLE, 32)
     buckets = 2 * 2 * 5e8  # DeepSpeed's default of 5e8 elements: one to reduce, one to gather
-    cell: StageBytes = stage_bytes(shape, stages, 0, training, activations)
+    cell = whole_cell(shape, training, activations)
     token = cell.graph() + cell.logit * shape.vocab_size
     budget = hardware("H100").budget_bytes
     return bucket_tokens(budget, state.total + buckets, token) / K

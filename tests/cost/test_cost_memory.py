@@ -311,7 +311,6 @@ def test_tiles_of_the_loss(vocab, on_cpu, on_cuda):
     ]
     assert rows == [on_cpu, on_cuda]
     assert rows[1] == tile_tokens(vocab, torch.device("cuda"))
-    assert PlanMemory(shape, Training(), 0, whole_logits=True).tile_tokens is None
 
 
 def test_a_tile_makes_a_gradient_of_the_whole_head():

@@ -187,6 +187,13 @@ def test_layers_that_compute_something_else_compiled_are_refused() -> None:
         engine.forward_backward(batch([29, 4]), OPTIONS)
 
 
+def test_compiled_layers_with_dropout_are_refused() -> None:
+    model: Any = peft.get_peft_model(build("llama"), LORA(lora_dropout=0.1))
+    model.model.model.layers[0].mlp.compile()
+    with pytest.raises(UnsupportedModelError, match=r"compiled in place, and dropout"):
+        furlong.Engine(model)
+
+
 def test_a_compiler_that_fails_is_told() -> None:
     def failing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")

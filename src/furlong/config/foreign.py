@@ -78,9 +78,11 @@ ANSWERS: dict[tuple[str, ...], str] = {
         "remove it: write parallel.dp, sp and pp, and start by torchrun",
     ("load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type"):
         "remove it: quantised weights are not trained",
-    ("flash_attn", "flash_attention", "xformers_attention", "attn_implementation",
-     "use_liger_kernel"):
+    ("flash_attn", "flash_attention", "xformers_attention", "attn_implementation"):
         "remove it: furlong computes attention itself",
+    ("use_liger_kernel",): "write model.kernels: liger",
+    ("use_kernels",): "write model.kernels: hub",
+    ("torch_compile",): "write model.compile: true",
     ("neftune_noise_alpha", "label_smoothing_factor"): "remove it: the loss is plain cross-entropy",
     ("rl", "stage"): "write train.loss: dpo, or leave it out for sft",
     ("dpo_beta", "rl_beta", "pref_beta"): "write train.beta",

@@ -75,6 +75,11 @@ class ModelConfig(BaseModel):
     """null trains every weight."""
     rope: RopeConfig | None = None
     """Change of the position embedding; null keeps the model's own."""
+    compile: bool = False
+    """torch.compile of each layer, with attention between its graphs; in one process."""
+    kernels: Literal["none", "liger", "hub"] = "none"
+    """Norms and activations of liger-kernel, or of the Hub: transformers' use_kernels, which loads
+    compiled code from there."""
 
 
 class SampleConfig(BaseModel):

@@ -247,7 +247,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes per token of one stage on one sp process (tp shards everything alike)."""
+    """Bytes per token of one stage on one sp process."""
 
     input: float
     """Bytes of the stage input; of token ids at stage 0."""
@@ -304,43 +304,40 @@ def stage_bytes(
     stages: tuple[int, ...],
     stage: int,
     training: Training,
-    activations: Activations | None = None,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Bytes per token of the cells of `stage`. `activations`: default `eager`; `factor` multiplies
-    the graphs (a calibration's)."""
-    element, tp = training.compute_bytes, training.tp_size
-    saved = activations or eager(shape, element, training.lora)
+    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's)."""
+    element = training.compute_bytes
+    saved = eager(shape, element, training.lora)
     first = sum(stages[:stage])
     layers = range(first, first + stages[stage])
     is_last = stage == len(stages) - 1
-    hidden = element * shape.hidden_size / tp
+    hidden = element * shape.hidden_size
     widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
     wide = max(element, _FLOAT32)
     lse = wide * shape.num_heads
     mixers = [shape.mixers[layer] for layer in layers]
     scans = [mixer.saved + mixer.saved_float32 * _FLOAT32 / element for mixer in mixers]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
-    # other frameworks' kernels add to it in place
-    makes_one = is_last and activations is None and training.lora is None
+    makes_one = is_last and training.lora is None
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
-        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) / tp for i in layers),
+        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) for i in layers),
         checkpointed=hidden,
         attention_layers=tuple(
-            (element * mixer.output_size + lse) / tp if mixer.attends else 0.0 for mixer in mixers
+            element * mixer.output_size + lse if mixer.attends else 0.0 for mixer in mixers
         ),
-        working=3 * hidden + element * at_work / tp,
-        exchange=element * (2 * shape.q_size + 2 * shape.kv_size) / tp,
+        working=3 * hidden + element * at_work,
+        exchange=element * (2 * shape.q_size + 2 * shape.kv_size),
         message=hidden,
-        kv_layer=shape.stored_size * element / tp,
-        kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes / tp,
+        kv_layer=shape.stored_size * element,
+        kv_gradient_layer=shape.stored_size * training.kv_gradient_bytes,
         state=shape.state_bytes(layers, element),
         largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
-        widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size) / tp,
-        ends=factor * saved.end_bytes(shape, element) / tp if is_last else 0.0,
-        logit=saved.logit_bytes / tp if is_last else 0.0,
-        head_gradient=shape.embedding_parameters * element / tp if makes_one else 0.0,
+        widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
+        ends=factor * saved.end_bytes(shape, element) if is_last else 0.0,
+        logit=saved.logit_bytes if is_last else 0.0,
+        head_gradient=shape.embedding_parameters * element if makes_one else 0.0,
     )
 
 
@@ -416,37 +413,29 @@ class PlanMemory:
     shape: ModelShape
     training: Training
     device_budget_bytes: int
-    activations: Activations | None = None
-    """Tensors that a layer saves; None: those of transformers' modules (`eager`)."""
     activation_factor: float = 1.0
     """Measured over counted bytes of a graph."""
     overhead_bytes: int = 0
     """Bytes of a framework's own, counted as buffers all through the step."""
     heap: Heap = NO_HEAP
     """The C library's; the bytes that it holds are counted as buffers, too."""
-    whole_logits: bool = False
-    """Whether the loss holds the logits of a whole chunk and not of a tile (other frameworks)."""
     device_type: str = "cuda"
     """Type, cuda or cpu: it decides how large segments of the store and tiles of the loss are."""
 
     @property
-    def tile_tokens(self) -> int | None:
-        """Rows of a tile of the loss, as `ops.loss` cuts it; None where it is not cut."""
-        if self.whole_logits:
-            return None
+    def tile_tokens(self) -> int:
+        """Rows of a tile of the loss, as `ops.loss` cuts it."""
         on_cpu = self.device_type == "cpu"
         tokens = max(_TILE_LOGITS[on_cpu] // self.shape.vocab_size, _LEAST_TILE_TOKENS[on_cpu])
         return min(tokens, _MOST_CPU_TILE_TOKENS) if on_cpu else tokens
 
     def cell(self, stages: tuple[int, ...], stage: int) -> StageBytes:
         """Bytes per token of a cell of one stage."""
-        return stage_bytes(
-            self.shape, stages, stage, self.training, self.activations, self.activation_factor
-        )
+        return stage_bytes(self.shape, stages, stage, self.training, self.activation_factor)
 
     def loss_bytes(self, cell: StageBytes, num_tokens: float, *, backward: bool) -> float:
         """Bytes of the logits of a tile; in a backward with the gradient of the head."""
-        tile = min(num_tokens, self.tile_tokens or num_tokens)
+        tile = min(num_tokens, self.tile_tokens)
         logits = cell.logit * self.shape.vocab_size * tile
         return logits + (cell.head_gradient if backward else 0.0)
 
@@ -678,8 +667,7 @@ class _Walk:
             case Unshard(stage) if self._memory.training.regathers:
                 training, shape = self._memory.training, self._memory.shape
                 own = training.held_parameters(shape, self._plan.stages, frozenset((stage,)))
-                whole = own * training.compute_bytes / training.tp_size
-                self._hold("unsharded", 0, stage, whole)
+                self._hold("unsharded", 0, stage, own * training.compute_bytes)
 
     def _deliver(self, chunk: int, stage: int) -> None:
         """The cell's own input, if it comes from nowhere else, and its output."""

@@ -208,8 +208,7 @@ class PlanCosts:
         dp = max(1, len(members.get(0, ())))  # the first stage of each replica is on one rank
         pp = len(plan.actions) // dp
         layout = Layout(dp, plan.sp_size, pp)
-        per_rank = plan.sp_size * training.tp_size
-        self._layout = Layout(dp * training.replicas, per_rank, pp)
+        self._layout = replace(layout, dp=dp * training.replicas)
         """That of all devices, those of replicas that the plan does not list among them."""
         shape, tile_tokens = model.shape, model.hardware.tile_tokens
         self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
@@ -272,7 +271,7 @@ class PlanCosts:
         process of an sp group sends its part to its counterpart."""
         model = self._model
         tokens = float(self._table.tokens[:, action.chunk].max())
-        width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
+        width = model.shape.hidden_size * model.training.compute_bytes
         devices = first_device(rank, self._layout), first_device(action.peer, self._layout)
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
@@ -347,7 +346,7 @@ def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> fl
         for stage in range(len(stages))
     )
     shards = num_alike * training.replicas if training.zero_stage else 1
-    return trained / (training.tp_size * shards * model.hardware.optimizer_parameters_per_s)
+    return trained / (shards * model.hardware.optimizer_parameters_per_s)
 
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:

@@ -132,22 +132,18 @@ class StageSeconds:
         self._stages, self._stage = stages, stage
         self._flops = stage_flops(shape, stages, stage)
         self._height = stages[stage]
-        self._tp = tp = training.tp_size
-        each = replace(layout, sp=layout.sp * tp)
-        self._groups = [
-            range(first, first + each.sp) for first in (first_device(r, each) for r in ranks)
-        ]
+        firsts = [first_device(rank, layout) for rank in ranks]
+        self._groups = [range(first, first + layout.sp) for first in firsts]
         """Devices of each sequence-parallel group that holds the stage."""
         links, element, devices = hardware.links, training.compute_bytes, self._groups[0]
         self._sp_links = {
             size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
             for size in place_sizes(layout.sp)
         }
-        self._tp_link = links.effective("all_gather", tp, links.num_nodes(devices[:tp]))
         self._stream = {"device": None, "host": links.host, "disk": links.disk}[kv]
         if "streams" in free:
             self._stream = None
-        kv_token_bytes = shape.stored_size * element / layout.sp / tp
+        kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
         layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
         lora = training.lora
@@ -158,7 +154,7 @@ class StageSeconds:
         """Bytes per token that the graph of each layer saves."""
         self._logits = saved.logit_bytes * shape.vocab_size
         """Bytes per token of logits, with their gradients."""
-        self._rate = hardware.peak_flops_per_s * hardware.linear.best * tp
+        self._rate = hardware.peak_flops_per_s * hardware.linear.best
         self._windows = tuple(dict.fromkeys(self._flops.windows))
         self._unvisited = tuple(
             dict.fromkeys(share for share, flops in self._flops.layer_idle if flops)
@@ -203,13 +199,12 @@ class StageSeconds:
         hardware, flops, back = self._hardware, self._flops, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
-        tp_call_s, tp_token_s = self._tp_s()
-        token_s = linear / self._rate + passed / hardware.activation_bytes_per_s / self._tp
-        process_s = linear * hardware.linear.half_tokens * self._tp / self._rate
-        matrices = [token_s + layers * tp_token_s, process_s + layers * tp_call_s]
+        token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
+        process_s = linear * hardware.linear.half_tokens / self._rate
+        matrices = [token_s, process_s]
         frozen = self._training.lora is not None
         idle = flops.layer_idle[: layers - (part.work == "to last kv")]
-        read_s = hardware.linear.half_tokens * self._tp / self._rate * (1 + (back and not frozen))
+        read_s = hardware.linear.half_tokens / self._rate * (1 + (back and not frozen))
         matrices += [
             sum(each * read_s for own, each in idle if own == share) for share in self._unvisited
         ]
@@ -218,7 +213,7 @@ class StageSeconds:
             sum(key_s[layer] for layer in attending if flops.windows[layer] == window)
             for window in self._windows
         ]
-        half_tokens = self._attention(part).half_tokens * self._tp
+        half_tokens = self._attention(part).half_tokens
         passes = part.work in ("forward", "to last kv", "backward")
         launches = [
             (1 + back) * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
@@ -269,8 +264,7 @@ class StageSeconds:
         count = training.trained_parameters if trained_only else training.held_parameters
         parameters = count(self._shape, self._stages, frozenset((self._stage,)))
         return links.collective_s(
-            kind, parameters * element_bytes / self._tp, len(devices) // self._tp,
-            links.num_nodes(devices),
+            kind, parameters * element_bytes, len(devices), links.num_nodes(devices)
         )  # fmt: skip
 
     def _gathered_s(self, *, backward: bool) -> float:
@@ -282,8 +276,8 @@ class StageSeconds:
         """The link of the all-to-all of places of `size` among the `devices` of a sequence-parallel
         group, over the most nodes that a place of that size touches."""
         links = self._hardware.links
-        starts = range(devices.start, devices.stop, size * self._tp)
-        nodes = max(links.num_nodes(range(at, at + size * self._tp)) for at in starts)
+        starts = range(devices.start, devices.stop, size)
+        nodes = max(links.num_nodes(range(at, at + size)) for at in starts)
         return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
@@ -328,7 +322,7 @@ class StageSeconds:
     def _key_s(self, part: PassPart) -> list[float]:
         """Seconds of an attended key in each layer, at the best efficiency."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
-        rate = self._hardware.peak_flops_per_s * self._attention(part).best * self._tp
+        rate = self._hardware.peak_flops_per_s * self._attention(part).best
         return [times * flops / rate for flops in self._flops.attention_per_key]
 
     def _exchange_s(self, size: int) -> float:
@@ -338,21 +332,12 @@ class StageSeconds:
         dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
         from every inner group."""
         shape, inner = self._shape, self._shape.inner_size(size)
-        element = self._training.compute_bytes / self._tp
+        element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
         kv_bytes = 2 * shape.kv_size * shape.kv_share(size) * (size - 1) / size * element
         link = self._sp_links[size]
         near = self._sp_links.get(inner, link)
         return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
-
-    def _tp_s(self) -> tuple[float, float]:
-        """Two all-gathers and two reduce-scatters of hidden states per layer (Megatron): what does
-        not grow, and what each token adds."""
-        tp = self._tp
-        if tp == 1:
-            return 0.0, 0.0
-        moved = self._shape.hidden_size * self._training.compute_bytes * (tp - 1) / tp
-        return 4 * self._tp_link.latency_s, 4 * moved / self._tp_link.bytes_per_s
 
     def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
         """(S, C) seconds that the part waits for streamed K,V."""
@@ -360,10 +345,10 @@ class StageSeconds:
         total = np.zeros_like(tokens)
         if not attending:
             return total
-        half_tokens = self._hardware.linear.half_tokens * self._tp
+        half_tokens = self._hardware.linear.half_tokens
         matrices = np.where(tokens > 0, tokens + half_tokens, 0.0)
         own_s = self._per_token(part)[0] * matrices / self._rate / len(attending)
-        slower = 1 + self._attention(part).half_tokens * self._tp / np.maximum(tokens, 1e-9)
+        slower = 1 + self._attention(part).half_tokens / np.maximum(tokens, 1e-9)
         key_s, windows = self._key_s(part), self._flops.windows
         for (window, each), count in Counter((windows[i], key_s[i]) for i in attending).items():
             keys_s = table.prefix_keys[window] * each * slower
@@ -387,7 +372,7 @@ class StageSeconds:
         segments = np.ceil(tokens / self._segment_tokens)
         # gradients of all segments but the newest come in, and go out on the other direction
         cold = np.maximum(segments - NUM_HOT, 0) * backward
-        each = self._segment_tokens * self._shape.stored_size / self._tp
+        each = self._segment_tokens * self._shape.stored_size
         loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
         seconds: Array = (segments + cold) * self._stream.latency_s
         seconds += loaded / self._stream.bytes_per_s

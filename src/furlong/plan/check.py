@@ -1,17 +1,4 @@
-"""A plan's actions found by cell, and the errors that show a broken plan.
-
-The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
-cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
-
-The invariants of a plan's chunks alone: coverage, and what a chunk may hold.
-
-The invariants of stored K,V: there when they are read, their gradients complete, then gone.
-
-Where a sequence branches, what comes before a piece is its path alone (`furlong.plan.trees`).
-
-The invariants between ranks: messages, collectives, and that nobody waits for ever.
-
-The checker: what every legal plan keeps, one function per invariant.
+"""The checker: what every legal plan keeps, one function per invariant, in the order of checking.
 
     I1   every token is in exactly one slice, and every loss counts once (sampled: on average)
     I2   what a chunk may hold: pieces with a prefix, places
@@ -25,15 +12,16 @@ The checker: what every legal plan keeps, one function per invariant.
     I11  no rank waits for ever
     I9   memory stays within the budget
 
-I1 and I2 are in `rules.chunks`, I4, I5 and I8 in `rules.kv`, I10 and I11 in `rules.ranks`, the
-others here. The orders are those that make a chunked backward exact (ChunkFlow, Algorithm 2, with
-its second loop descending, since dK,dV of a chunk are complete only after all later chunks).
+The orders are those that make a chunked backward exact (ChunkFlow, Algorithm 2, with its second
+loop descending, since dK,dV of a chunk are complete only after all later chunks). Where a sequence
+branches, what comes before a piece is its path alone (`furlong.plan.trees`).
 
 A rule is a sentence and a function that yields what breaks it: why, and the place of the guilty
 action. The first break is refused: each function relies on the rules before it and on its own
 earlier lines. All take time linear in the plan.
 
-Needs of a plan that is to be carried out, beyond what is there.
+The actions of all ranks stand in one list, rank after rank; `at` is always a place in that list. A
+cell is a number, stage * num_chunks + chunk, so that its neighbours are one addition away.
 """
 
 from __future__ import annotations
@@ -42,7 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from furlong.errors import PlanError
 from furlong.plan.passes import directions
@@ -52,6 +40,7 @@ from furlong.plan.plan import (
     ON_PARAMETERS,
     Action,
     Backward,
+    Chunk,
     ChunkPlan,
     Forward,
     Keep,
@@ -72,6 +61,8 @@ from furlong.units import count_words
 
 _NUM_AROUND = 4
 _ARROW = "    <-- here"
+_LEGAL = "_is_legal"
+_ONCE = "every cell has one Forward and one Backward, on one rank"
 
 
 class Grid:
@@ -138,10 +129,6 @@ class Grid:
             if kind in kinds:
                 yield at, action, cell
 
-    def rank_of_forward(self, cell: int) -> int:
-        """The rank that has the cell's first Forward."""
-        return self.ranks[self.forward[cell]]
-
     def name(self, cell: int) -> str:
         """`chunk.stage`, as in an action's text."""
         stage, chunk = divmod(cell, self.num_chunks)
@@ -155,43 +142,63 @@ class Grid:
     def refuse(self, rule: str, why: str, at: int) -> PlanError:
         """The error for a broken rule, showing the actions around the guilty one."""
         rank = self.ranks[at]
-        guilty = at - self.starts[rank]
-        shown = range(*_around(guilty, self.plan.actions[rank]))
-        lines = [f"{i:6d}  {format_action(self.plan.actions[rank][i])}" for i in shown]
-        lines[shown.index(guilty)] += _ARROW
-        return PlanError("\n".join([f"broken rule: {rule}", why, f"rank {rank}", *lines]))
+        own = self.plan.actions[rank]
+        return _refusal(rule, why, f"rank {rank}", own, at - self.starts[rank], format_action)
 
 
-def refuse_chunk(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
-    """The error for a broken rule, showing the chunks around the guilty one."""
-    shown = range(*_around(chunk, plan.chunks))
-    lines = [f"{i:6d}  {format_chunk(plan.chunks[i], plan.sp_size):.80}" for i in shown]
+def _refusal(
+    rule: str, why: str, head: str, own: Sequence[Any], at: int, words: Callable[[Any], str]
+) -> PlanError:
+    """The error for a broken rule, showing what is around the guilty place of `own`."""
+    first = max(0, at - _NUM_AROUND)
+    shown = own[first : at + _NUM_AROUND + 1]
+    lines = [f"{number:6d}  {words(one)}" for number, one in enumerate(shown, first)]
     if lines:
-        lines[shown.index(chunk)] += _ARROW
-    return PlanError("\n".join([f"broken rule: {rule}", why, "chunks", *lines]))
+        lines[at - first] += _ARROW
+    return PlanError("\n".join([f"broken rule: {rule}", why, head, *lines]))
 
 
-def _around(middle: int, values: Sequence[object]) -> tuple[int, int]:
-    return max(0, middle - _NUM_AROUND), min(len(values), middle + _NUM_AROUND + 1)
+def _chunk_refusal(plan: ChunkPlan, rule: str, why: str, chunk: int) -> PlanError:
+    def words(one: Chunk) -> str:
+        return f"{format_chunk(one, plan.sp_size):.80}"
+
+    return _refusal(rule, why, "chunks", plan.chunks, chunk, words)
+
+
+class Memory(Protocol):
+    """The bytes that the memory check asks of a cost model."""
+
+    def budget_bytes(self, rank: int) -> int:
+        """Bytes that the rank may use."""
+
+    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
+        """For each action of the rank, the peak of bytes in use while it runs."""
 
 
 Breaks = Iterator[tuple[str, int]]
-"""The ways in which a plan breaks a rule: why, and the place of the guilty action."""
-Rule = tuple[str, Callable[[Grid], Breaks]]
+"""The ways in which a plan breaks a rule: why, and the place of the guilty action or chunk."""
 
 
-_RULE_1 = "every token is in exactly one slice"
-_RULE_2 = "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place"
-_RULE_3 = "a branch goes on from the end of an earlier piece on its path"
+def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
+    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place.
 
-
-def check_chunks(plan: ChunkPlan) -> None:
-    """Raise PlanError if the chunks of a plan break I1 or I2."""
-    for rule, breaks in (
-        (_RULE_1, _uncovered), (_RULE_2, _misplaced), (_RULE_3, _misgrown),
-    ):  # fmt: skip
-        for why, chunk in breaks(plan):
-            raise refuse_chunk(plan, rule, why, chunk)
+    A plan does not change: what was found legal is noted beside its cached properties.
+    """
+    if memory is None and _LEGAL in vars(plan):
+        return
+    if min(plan.stages, default=0) < 1:
+        shown = ", ".join(map(str, plan.stages)) or "none"
+        raise PlanError(f"broken rule: a plan has stages of at least one layer\nlayers: {shown}")
+    for rule, of_chunks in _CHUNK_RULES:
+        for why, chunk in of_chunks(plan):
+            raise _chunk_refusal(plan, rule, why, chunk)
+    grid = Grid(plan)
+    for rule, breaks in _RULES:
+        for why, at in breaks(grid):
+            raise grid.refuse(rule, why, at)
+    for why, at in _beyond_budget(grid, memory) if memory is not None else ():
+        raise grid.refuse("memory stays within the budget", why, at)
+    vars(plan)[_LEGAL] = True
 
 
 def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
@@ -199,17 +206,16 @@ def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
     has no other use than to meet the passes of other ranks, or the Reduce if its rank has no other
     chunk."""
     several = len(plan.actions) > 1
-    alone = {min(own) for own in map(_computed, plan.actions) if len(own) == 1}
+    computed = ({a.chunk for a in own if isinstance(a, Forward)} for own in plan.actions)
+    alone = {min(own) for own in computed if len(own) == 1}
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in plan.seq_lens]
     for index, chunk in enumerate(plan.chunks):
         if chunk.is_dummy and not (several and (plan.regathers or index in alone)):
             yield f"chunk {index} is empty, its rank needs none to go with others", index
         for piece in chunk.slices:
             if not 0 <= piece.seq_id < len(plan.seq_lens):
-                yield (
-                    f"none of {count_words(len(plan.seq_lens), 'sequence')} is {piece.seq_id}",
-                    index,
-                )
+                of_all = count_words(len(plan.seq_lens), "sequence")
+                yield f"none of {of_all} is {piece.seq_id}", index
             if piece.stop <= piece.start:
                 yield f"a slice of sequence {piece.seq_id} is empty", index
             pieces[piece.seq_id].append((piece.start, piece.stop, index))
@@ -223,16 +229,8 @@ def _uncovered(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
                 )
             covered = stop
         if covered != seq_len or not found:
-            yield (
-                f"sequence {seq_id} has {count_words(seq_len, 'token')},"
-                f" its slices cover {covered}",
-                index,
-            )
-
-
-def _computed(actions: Iterable[Action]) -> set[int]:
-    """The chunks of a rank."""
-    return {action.chunk for action in actions if isinstance(action, Forward)}
+            own = count_words(seq_len, "token")
+            yield f"sequence {seq_id} has {own}, its slices cover {covered}", index
 
 
 def _misplaced(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
@@ -295,7 +293,115 @@ def _misgrown(plan: ChunkPlan) -> Iterator[tuple[str, int]]:
                 yield f"a piece goes on from token {piece.stop}, in a chunk of branches", index
 
 
-def missing_kv(grid: Grid) -> Breaks:
+_CHUNK_RULES: tuple[tuple[str, Callable[[ChunkPlan], Breaks]], ...] = (
+    ("every token is in exactly one slice", _uncovered),
+    (
+        "a chunk holds at most one piece with a prefix per place, and a sequence keeps its place",
+        _misplaced,
+    ),
+    ("a branch goes on from the end of an earlier piece on its path", _misgrown),
+)
+
+
+def _not_once(grid: Grid) -> Breaks:
+    """I7. One Forward per cell, but for chunks of a sample whose loss nobody reports; Backwards at
+    all stages of a chunk from `frozen_stages` on, for all chunks but dummies if for any."""
+    plan, frozen = grid.plan, grid.plan.frozen_stages
+    if not 0 <= frozen < grid.num_stages:
+        given = f"{frozen} of {count_words(grid.num_stages, 'stage')}"
+        raise PlanError(f"broken rule: {_ONCE}\n{given} are frozen: the last one has the loss")
+    firsts = {Forward: grid.forward, Backward: grid.backward}
+    for at, action, cell in grid.each(*COMPUTING):
+        if firsts.get(type(action), {cell: at})[cell] != at:
+            yield f"cell {grid.name(cell)} has one already", at
+        if isinstance(action, Backward) and action.stage < frozen:
+            yield f"the first {frozen} stages are frozen", at
+        if grid.forward[cell] >= 0 and grid.ranks[grid.forward[cell]] != grid.ranks[at]:
+            yield (
+                f"the Forward of {grid.name(cell)} is on rank {grid.ranks[grid.forward[cell]]}",
+                at,
+            )
+    trained = Backward in grid.kinds and not plan.sampled
+    for chunk in range(grid.num_chunks):
+        cells = range(chunk, len(grid.forward), grid.num_chunks)
+        forwards, backwards = (sum(firsts[kind][c] >= 0 for c in cells) for kind in firsts)
+        if not plan.report_loss and forwards == backwards == 0:
+            continue
+        if forwards != grid.num_stages or backwards not in (0, grid.num_stages - frozen):
+            found = f"{count_words(forwards, 'Forward')} and {count_words(backwards, 'Backward')}"
+            over = count_words(grid.num_stages, "stage")
+            over += f", {frozen} of them frozen" if frozen else ""
+            raise _chunk_refusal(plan, _ONCE, f"chunk {chunk} has {found} over {over}", chunk)
+        if trained and not backwards and not plan.chunks[chunk].is_dummy:
+            why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
+            raise _chunk_refusal(plan, _ONCE, why, chunk)
+
+
+def _odd_factors(grid: Grid) -> Breaks:
+    """I1, of the losses. Only a plan that samples its chunks scales their gradients, by the same
+    finite factors at all stages of a chunk; in any other plan each label counts once."""
+    if not grid.plan.sampled and not grid.plan.report_loss:
+        raise PlanError("broken rule: only a sampled plan leaves losses out (report_loss)")
+    factors: dict[int, tuple[float, float]] = {}
+    for at, action, _ in grid.each(Backward):
+        assert isinstance(action, Backward)
+        own = action.loss_factor, action.relay_factor
+        if not grid.plan.sampled and own != (1, 1):
+            yield "the plan is not sampled", at
+        if not all(0 <= factor < inf for factor in own):
+            yield "a factor is at least 0 and finite", at
+        if factors.setdefault(action.chunk, own) != own:
+            yield f"chunk {action.chunk} has other factors at another stage", at
+
+
+def _out_of_order(grid: Grid) -> Breaks:
+    """I3. F(c,s) after F(c,s-1) and after F of the chunk before; B(c,s) after F(c,s), B(c,s+1)."""
+    received: dict[tuple[Payload, int, int], int] = {}
+    for at, action, cell in grid.each(Recv):
+        assert isinstance(action, Recv)
+        received.setdefault((action.payload, cell, grid.ranks[at]), at)
+    rows: tuple[tuple[list[int], int, Payload], ...] = (
+        (grid.forward, -grid.num_chunks, "activation"),
+        (grid.backward, grid.num_chunks, "gradient"),
+    )
+    for places, step, payload in rows:
+        for cell, at in enumerate(places):
+            source, rank = cell + step, grid.ranks[at]
+            if at < 0 or not 0 <= source < len(places):
+                continue
+            if grid.ranks[places[source]] == rank:
+                if places[source] > at:
+                    yield f"cell {grid.name(source)} comes first", at
+            elif not 0 <= received.get((payload, source, rank), -1) < at:
+                yield f"the {payload} of {grid.name(source)} has not been received", at
+    for cell, at in enumerate(grid.forward):
+        if 0 <= grid.backward[cell] < at:
+            yield "a Backward needs its Forward", grid.backward[cell]
+        chunk = cell % grid.num_chunks
+        for earlier in grid.before[chunk] if at >= 0 else ():
+            source = cell - chunk + earlier
+            if grid.forward[source] < 0:
+                yield f"cell {grid.name(source)} has no Forward", at
+            if grid.ranks[grid.forward[source]] != grid.ranks[at]:
+                yield f"cell {grid.name(source)} is on another rank", at
+            if grid.forward[source] > at:
+                yield f"cell {grid.name(source)} comes first", at
+
+
+def _mixed_phases(grid: Grid) -> Breaks:
+    """I3, of two phases. The caller makes the loss of all outputs: no other action of a rank comes
+    before its last Forward."""
+    begun: set[int] = set()
+    for at, action, cell in grid.each(*COMPUTING) if grid.plan.two_phases else ():
+        if not isinstance(action, Forward):
+            begun.add(grid.ranks[at])
+        elif grid.ranks[at] in begun:
+            yield f"the first phase was over before F{grid.name(cell)}", at
+        elif action.keep == "all":
+            yield "no graph lives from one phase to the other", at
+
+
+def _missing_kv(grid: Grid) -> Breaks:
     """I4. K,V of a cell that drops them live up to the last Forward of their sequence, then again
     from a RebuildKV on; those of other cells live up to their Backward. A cell drops them that
     keeps its input only, or its attention with a RebuildKV to come."""
@@ -329,7 +435,7 @@ def missing_kv(grid: Grid) -> Breaks:
             gone[cell] = 0
 
 
-def lost_kv_gradients(grid: Grid) -> Breaks:
+def _lost_kv_gradients(grid: Grid) -> Breaks:
     """I5. A Backward comes after that of every later chunk of its sequence that has one. These send
     their dK,dV to K,V that live on until then: a RebuildKV in between would make them anew."""
     for seq_id, group in grid.plan.groups.items():
@@ -360,7 +466,46 @@ def lost_kv_gradients(grid: Grid) -> Breaks:
                 yield f"B{name} has sent dK,dV to {grid.name(cell)}, which this would lose", at
 
 
-def after_the_end(grid: Grid) -> Breaks:
+def _line(grid: Grid, group: tuple[int, ...], row: int) -> Iterable[tuple[int, int]]:
+    """Each cell of a sequence without branches, and the one behind it whose Backward is latest."""
+    latest = -1
+    for chunk in reversed(group):
+        at = grid.backward[row + chunk]
+        if latest >= 0 <= at:
+            yield row + chunk, latest
+        if at >= 0:
+            latest = row + chunk
+
+
+def _sees(grid: Grid, seq_id: int, position: int, earlier: int) -> bool:
+    tree = grid.plan.trees.get(seq_id)
+    return earlier < position if tree is None else tree.sees(position, earlier)
+
+
+def _odd_graphs(grid: Grid) -> Breaks:
+    """I6. A Backward consumes the graph of a Forward that kept all or of exactly one Recompute."""
+    has_graph = bytearray(len(grid.forward))
+    for at, action, cell in grid.each(Forward, Recompute, Backward):
+        if isinstance(action, Backward):
+            if not has_graph[cell]:
+                yield f"{grid.name(cell)} kept no graph and no Recompute made one", at
+            has_graph[cell] = 0
+            continue
+        assert isinstance(action, (Forward, Recompute))
+        num_layers = grid.plan.stages[action.stage]
+        if not 0 <= action.recompute_layers <= num_layers:
+            yield f"the stage has {count_words(num_layers, 'layer')}", at
+        if isinstance(action, Recompute):
+            if at < grid.forward[cell]:
+                yield "nothing is kept before the Forward", at
+            if has_graph[cell]:
+                yield f"the graph of {grid.name(cell)} is there already", at
+            if grid.keep[cell] == "all":
+                yield "a cell that kept all has no input left", at
+        has_graph[cell] = isinstance(action, Recompute) or action.keep == "all"
+
+
+def _after_the_end(grid: Grid) -> Breaks:
     """I8. After B(c,s) nothing uses the cell or reads its K,V; every graph meets its Backward."""
     ended: dict[tuple[int, int], list[int]] = {}  # positions; in a line the last, the lowest
     for at, action, cell in grid.each(*COMPUTING):
@@ -382,22 +527,6 @@ def after_the_end(grid: Grid) -> Breaks:
                 if seq_id not in grid.plan.trees:
                     over.clear()
                 over.append(position)
-
-
-def _line(grid: Grid, group: tuple[int, ...], row: int) -> Iterable[tuple[int, int]]:
-    """Each cell of a sequence without branches, and the one behind it whose Backward is latest."""
-    latest = -1
-    for chunk in reversed(group):
-        at = grid.backward[row + chunk]
-        if latest >= 0 <= at:
-            yield row + chunk, latest
-        if at >= 0:
-            latest = row + chunk
-
-
-def _sees(grid: Grid, seq_id: int, position: int, earlier: int) -> bool:
-    tree = grid.plan.trees.get(seq_id)
-    return earlier < position if tree is None else tree.sees(position, earlier)
 
 
 _Key = tuple[object, object]
@@ -437,8 +566,8 @@ def _not_made(grid: Grid, at: int, action: Send) -> Breaks:
     reader = grid.cells[at] + (grid.num_chunks if forward else -grid.num_chunks)
     if not 0 <= reader < len(grid.forward):
         yield "there is no stage to send it to", at
-    if grid.rank_of_forward(reader) != action.peer:
-        yield f"cell {grid.name(reader)} is on rank {grid.rank_of_forward(reader)}", at
+    if grid.ranks[grid.forward[reader]] != action.peer:
+        yield f"cell {grid.name(reader)} is on rank {grid.ranks[grid.forward[reader]]}", at
 
 
 def _odd_reduces(grid: Grid) -> Breaks:
@@ -474,11 +603,7 @@ def _unequal_collectives(grid: Grid) -> Breaks:
     lists: dict[int, dict[int, _Entries]] = defaultdict(lambda: defaultdict(list))
     for at, action, _ in grid.each(*ON_PARAMETERS):
         lists[action.stage][grid.ranks[at]].append((at, type(action)))
-    for first, ours, _, theirs in _pairs(grid, lists):
-        yield from _differences(grid, first, ours, theirs)
-        if len(ours) != len(theirs):
-            extra, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
-            yield "the other ranks of the stage issue fewer", extra
+    yield from _unequal(grid, lists, lambda _: "the other ranks of the stage issue fewer")
 
 
 def _used_while_sharded(grid: Grid) -> Breaks:
@@ -512,23 +637,26 @@ def _out_of_step(grid: Grid) -> Breaks:
                 yield "no stage of this plan is unsharded for longer", at
             if direction is not None:
                 walks[grid.actions[at].stage][rank].append((at, direction))
-    for first, ours, rank, theirs in _pairs(grid, walks):
-        yield from _differences(grid, first, ours, theirs)
-        if len(ours) != len(theirs):
-            shorter, longer = (first, theirs) if len(ours) < len(theirs) else (rank, ours)
-            why = f"rank {shorter} has no pass to meet it; a dummy chunk would fill its list up"
-            yield why, longer[min(len(ours), len(theirs))][0]
+    yield from _unequal(
+        grid, walks,
+        lambda rank: f"rank {rank} has no pass to meet it; a dummy chunk would fill its list up",
+    )  # fmt: skip
 
 
-def _pairs(
-    grid: Grid, lists: dict[int, dict[int, _Entries]]
-) -> Iterator[tuple[int, _Entries, int, _Entries]]:
-    """The first rank of each stage with its list, and each other one with its own."""
+def _unequal(
+    grid: Grid, lists: dict[int, dict[int, _Entries]], why: Callable[[int], str]
+) -> Breaks:
+    """The places where the list of a stage's first rank and another one's differ. `why`: words for
+    what the rank with the shorter one lacks."""
     members = _members(grid)
     for stage, by_rank in lists.items():
         first, *others = sorted(members[stage])
         for rank in others:
-            yield first, by_rank[first], rank, by_rank[rank]
+            ours, theirs = by_rank[first], by_rank[rank]
+            yield from _differences(grid, first, ours, theirs)
+            if len(ours) != len(theirs):
+                shorter, longer = (first, theirs) if len(ours) < len(theirs) else (rank, ours)
+                yield why(shorter), longer[min(len(ours), len(theirs))][0]
 
 
 def _differences(grid: Grid, rank: int, ours: _Entries, theirs: _Entries) -> Breaks:
@@ -594,171 +722,6 @@ def _members(grid: Grid) -> dict[int, set[int]]:
     return members
 
 
-RANK_RULES: tuple[Rule, ...] = (
-    ("every message that is sent is received, in the same order", _unpaired_messages),
-    ("a Reduce follows the last Backward of its stage on its rank, once", _odd_reduces),
-    ("the ranks of a stage issue its collectives in the same order", _unequal_collectives),
-    ("parameters are unsharded while they are used", _used_while_sharded),
-    ("ranks that gather weights with every pass run the same passes of a stage", _out_of_step),
-    ("no rank waits for ever", _stalls),
-)
-
-
-class Memory(Protocol):
-    """The bytes that the memory check asks of a cost model."""
-
-    def budget_bytes(self, rank: int) -> int:
-        """Bytes that the rank may use."""
-
-    def peak_bytes_of_actions(self, plan: ChunkPlan, rank: int) -> Sequence[int]:
-        """For each action of the rank, the peak of bytes in use while it runs."""
-
-
-def check(plan: ChunkPlan, memory: Memory | None = None) -> None:
-    """Raise PlanError if the plan breaks an invariant; its text points at the guilty place.
-
-    A plan does not change: what was found legal is noted beside its cached properties.
-    """
-    if memory is None and _LEGAL in vars(plan):
-        return
-    if min(plan.stages, default=0) < 1:
-        shown = ", ".join(map(str, plan.stages)) or "none"
-        raise PlanError(f"broken rule: a plan has stages of at least one layer\nlayers: {shown}")
-    check_chunks(plan)
-    grid = Grid(plan)
-    for rule, breaks in (*_CELL_RULES, *RANK_RULES):
-        for why, at in breaks(grid):
-            raise grid.refuse(rule, why, at)
-    for why, at in _beyond_budget(grid, memory) if memory is not None else ():
-        raise grid.refuse("memory stays within the budget", why, at)
-    vars(plan)[_LEGAL] = True
-
-
-_LEGAL = "_is_legal"
-_ONCE = "every cell has one Forward and one Backward, on one rank"
-
-
-def _not_once(grid: Grid) -> Breaks:
-    """I7. One Forward per cell, but for chunks of a sample whose loss nobody reports; Backwards at
-    all stages of a chunk from `frozen_stages` on, for all chunks but dummies if for any."""
-    plan, frozen = grid.plan, grid.plan.frozen_stages
-    if not 0 <= frozen < grid.num_stages:
-        of_all = count_words(grid.num_stages, "stage")
-        why = f"{frozen} of {of_all} are frozen: the last one has the loss"
-        raise PlanError(f"broken rule: {_ONCE}\n{why}")
-    firsts = {Forward: grid.forward, Backward: grid.backward}
-    for at, action, cell in grid.each(*COMPUTING):
-        if firsts.get(type(action), {cell: at})[cell] != at:
-            yield f"cell {grid.name(cell)} has one already", at
-        if isinstance(action, Backward) and action.stage < frozen:
-            yield f"the first {frozen} stages are frozen", at
-        if grid.forward[cell] >= 0 and grid.rank_of_forward(cell) != grid.ranks[at]:
-            yield f"the Forward of {grid.name(cell)} is on rank {grid.rank_of_forward(cell)}", at
-    trained = Backward in grid.kinds and not plan.sampled
-    for chunk in range(grid.num_chunks):
-        cells = range(chunk, len(grid.forward), grid.num_chunks)
-        forwards, backwards = (sum(firsts[kind][c] >= 0 for c in cells) for kind in firsts)
-        if not plan.report_loss and forwards == backwards == 0:
-            continue
-        if forwards != grid.num_stages or backwards not in (0, grid.num_stages - frozen):
-            why = f"chunk {chunk} has {count_words(forwards, 'Forward')} and"
-            why += f" {count_words(backwards, 'Backward')}"
-            over = count_words(grid.num_stages, "stage") + (
-                f", {frozen} of them frozen" if frozen else ""
-            )
-            raise refuse_chunk(plan, _ONCE, f"{why} over {over}", chunk)
-        if trained and not backwards and not plan.chunks[chunk].is_dummy:
-            why = f"chunk {chunk} has no Backward, others have, and the plan is not sampled"
-            raise refuse_chunk(plan, _ONCE, why, chunk)
-
-
-def _odd_factors(grid: Grid) -> Breaks:
-    """I1, of the losses. Only a plan that samples its chunks scales their gradients, by the same
-    finite factors at all stages of a chunk; in any other plan each label counts once."""
-    if not grid.plan.sampled and not grid.plan.report_loss:
-        raise PlanError("broken rule: only a sampled plan leaves losses out (report_loss)")
-    factors: dict[int, tuple[float, float]] = {}
-    for at, action, _ in grid.each(Backward):
-        assert isinstance(action, Backward)
-        own = action.loss_factor, action.relay_factor
-        if not grid.plan.sampled and own != (1, 1):
-            yield "the plan is not sampled", at
-        if not all(0 <= factor < inf for factor in own):
-            yield "a factor is at least 0 and finite", at
-        if factors.setdefault(action.chunk, own) != own:
-            yield f"chunk {action.chunk} has other factors at another stage", at
-
-
-def _out_of_order(grid: Grid) -> Breaks:
-    """I3. F(c,s) after F(c,s-1) and after F of the chunk before; B(c,s) after F(c,s), B(c,s+1)."""
-    received: dict[tuple[Payload, int, int], int] = {}
-    for at, action, cell in grid.each(Recv):
-        assert isinstance(action, Recv)
-        received.setdefault((action.payload, cell, grid.ranks[at]), at)
-    rows: tuple[tuple[list[int], int, Payload], ...] = (
-        (grid.forward, -grid.num_chunks, "activation"),
-        (grid.backward, grid.num_chunks, "gradient"),
-    )
-    for places, step, payload in rows:
-        for cell, at in enumerate(places):
-            source, rank = cell + step, grid.ranks[at]
-            if at < 0 or not 0 <= source < len(places):
-                continue
-            if grid.ranks[places[source]] == rank:
-                if places[source] > at:
-                    yield f"cell {grid.name(source)} comes first", at
-            elif not 0 <= received.get((payload, source, rank), -1) < at:
-                yield f"the {payload} of {grid.name(source)} has not been received", at
-    for cell, at in enumerate(grid.forward):
-        if 0 <= grid.backward[cell] < at:
-            yield "a Backward needs its Forward", grid.backward[cell]
-        chunk = cell % grid.num_chunks
-        for earlier in grid.before[chunk] if at >= 0 else ():
-            source = cell - chunk + earlier
-            if grid.forward[source] < 0:
-                yield f"cell {grid.name(source)} has no Forward", at
-            if grid.rank_of_forward(source) != grid.ranks[at]:
-                yield f"cell {grid.name(source)} is on another rank", at
-            if grid.forward[source] > at:
-                yield f"cell {grid.name(source)} comes first", at
-
-
-def _mixed_phases(grid: Grid) -> Breaks:
-    """I3, of two phases. The caller makes the loss of all outputs: no other action of a rank comes
-    before its last Forward."""
-    begun: set[int] = set()
-    for at, action, cell in grid.each(*COMPUTING) if grid.plan.two_phases else ():
-        if not isinstance(action, Forward):
-            begun.add(grid.ranks[at])
-        elif grid.ranks[at] in begun:
-            yield f"the first phase was over before F{grid.name(cell)}", at
-        elif action.keep == "all":
-            yield "no graph lives from one phase to the other", at
-
-
-def _odd_graphs(grid: Grid) -> Breaks:
-    """I6. A Backward consumes the graph of a Forward that kept all or of exactly one Recompute."""
-    has_graph = bytearray(len(grid.forward))
-    for at, action, cell in grid.each(Forward, Recompute, Backward):
-        if isinstance(action, Backward):
-            if not has_graph[cell]:
-                yield f"{grid.name(cell)} kept no graph and no Recompute made one", at
-            has_graph[cell] = 0
-            continue
-        assert isinstance(action, (Forward, Recompute))
-        num_layers = grid.plan.stages[action.stage]
-        if not 0 <= action.recompute_layers <= num_layers:
-            yield f"the stage has {count_words(num_layers, 'layer')}", at
-        if isinstance(action, Recompute):
-            if at < grid.forward[cell]:
-                yield "nothing is kept before the Forward", at
-            if has_graph[cell]:
-                yield f"the graph of {grid.name(cell)} is there already", at
-            if grid.keep[cell] == "all":
-                yield "a cell that kept all has no input left", at
-        has_graph[cell] = isinstance(action, Recompute) or action.keep == "all"
-
-
 def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
     """I9. At every action the rank's bytes stay within its budget."""
     for rank, start in enumerate(grid.starts[:-1]):
@@ -768,7 +731,7 @@ def _beyond_budget(grid: Grid, memory: Memory) -> Breaks:
                 yield f"rank {rank} needs {used} bytes here and has {budget}", start + index
 
 
-_CELL_RULES: tuple[Rule, ...] = (
+_RULES: tuple[tuple[str, Callable[[Grid], Breaks]], ...] = (
     (_ONCE, _not_once),
     (
         "a Backward has factors other than 1 only in a sampled plan, equal ones at all stages",
@@ -776,10 +739,16 @@ _CELL_RULES: tuple[Rule, ...] = (
     ),
     ("forwards ascend, and every cell follows its neighbours", _out_of_order),
     ("a plan of two phases has all Forwards in the first", _mixed_phases),
-    ("the K,V of earlier chunks are there when they are read", missing_kv),
-    ("the dK,dV of a chunk are complete before its Backward", lost_kv_gradients),
+    ("the K,V of earlier chunks are there when they are read", _missing_kv),
+    ("the dK,dV of a chunk are complete before its Backward", _lost_kv_gradients),
     ("every Backward has one graph, and every Recompute an input to start from", _odd_graphs),
-    ("a Backward ends its cell, and no graph is left over", after_the_end),
+    ("a Backward ends its cell, and no graph is left over", _after_the_end),
+    ("every message that is sent is received, in the same order", _unpaired_messages),
+    ("a Reduce follows the last Backward of its stage on its rank, once", _odd_reduces),
+    ("the ranks of a stage issue its collectives in the same order", _unequal_collectives),
+    ("parameters are unsharded while they are used", _used_while_sharded),
+    ("ranks that gather weights with every pass run the same passes of a stage", _out_of_step),
+    ("no rank waits for ever", _stalls),
 )
 
 
@@ -796,13 +765,12 @@ def missing_to_run(
     parts = []
     if num_tokens is not None and sum(plan.seq_lens) != num_tokens:
         parts.append("padding")
-    num_replicas = sum(_has_first_stage(own) for own in plan.actions)
+    num_replicas = sum(
+        any(isinstance(action, Forward) and action.stage == 0 for action in own)
+        for own in plan.actions
+    )
     if plan.regathers and len(plan.actions) > num_replicas:
         parts.append("a pipeline that gathers its weights with every pass (ZeRO-3)")
     if needed != num_processes:
         parts.append(f"{needed} processes that run it by furlong.Engine.run")
     return ", ".join(parts)
-
-
-def _has_first_stage(actions: Iterable[Action]) -> bool:
-    return any(isinstance(action, Forward) and action.stage == 0 for action in actions)

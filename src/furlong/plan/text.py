@@ -12,9 +12,8 @@
     0:92-110<75       a branch: it goes on from behind token 74, not from the piece before it
     dummy             a chunk without slices
 
-A capital letter is computation on a cell; everything else is a word.
-
-Plans as JSON files that a person can read: one chunk and one action per line.
+A capital letter is computation on a cell; everything else is a word. A saved plan is JSON with one
+chunk and one action per line.
 """
 
 from __future__ import annotations
@@ -285,8 +284,8 @@ def _tiers(values: Any) -> Tiers:
         raise unreadable(f"kinds of tiers missing or unknown: {', '.join(sorted(odd))}", required)
     for kind, tier in values.items():
         if tier not in get_args(Tier):
-            required = f"one of {', '.join(get_args(Tier))}"
-            raise unreadable(f"tiers.{kind} = {tier!r:.80}", required)
+            words = f"one of {', '.join(get_args(Tier))}"
+            raise unreadable(f"tiers.{kind} = {tier!r:.80}", words)
     return Tiers(**values)
 
 

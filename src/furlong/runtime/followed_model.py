@@ -143,7 +143,6 @@ class FollowedModel:
                 self.given, max_seq_len=self.max_seq_len, needs_head=self._needs_head
             )
             if self.ranks is not None:
-                _refuse_compiled(self.model)
                 require_stages(self.ranks.pp, self.model.num_layers)
             in_place = len(compiled_in_place(base))
             if hasattr(self.given, "_orig_mod") or in_place > len(self.model.compiled):
@@ -151,6 +150,8 @@ class FollowedModel:
             self.kept.open_pools(self.model.device, self.storage)
         elif base.training:
             refuse_attention_dropout(base)
+        if self.model.compiled:
+            _refuse_compiled(self.model, is_shared=self.ranks is not None)
         self._check_once(now, (self.model.num_layers,))
         self._fingerprint = now
         if self.ranks is not None and self.kept.ranks is None:
@@ -350,14 +351,17 @@ def _configs(model: nn.Module) -> set[int]:
     return {id(module.config) for module in model.modules() if hasattr(module, "config")}
 
 
-def _refuse_compiled(model: CausalLM) -> None:
-    """Raise UnsupportedModelError for compiled layers on several processes."""
-    if model.compiled:
+def _refuse_compiled(model: CausalLM, *, is_shared: bool) -> None:
+    """Raise UnsupportedModelError for compiled layers on several processes, or with dropout: a
+    graph of its own for passes without gradients need not draw what a recompute draws."""
+    dropouts = other_dropouts(model.base)
+    if is_shared or dropouts:
+        beside = "on several processes" if is_shared else f"and dropout ({next(iter(dropouts))})"
         raise UnsupportedModelError(
-            given=f"{model.name} with layers that are compiled in place, on several processes",
-            required="layers that run as they are written, whose weights processes gather",
+            given=f"{model.name} with layers that are compiled in place, {beside}",
+            required="layers that draw nothing, whole in one process",
             source="layer.compile(), or model.compile of a run",
-            change="leave it out, or train in one process",
+            change="leave it out, " + ("or train in one process" if is_shared else "or dropout"),
         )
 
 

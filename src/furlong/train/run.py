@@ -31,6 +31,7 @@ from furlong.train.setup.prepare import (
     decided,
     device_of,
     engine_of,
+    fused,
     layers_of,
     load_splits,
     ranks_of,
@@ -91,7 +92,7 @@ def _train(
     torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
     build = partial(build_run_model, config, layers_of(decision.stages, ranks))
-    model = processes.together(lambda: build().to(device))
+    model = processes.together(lambda: fused(config, build().to(device)))
     base = base_fingerprint(model, processes)
     reference = reference_of(config, model, architecture, processes)
     engine = engine_of(config, model, storage, ranks, processes)

@@ -103,7 +103,7 @@ class ReplicaPlans:
         """Seconds that its work takes at the hardware's best."""
         training, hardware = self._model.training, self._model.hardware
         passes = 2 if training.lora is not None else 3
-        devices = dials.layout.sp * dials.layout.pp * training.tp_size
+        devices = dials.layout.sp * dials.layout.pp
         best = max(e.best for e in (hardware.linear, hardware.attention_forward))
         most = max(sum(self._work[i] for i in own) for own in self._deal(dials))
         return passes * most / (devices * hardware.peak_flops_per_s * best)

@@ -122,7 +122,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
     cuts: dict[int, tuple[int, ...]] = {}
     found = layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-        tp_size=model.training.tp_size, idle=True, gathers=True,
+        idle=True, gathers=True,
     )  # fmt: skip
     larger = {layout for layout in found if model.shape.num_heads % layout.sp}
     for layout in found:

@@ -25,6 +25,7 @@ from furlong.data.load import describe_shared, load_data
 from furlong.data.loader import Batch, LoaderState, count_steps, describe_batches, iterate_batches
 from furlong.data.tokenize import load_tokenizer
 from furlong.errors import ConfigError
+from furlong.models.causal_lm import CausalLM
 from furlong.models.folders.build import build_model, read_config
 from furlong.models.folders.check import check_model
 from furlong.models.folders.folder import check_folder
@@ -41,6 +42,7 @@ from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.setup.architecture import architecture_of, check_architecture
 from furlong.train.setup.decide import decide_options, with_rivals
 from furlong.train.setup.decided import decision_of, values_of
+from furlong.train.setup.kernels import put_kernels
 from furlong.train.setup.start import source_of
 from furlong.train.setup.storage import check_free, storage_of
 
@@ -182,6 +184,19 @@ def build_run_model(config: RunConfig, layers: range | None = None) -> Any:
         seed=config.train.seed,
         layers=layers,
     )
+
+
+def fused(config: RunConfig, model: Any) -> Any:
+    """The model where it computes, with the kernels and the compiled layers that the run names."""
+    settings = config.model
+    if settings.kernels == "none" and not settings.compile:
+        return model
+    adapter = CausalLM(model, max_seq_len=config.data.max_seq_len)
+    if settings.kernels != "none":
+        put_kernels(adapter, settings.kernels, getattr(torch, settings.dtype))
+    for layer in adapter.layers if settings.compile else ():
+        layer.compile()
+    return model
 
 
 def read_architecture(config: RunConfig) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""Element-wise kernels of other libraries, put into a run's model by name: `model.kernels`.
+
+The start-up check compares chunks with the whole model, kernels in both. So what they compute is
+compared here with the model as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import torch
+
+from furlong.errors import ConfigError, UserError
+from furlong.models.causal_lm import CausalLM
+from furlong.runtime.checks.differences import differences
+from furlong.runtime.checks.trial import GRADIENTS, Run, random_ids, rounded_again, watched
+from furlong.runtime.modes import modes_kept
+from furlong.runtime.precision import compute_parameters
+
+_NUM_TOKENS = 16
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
+# the head and its loss are furlong's own; Liger's rotary embedding would be that of all models
+_LIGER = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def put_kernels(adapter: CausalLM, kernels: Literal["liger", "hub"], dtype: torch.dtype) -> None:
+    """Give modules of a model, where it computes, the forward of Liger's or of the hub's kernels.
+
+    Raises ConfigError where the library is missing, fails, knows nothing of the model, or computes
+    something else, and for a stage of a pipeline, which cannot be compared.
+    """
+    if adapter.held != range(adapter.num_layers):
+        raise _refusal(kernels, "in a pipeline, whose stages hold no whole model to compare")
+    model, base = adapter.model, adapter.base
+    before = {id(m): m.__dict__.get("forward") for m in base.modules()}
+    with (
+        modes_kept(model),
+        compute_parameters(model, dtype, unchanged=adapter.stays_float32(dtype)),
+        torch.enable_grad(),
+    ):
+        model.eval()  # what draws random numbers would differ by that
+        whole = _outcome(adapter)
+        with rounded_again(adapter, seed=0):
+            moved = differences(_outcome(adapter), whole)
+        model.train()
+        try:
+            _apply(base, kernels)
+            model.eval()
+            errors = differences(_outcome(adapter), whole)
+        except UserError:
+            raise
+        except Exception as error:  # of another library: missing, or without a GPU
+            raise _refusal(kernels, f"which fails: {type(error).__name__}: {error}") from error
+    if all(m.__dict__.get("forward") == before[id(m)] for m in base.modules()):
+        raise _refusal(kernels, f"which has nothing for {type(base).__name__}")
+    for name, relative in errors.items():
+        bound = max(_TOLERANCES.get(dtype, 0.0), 2 * moved[name])
+        if not relative <= bound:
+            raise _refusal(
+                kernels,
+                f"which gives other {name} (relative error {relative:.1e}, not {bound:.0e})",
+            )
+
+
+def _apply(base: Any, kernels: str) -> None:
+    if kernels == "hub":
+        base.set_use_kernels(True)
+        return
+    from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+        _apply_liger_kernel_to_instance,
+    )
+
+    family = vars(sys.modules[type(base).__module__])
+    own = dict(family)
+    try:
+        _apply_liger_kernel_to_instance(model=base, **_LIGER)
+    finally:
+        family.update(own)  # it also changes the classes of every later model
+
+
+def _outcome(model: CausalLM) -> Run:
+    """Hidden states (T, D), their gradient by the embeddings, and those by trained vectors."""
+    (ids,) = random_ids(model, [_NUM_TOKENS])
+    vectors = [p for p in model.base.parameters() if p.requires_grad and p.ndim == 1]
+    with watched(model) as watch:
+        hidden = model.whole_hidden(ids)
+        generator = torch.Generator().manual_seed(1)
+        cotangent = torch.randn(hidden.shape, generator=generator).to(hidden)
+        leaves = [watch.leaves[0], *vectors]
+        first, *others = torch.autograd.grad(hidden, leaves, cotangent, materialize_grads=True)
+    outcome = {"hidden states": hidden.detach(), GRADIENTS: first[0]}
+    if others:
+        outcome["gradients of norms and biases"] = torch.cat(others)
+    return outcome
+
+
+def _refusal(kernels: str, what: str) -> ConfigError:
+    packages = {"liger": "liger-kernel", "hub": "kernels"}
+    return ConfigError(
+        given=f"model.kernels: {kernels}, {what}",
+        required=f"the package {packages[kernels]}, a GPU, a whole model in each process, and "
+        "kernels that agree with the model's own modules",
+        source="model.kernels",
+        change="set model.kernels: none",
+    )
