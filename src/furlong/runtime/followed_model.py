@@ -356,7 +356,7 @@ def _refuse_compiled(model: CausalLM) -> None:
         raise UnsupportedModelError(
             given=f"{model.name} with layers that are compiled in place, on several processes",
             required="layers that run as they are written, whose weights processes gather",
-            source="layer.compile(), or model.compile of a run",
+            source="layer.compile()",
             change="leave it out, or train in one process",
         )
 

@@ -268,7 +268,7 @@ def refusal(
 ) -> UnsupportedModelError:
     if compiled_in_place(model.base):
         what += ", with layers that are compiled in place"
-        change = "leave out layer.compile(), or model.compile of a run"
+        change = "leave out layer.compile()"
     return UnsupportedModelError(
         given=f"{model.name} {what}", required=required, source="the start-up self-check",
         change=change,
