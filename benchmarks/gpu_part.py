@@ -22,8 +22,8 @@ from torch import Tensor
 
 import furlong
 from furlong.cost.machine import EXACT_NAMES, KNOWN
-from furlong.cost.shape import MODELS as KNOWN_MODELS
-from furlong.cost.shape import ModelShape
+from furlong.cost.shape import known_models
+from furlong.models.describe import describe
 from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
 from furlong.train.figures.mfu import MfuMeter
 
@@ -149,7 +149,7 @@ class Subject:
             peak = KNOWN[EXACT_NAMES[name]].peak_flops_per_s
         if peak is None:
             return None
-        shape = ModelShape.from_config(self.config)
+        shape = describe(self.config)
         return MfuMeter(shape, peak, has_frozen_base=self._is_lora).mfu([num_tokens], step_s)
 
 
@@ -345,7 +345,7 @@ def build(config: dict[str, Any], device: Any, *, is_lora: bool) -> Any:
 
 def _config(settings: Settings, name: str) -> dict[str, Any]:
     """Values of config.json."""
-    config: dict[str, Any] = dict(KNOWN_MODELS[name])
+    config: dict[str, Any] = dict(known_models()[name]["config"])
     if settings.is_tiny:
         groups = config["num_attention_heads"] // config["num_key_value_heads"]
         config |= {

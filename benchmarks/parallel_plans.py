@@ -14,8 +14,8 @@ from typing import Any
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import HardwareSpec, Link, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
@@ -78,7 +78,7 @@ def slow_device(slowness: int = 1) -> HardwareSpec:
 def cost_model(spec: HardwareSpec, config: Mapping[str, Any] = CONFIG) -> CostModel:
     """Weights are gathered once in a step and gradients reduced once, as `furlong.Engine` does."""
     training = replace(Training.in_dtype("float32"), zero_stage=1)
-    return CostModel(ModelShape.from_config(config), spec, training)
+    return CostModel(describe(config), spec, training)
 
 
 def pipelines(

@@ -9,7 +9,29 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 
 
-def fused(shape: ModelShape) -> Activations:
+@dataclass(frozen=True, slots=True)
+class Counted(Activations):
+    """Tensors of two bytes an element that each layer of a dense model saves: q, k, v, attention's
+    output with its log-sum-exp, and these."""
+
+    hidden: float = 0.0
+    """Tensors of width D, from norms and residual stream."""
+    mlp: float = 0.0
+    """Tensors of width F."""
+    end_hidden: float = 0.0
+    """Tensors of width D behind the layers."""
+
+    def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
+        own = shape.layers[layer]
+        attention = own.query_size + own.output_size + own.kv_width
+        count = self.hidden * shape.hidden_size + attention + self.mlp * own.width
+        return element_bytes * count + 4 * shape.num_heads
+
+    def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
+        return element_bytes * self.end_hidden * shape.hidden_size
+
+
+def fused(shape: ModelShape) -> Counted:
     """Saved tensors of Megatron-like training: fused norms, rotary and activation, flash attention.
 
     Two residual tensors and two norms' outputs, q, k, v and attention's output, the outputs of the
@@ -17,8 +39,8 @@ def fused(shape: ModelShape) -> Activations:
     et al. (2022) count 34 D bytes for a two-matrix MLP of width 4 D; without dropout masks and with
     flash attention that is 4 D + 2 N H + 2 K H + 2 F elements, 32 D bytes.
     """
-    gated = shape.mlps[0].num_matrices == 3
-    return Activations(hidden=4, mlp=3 if gated else 2, end_hidden=2, logit_bytes=4)
+    is_gated = shape.family != "gpt_neox"
+    return Counted(hidden=4, mlp=3 if is_gated else 2, end_hidden=2, logit_bytes=4)
 
 
 def saving(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
@@ -285,7 +286,7 @@ def test_copies_hide_behind_computation_until_they_are_longer():
 def test_a_rebuild_of_one_layer_costs_a_projection():
     plan = plan_fpdt([65_536], num_layers=32, chunk_size=8192)
     costs = CostModel(SHAPE, EXACT).costs(plan)
-    seconds = 2 * SHAPE.mixers[0].before_kv * 8192 / (0.5 * 312e12)
+    seconds = 2 * SHAPE.layers[0].before_kv * 8192 / (0.5 * 312e12)
     assert costs.compute_s(RebuildKV(3, 0), 0) == pytest.approx(seconds)
     # of taller stages all layers but the last attend, unless their attention is remembered
     taller = {
@@ -304,7 +305,7 @@ def test_a_rebuild_of_one_layer_costs_a_projection():
 
 def test_windowed_layers_attend_and_load_less():
     gemma = model_shape("Llama-3-8B")
-    windowed = replace(gemma, windows=(1024,) * 32)
+    windowed = with_windows(gemma, (1024,) * 32)
     plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), stages=(32,))
     full = time_actions(plan, CostModel(gemma, A100).costs(plan)).duration_s
     assert time_actions(plan, CostModel(windowed, A100).costs(plan)).duration_s < 0.8 * full

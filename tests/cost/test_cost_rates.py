@@ -9,11 +9,11 @@ from furlong.cost.machine import Efficiency, hardware
 from furlong.cost.memory import eager
 from furlong.cost.model import CostModel, optimizer_s
 from furlong.cost.seconds import attended_keys, chunk_table
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
+from furlong.models.describe import describe
 from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
 
-SHAPE = ModelShape.from_config({
+SHAPE = describe({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 160, "vocab_size": 500,
 })  # fmt: skip
@@ -69,7 +69,7 @@ def test_launches_add_to_work_or_hide_it():
 
 def test_kernels_pass_what_graphs_save_and_logits():
     found = seconds(activation_bytes_per_s=1.0)
-    saved = eager(SHAPE, 4)
+    saved = eager(4)
     layer = saved.layer_bytes(SHAPE, 0, 4)
     logits = saved.logit_bytes * SHAPE.vocab_size
     assert found[GRAPH] == pytest.approx(60 * 3 * layer)
@@ -127,7 +127,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 160,
         "mlp_only_layers": [1],
     }  # fmt: skip
-    shape = ModelShape.from_config(config)
+    shape = describe(config)
     spec = replace(NOTHING, peak_flops_per_s=1.0, linear=Efficiency(1.0, 7.0))
     plan = ChunkPlan(
         (num_tokens,), (Chunk((Slice(0, 0, num_tokens),)),), (2, 1),
@@ -138,11 +138,11 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         model = CostModel(replace(shape, **changes), spec, Training.in_dtype("float32"))
         return [model.costs(plan).compute_s(action, 0) for action in plan.actions[0]]
 
-    dense = tuple(replace(mlp, num_experts=mlp.num_active) for mlp in shape.mlps)
-    expert, router = 2 * 3 * 64 * 32, 2 * 64 * 14 * (num_tokens + 7)
+    dense = tuple(replace(layer, num_experts=layer.num_active) for layer in shape.layers)
+    expert = 2 * 3 * 64 * 32
     visited = 16 * (1 - (1 - 2 / 16) ** num_tokens) - 2
-    once = 7 * expert * visited + router
+    once = 7 * expert * visited
     first, last, back_last, back_first = (
-        own - other for own, other in zip(times(), times(mlps=dense), strict=True)
+        own - other for own, other in zip(times(), times(layers=dense), strict=True)
     )
     assert [first, last, back_last, back_first] == pytest.approx([once, once, 2 * once, 2 * once])

@@ -14,8 +14,8 @@ from helpers.tiny_families import config_of
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
 from furlong.plan.rows import rows_of
@@ -108,7 +108,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     fields["frozen_layers"] = heights[0] * ("frozen_layers" in fields)
     config = config_of(fields.get("family", "llama"), **fields["settings"])
     may_freeze = planner in MAY_FREEZE and pp > 1 and model == "frozen"
-    shape = ModelShape.from_config(config.to_dict())
+    shape = describe(config)
     setting = Setting(sp, heights, shape, int(may_freeze), draw.choice((1, 2)), draw)
     tier = decks["tier"].take()
     plan = _plan(planner, batch, dp, setting)

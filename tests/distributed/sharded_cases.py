@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import furlong
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
 from furlong.planners.published.in_step import join_in_step
@@ -108,7 +108,7 @@ class Step:
 
 
 def cost_of(model: Any) -> CostModel:
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = describe(model.config)
     return CostModel(shape, hardware("A100-80"), Training(zero_stage=3))
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from furlong.cost.machine import Link, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import known_models, model_shape
 from furlong.cost.training import Lora, Training
-from furlong.planners.auto.byte_bound import ByteBound
-from furlong.planners.auto.estimate import TimeEstimate
+from furlong.models.describe import describe
+from furlong.planners.candidates import ByteBound, TimeEstimate
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
@@ -23,18 +23,18 @@ SMALL = {
 }  # fmt: skip
 WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 600}
 MODELS = {
-    "small": CostModel(ModelShape.from_config(SMALL), hardware("H100")),
-    "windowed": CostModel(ModelShape.from_config(WINDOWED), hardware("H100")),
+    "small": CostModel(describe(SMALL), hardware("H100")),
+    "windowed": CostModel(describe(WINDOWED), hardware("H100")),
     "cpu": CostModel(
-        ModelShape.from_config(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
+        describe(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
     ),
-    "cpu, bfloat16": CostModel(ModelShape.from_config(SMALL), this_cpu(measured=False)),
+    "cpu, bfloat16": CostModel(describe(SMALL), this_cpu(measured=False)),
     "lora": CostModel(
         model_shape("Qwen2.5-0.5B"), hardware("A100-80"),
         Training(lora=Lora(8, attention=True, mlp=True)),
     ),
     "one layer": CostModel(
-        ModelShape.from_config(SMALL | {"num_hidden_layers": 1}), hardware("H100")
+        describe(SMALL | {"num_hidden_layers": 1}), hardware("H100")
     ),
 }  # fmt: skip
 tier = st.sampled_from(("device", "host", "disk"))
@@ -96,7 +96,7 @@ def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens
 def test_the_bound_holds_with_many_segments_in_a_lower_tier(
     longest, height, size, keep, num_retained
 ):
-    model = MODELS["lora"]
+    model = known_models()["lora"]["config"]
     order = {} if height is None else {"order": "layer-first", "stage_layers": height}
     dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, tier="host", **order)
     walked = needs_of(model.memory().curve(plan_on_device([longest], dials, num_layers=24), 0))
@@ -132,7 +132,7 @@ def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, 
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
 def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     """The seconds of its copies, where the kind is written at all: never more than they take."""
-    model = MODELS["lora"]
+    model = known_models()["lora"]["config"]
     links = replace(model.hardware.links, disk=Link(0.0, 1e7))
     model = replace(model, hardware=replace(model.hardware, links=links))
     dials = ChunkOptions(

@@ -1,6 +1,6 @@
 """CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
 
-    model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
+    model = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 

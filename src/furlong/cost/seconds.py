@@ -149,7 +149,7 @@ class StageSeconds:
         lora = training.lora
         self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in layers) if lora else 0
         """Forward FLOPs per token of the stage's adapters."""
-        saved = eager(shape, element, lora)
+        saved = eager(element, lora)
         self._saved = [saved.layer_bytes(shape, i, element) for i in layers]
         """Bytes per token that the graph of each layer saves."""
         self._logits = saved.logit_bytes * shape.vocab_size
@@ -533,7 +533,7 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
     return StageFlops(
         linear_per_token=sum(linear),
         tail_per_token=_tail_flops(shape, layers[-1]) if layers else 0,
-        attention_per_key=tuple(shape.mixers[layer].key_flops for layer in layers),
+        attention_per_key=tuple(shape.layers[layer].key_flops for layer in layers),
         head_per_token=2 * shape.embedding_parameters if is_last else 0,
         layer_linear_per_token=linear,
         windows=tuple(shape.windows[layer] for layer in layers),
@@ -542,14 +542,13 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
 
 
 def _idle(shape: ModelShape, layer: int) -> tuple[float, int]:
-    mlp = shape.mlps[layer]
-    idle = mlp.num_experts - mlp.num_active
-    return mlp.unvisited, 2 * idle * mlp.num_matrices * shape.hidden_size * mlp.width
+    own = shape.layers[layer]
+    return own.unvisited, 2 * own.idle_parameters
 
 
 def _tail_flops(shape: ModelShape, layer: int) -> int:
     """FLOPs of a layer per token behind what later chunks need of it."""
-    return 2 * (shape.layer_active_parameters(layer) - shape.mixers[layer].before_kv)
+    return 2 * (shape.layers[layer].matrices - shape.layers[layer].before_kv)
 
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:

@@ -37,14 +37,8 @@ class Lora:
     """Whether the MLP's matrices have them; experts have none."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
-        hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
-        count = 0
-        if self.attention and shape.mixers[layer].attends:
-            count += 2 * (hidden + q) + 2 * (hidden + kv)
-        mlp = shape.mlps[layer]
-        if self.mlp and mlp.num_experts == 1 and mlp.width:
-            count += mlp.num_matrices * (hidden + mlp.width)
-        return self.rank * count
+        attention, mlp = shape.layers[layer].lora
+        return self.rank * (self.attention * attention + self.mlp * mlp)
 
 
 @dataclass(frozen=True, slots=True)

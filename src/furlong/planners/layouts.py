@@ -108,7 +108,7 @@ def _not_divided(given: str, size: str, reason: str) -> ConfigError:
 
 def _recurrent_words(shape: ModelShape) -> str:
     """A model's name and the number of its recurrent layers."""
-    count = sum(mixer.is_recurrent for mixer in shape.mixers)
+    count = sum(layer.is_recurrent for layer in shape.layers)
     return f"a {shape.family}, in which {count} of {shape.num_layers} layers are recurrent"
 
 
@@ -138,7 +138,7 @@ def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tu
     `mean_keys`: keys that a token of the batch attends on average.
     """
     work = [
-        shape.layer_flops(i) + mixer.key_flops * mean_keys for i, mixer in enumerate(shape.mixers)
+        shape.layer_flops(i) + layer.key_flops * mean_keys for i, layer in enumerate(shape.layers)
     ]
     work[-1] += 2.0 * shape.embedding_parameters
     before = [0.0, *accumulate(work)]
@@ -177,10 +177,7 @@ def _cut(
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
     """For each stage the first one with the same layers, head included: it takes the same time."""
     starts = [0, *accumulate(stages)]
-    kinds = [
-        (shape.windows[a:b], shape.mlps[a:b], shape.mixers[a:b], b == shape.num_layers)
-        for a, b in pairwise(starts)
-    ]
+    kinds = [(shape.layers[a:b], b == shape.num_layers) for a, b in pairwise(starts)]
     return [kinds.index(kind) for kind in kinds]
 
 

@@ -240,7 +240,7 @@ class Rates:
             # experts are read once, whatever visits them
             shape=replace(
                 model.shape,
-                mlps=tuple(replace(m, num_experts=m.num_active) for m in model.shape.mlps),
+                layers=tuple(replace(n, num_experts=n.num_active) for n in model.shape.layers),
             ),
             training=replace(model.training, zero_stage=zero_stage),
         )

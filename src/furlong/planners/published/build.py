@@ -199,5 +199,5 @@ def _slowest_first(
 def _quadratic_share(model: CostModel) -> float:
     """FLOPs of attention per squared token over the others per token, of all layers."""
     shape, layers = model.shape, range(model.shape.num_layers)
-    keys = sum(mixer.key_flops for mixer in shape.mixers)
+    keys = sum(layer.key_flops for layer in shape.layers)
     return keys / 2 / sum(shape.layer_flops(layer) for layer in layers)

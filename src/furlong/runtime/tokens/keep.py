@@ -11,11 +11,11 @@ from torch import nn
 
 from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
 from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.errors import ConfigError
-from furlong.planners.auto.keep import with_keep
+from furlong.errors import UserError
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
+from furlong.planners.pairs import with_keep
 from furlong.planners.question import Limits
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.followed_model import FollowedModel
@@ -35,8 +35,8 @@ def decided(
         return options
     model, storage = followed.model, followed.kept.opened.storage
     try:
-        shape = ModelShape.from_config(model.config.to_dict())
-    except ConfigError:
+        shape = describe(model.config)
+    except UserError:
         return _told(followed, replace(options, keep="kv"), seq_lens, "bytes cannot be predicted")
     own = followed.compute_dtype or next(model.model.parameters()).dtype
     dtype = autocast.dtype if autocast.enabled else own
