@@ -45,7 +45,6 @@ from furlong.plan.plan import (
     ChunkPlan,
     Forward,
     Place,
-    RebuildKV,
     Reduce,
     Slice,
 )
@@ -227,17 +226,6 @@ def branch_chunks(
         bins = pack({start: piece.num_tokens for start, piece in branches.items()}, chunk_size)
         chunks += [Chunk(tuple(branches[start] for start in sorted(own))) for own in bins]
     return sorted(chunks, key=lambda chunk: chunk.slices[0].start)
-
-
-def without_unread(plan: ChunkPlan) -> ChunkPlan:
-    """The plan without the RebuildKV of chunks that nobody reads: the last ones of branches."""
-    if not plan.trees:
-        return plan
-    kept = (
-        tuple(a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk])
-        for own in plan.actions
-    )
-    return replace(plan, actions=tuple(kept))
 
 
 def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:

@@ -75,7 +75,6 @@ from furlong.planners.chunks import (
     refuse_idle,
     shard,
     shard_long,
-    without_unread,
 )
 from furlong.planners.options import ChunkOptions
 
@@ -236,29 +235,22 @@ def assemble(
     seq_lens: Sequence[int],
     groups: Groups,
     stages: Sequence[int],
-    lists: Iterable[list[Action]],
+    lists: Iterable[Sequence[Action]],
     *,
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
+    two_phases: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """The plan of every rank's list, checked unless told otherwise; a Reduce ends each that has a
-    Backward. K,V that no later chunk reads are not built again: a group's chunks need not be pieces
-    of one sequence."""
-    chunks: list[Chunk] = [chunk for group in groups for chunk in group]
+    """The plan of every rank's list, checked unless told otherwise; a Reduce of each stage that has
+    a Backward and none ends its list. K,V that no later chunk reads are not built again: those of
+    the last ones of branches, and a group's chunks need not be pieces of one sequence."""
     plan = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=tuple(stages),
-        actions=tuple(
-            (*actions, Reduce(stage)) if _trains(actions) else tuple(actions)
-            for stage, actions in enumerate(lists)
-        ),
-        tiers=tiers,
-        sp_size=sp_size,
-        frozen_stages=frozen_stages,
-    )
+        tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages),
+        tuple((*actions, *_missing_reduces(actions)) for actions in lists), tiers, sp_size,
+        frozen_stages=frozen_stages, two_phases=two_phases,
+    )  # fmt: skip
     if any(_is_for_nobody(action, plan) for own in plan.actions for action in own):
         needed = (
             tuple(action for action in own if not _is_for_nobody(action, plan))
@@ -272,10 +264,6 @@ def assemble(
 
 def _is_for_nobody(action: Action, plan: ChunkPlan) -> bool:
     return isinstance(action, RebuildKV) and not plan.continues[action.chunk]
-
-
-def _trains(actions: Iterable[Action]) -> bool:
-    return any(isinstance(action, Backward) for action in actions)
 
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
@@ -384,14 +372,10 @@ def plan_groups(
             numbers, stages, options, frozen_stages=frozen_stages, backward=backward,
             reduces=numbers is numbered[-1],
         )  # fmt: skip
-    plan = ChunkPlan(
-        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
-        stages=stages, actions=(tuple(actions),), tiers=options.tiers, sp_size=sp_size,
+    return assemble(
+        seq_lens, groups, stages, [actions], tiers=options.tiers, sp_size=sp_size,
         frozen_stages=frozen_stages,
     )  # fmt: skip
-    plan = without_unread(plan)
-    check(plan)
-    return plan
 
 
 def stages_of(num_layers: int, options: ChunkOptions) -> tuple[int, ...]:
@@ -438,8 +422,7 @@ def plan_seq1f1b(
     layers of the cell are checkpointed, each by its own input (default none). The first
     `frozen_stages`, with nothing to train in them or below, only run forward.
     """
-    numbered = number_chunks(groups)
-    lists = token_level_lists(numbered, stages, recompute_layers, frozen_stages)
+    lists = token_level_lists(number_chunks(groups), stages, recompute_layers, frozen_stages)
     return assemble(
         seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size, frozen_stages=frozen_stages
     )
@@ -536,13 +519,9 @@ def plan_two_phases(
             actions += [RebuildKV(chunk, 0) for chunk in group[:-1]]
         for chunk in reversed(group):
             actions += [Recompute(chunk, 0, layers), Backward(chunk, 0)]
-    plan = ChunkPlan(
-        tuple(seq_lens), tuple(chunk for group in groups for chunk in group), (num_layers,),
-        ((*actions, Reduce(0)),), tiers=options.tiers, two_phases=True,
-    )  # fmt: skip
-    plan = without_unread(plan)
-    check(plan)
-    return plan
+    return assemble(
+        seq_lens, groups, (num_layers,), [actions], tiers=options.tiers, two_phases=True
+    )
 
 
 def require_two_phases(options: ChunkOptions) -> None:
