@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from furlong.cost.machine import Efficiency, hardware
-from furlong.cost.memory import eager
+from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, optimizer_s
 from furlong.cost.seconds import attended_keys, chunk_table
 from furlong.cost.training import Lora, Training
@@ -69,9 +69,8 @@ def test_launches_add_to_work_or_hide_it():
 
 def test_kernels_pass_what_graphs_save_and_logits():
     found = seconds(activation_bytes_per_s=1.0)
-    saved = eager(4)
-    layer = saved.layer_bytes(SHAPE, 0, 4)
-    logits = saved.logit_bytes * SHAPE.vocab_size
+    cell = stage_bytes(SHAPE, (3,), 0, Training.in_dtype("float32"))
+    layer, logits = cell.graph_layers[0], cell.logit * SHAPE.vocab_size
     assert found[GRAPH] == pytest.approx(60 * 3 * layer)
     assert found[AGAIN] == pytest.approx(40 * 3 * layer)
     assert found[BACK] == pytest.approx(60 * (6 * layer + logits))
