@@ -39,7 +39,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,6 +163,14 @@ class StageSeconds:
         self.passes_gather = training.regathers and not unsharded
         """Whether every pass gathers its weights, and every backward reduces."""
         self._gathers = self.passes_gather and "gathers" not in free
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal in stages through which every pass takes the same time."""
+        links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
+        if self._gathers:
+            gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
+        return self._flops, self._saved, self._logits, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""
