@@ -20,6 +20,7 @@ from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
 from furlong.plan.rows import rows_of
 from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b
+from furlong.planners.published.in_step import join_in_step
 
 Sizes = tuple[int, int, int]
 """dp, sp, pp."""
@@ -144,8 +145,10 @@ def _plan(planner: str, batch: str, dp: int, setting: Setting) -> ChunkPlan:
     for plan in plans:
         ids.append(range(first, first + len(plan.seq_lens)))
         first += len(plan.seq_lens)
-    zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
-    return join_replicas(plans, ids, lens_of_all, zero_3 if planner == "ZeRO-3" else None)
+    if planner == "ZeRO-3":
+        zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
+        return join_in_step(plans, ids, lens_of_all, zero_3)
+    return join_replicas(plans, ids, lens_of_all)
 
 
 def _idle(like: ChunkPlan, setting: Setting) -> ChunkPlan:

@@ -26,6 +26,7 @@ from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
+from furlong.planners.published.in_step import join_in_step
 from furlong.runtime.parallel.ranks import make_ranks
 
 NUM_LAYERS = 3
@@ -101,7 +102,9 @@ class Step:
             for own in self.lens
         ]
         ids = [self.ids(replica) for replica in range(len(plans))]
-        return join_replicas(plans, ids, self.seq_lens, cost_of(model) if self.regathers else None)
+        if self.regathers:
+            return join_in_step(plans, ids, self.seq_lens, cost_of(model))
+        return join_replicas(plans, ids, self.seq_lens)
 
 
 def cost_of(model: Any) -> CostModel:

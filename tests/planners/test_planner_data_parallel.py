@@ -13,7 +13,7 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Forward
-from furlong.planners.chunks import deal_sequences
+from furlong.planners.published.chunks import deal_sequences
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -23,10 +23,11 @@ from furlong.cost.shape import model_shape
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Reduce, Tier, Tiers
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.chunks import packed_groups, padded_groups, sliced_groups
+from furlong.planners.chunks import sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device, plan_seq1f1b, plan_two_phases
+from furlong.planners.published.chunks import packed_groups, padded_groups
 from furlong.planners.spaco import Sampling, sampled
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts

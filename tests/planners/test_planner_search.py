@@ -20,7 +20,6 @@ from furlong.plan.check import check
 from furlong.plan.plan import Layout
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import DoesNotFitError, advice, fit
-from furlong.planners.chunks import deal_sequences
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders import join_replicas
 from furlong.planners.published.build import build, replica_model, settled
@@ -31,6 +30,7 @@ from furlong.planners.published.catalogue import (
     combined,
     infinipipe,
 )
+from furlong.planners.published.chunks import deal_sequences
 from furlong.planners.published.dials import Dials
 from furlong.planners.published.longest import longest_sequence
 from furlong.planners.published.problem import Problem

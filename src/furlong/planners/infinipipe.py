@@ -155,6 +155,7 @@ def plan_infinipipe(
             if found.predicted_s < beat_s:
                 best, beat_s, without_gain = found, found.predicted_s, 0
                 best = replace(best, num_slices=num_slices)
+            least_s = min(least_s, found.predicted_s)
         else:
             lacking.append((*found, num_slices, groups))
     if best is not None:

@@ -37,8 +37,8 @@ from furlong.plan.lengths import (
     write_lengths,
 )
 from furlong.plan.plan import Tier
-from furlong.planners.auto.decide import given_dials, training_of
 from furlong.planners.budget import MARGIN
+from furlong.planners.decide import given_dials, training_of
 from furlong.planners.options import ChunkOptions, checked_tier
 from furlong.planners.published.problem import Problem
 from furlong.planners.spaco import check_sampling

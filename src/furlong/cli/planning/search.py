@@ -13,9 +13,8 @@ from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import ON_DEVICE, ONE_DEVICE, Layout, Tiers
 from furlong.plan.text import tiers_in_words
-from furlong.planners.auto.decide import FREE_RAM, Decision, decide
 from furlong.planners.budget import MARGIN
-from furlong.planners.layouts import layouts
+from furlong.planners.decide import FREE_RAM, Decision, chunk_trials, decide
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import one_draw, predict
 from furlong.planners.published.build import build
@@ -32,6 +31,7 @@ from furlong.planners.published.problem import (
 from furlong.planners.published.replicas import Outcome, ReplicaPlans
 from furlong.planners.published.room import rooms_of
 from furlong.planners.published.search import search
+from furlong.planners.question import Answer, Limits, Trial
 from furlong.report.patience import Tell
 from furlong.units import count_words
 
@@ -136,7 +136,6 @@ def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
     if method is not None or not (is_one or subject.is_runnable):
         return None
     model, words = problem.model, "memory.device"
-    some = layouts(problem.num_devices, model.shape, dp=dp, sp=sp, pp=pp)
     if subject.config.memory.device == "auto":
         words = f"of one {model.hardware.name}"
         if subject.runs_here:
@@ -148,54 +147,54 @@ def decision_of(subject: PlanSubject, method: str | None) -> Decision | None:
         sequences_per_step=len(batch.seq_lens),
         seed=batch.seed,
         model=model,
-        layouts=some,
-        budget_bytes=model.hardware.budget_bytes if budget is None else budget,
+        limits=Limits(
+            model.hardware.budget_bytes if budget is None else budget,
+            subject.host_bytes, subject.disk_bytes, subject.figures.margin(MARGIN),
+        ),
         budget_words=words,
-        host_bytes=subject.host_bytes,
-        disk_bytes=subject.disk_bytes,
-        margin=subject.figures.margin(MARGIN),
+        num_devices=problem.num_devices,
         must_fit=True,
         alone=subject.is_run,
-        dials=subject.dials,
-    )
+        given=dict(subject.dials) | {
+            name: size
+            for name, size in (("dp", dp), ("sp", sp), ("pp", pp))
+            if size is not None
+        },
+        method=subject.config.chunks.method,
+    )  # fmt: skip
 
 
 def found_of(decision: Decision, subject: PlanSubject) -> Found:
     """The outcome of a run's search, with the plan of the subject's batch as its best, and all
     times in the seconds of its model."""
-    searched = decision.searched
-    assert searched is not None
+    answer = decision.answer
+    assert answer is not None
     best = _dials(decision.options, decision.layout, decision.stages)
     outcome = _outcome(best, decision, subject)
-    ratio = outcome.step_s / searched.best.step_s
-    others = [
-        (_dials(t.options, best.layout, best.stages), t.step_s * ratio) for t in searched.tried[1:]
-    ]
-    if (compared := decision.searched_layouts) is not None:
-        ratio = outcome.step_s / compared.best.step_s
-        others += [
-            (_dials(f.options, f.layout, f.space.stages), f.step_s * ratio)
-            for f in compared.fitting[1:]
-        ]
+    dials = chunk_trials(answer, decision.layout)
+    ratio = outcome.step_s / dials[0].step_s
+    others = [trial for trial in answer.tried if trial is not dials[0]]
     trials = [
         TriedDials(best, outcome.step_s),
-        *(TriedDials(dials, step_s) for dials, step_s in others),
+        *(TriedDials(_dials_of(trial, answer), trial.step_s * ratio) for trial in others),
     ]
     refused = [
-        Refusal(
-            _dials(t.options, best.layout, best.stages),
-            refusal(f"{t.needs.device_bytes} bytes", "less", ""),
-        )
-        for t in searched.refused
+        Refusal(_dials_of(t, answer), refusal(f"{t.needs.device_bytes} bytes", "less", ""))
+        for t in answer.refused
     ]
     return Found(
         best=outcome,
         others=(),
         trials=tuple(sorted(trials, key=lambda trial: trial.bound_s)),
         refused=tuple(refused),
-        num_pruned=searched.num_pruned,
-        seconds=searched.seconds,
+        num_pruned=answer.num_pruned,
+        seconds=answer.seconds,
     )
+
+
+def _dials_of(trial: Trial, answer: Answer) -> Dials:
+    candidate = trial.candidate
+    return _dials(candidate.options, candidate.layout, answer.question.stages_of(candidate.layout))
 
 
 def _outcome(best: Dials, decision: Decision, subject: PlanSubject) -> Outcome:

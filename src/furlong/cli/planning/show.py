@@ -37,11 +37,11 @@ from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
-from furlong.planners.auto.pairs import check_dials, decide_pairs
-from furlong.planners.auto.words import dials_in_words
 from furlong.planners.budget import fit
+from furlong.planners.decide import dials_in_words
 from furlong.planners.options import dials_of
 from furlong.planners.orders import plan_two_phases
+from furlong.planners.pairs import check_dials, decide_pairs
 from furlong.planners.published.catalogue import SEARCHED, Method
 from furlong.planners.published.dials import Dials
 from furlong.planners.published.longest import Longest, longest_sequence
@@ -145,7 +145,7 @@ def _show_found(
 ) -> None:
     chosen, problem, sampling = flags.own, subject.problem, subject.dials.get("sample")
     decision = decision_of(subject, chosen.method)
-    if decision is not None and decision.searched is not None:
+    if decision is not None and decision.answer is not None:
         found = found_of(decision, subject)
     else:
         found = search_with(subject, methods, strict=True, tell=tell)

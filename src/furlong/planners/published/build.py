@@ -10,15 +10,7 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.chunks import (
-    Groups,
-    group_chunks,
-    packed_groups,
-    padded_groups,
-    shard,
-    shard_long,
-    sliced_groups,
-)
+from furlong.planners.chunks import Groups, group_chunks, shard, shard_long, sliced_groups
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
@@ -30,6 +22,7 @@ from furlong.planners.orders import (
     token_level_lists,
 )
 from furlong.planners.places import plan_places
+from furlong.planners.published.chunks import packed_groups, padded_groups
 from furlong.planners.published.dials import Cut, Dials
 from furlong.planners.published.flexsp import plan_flexsp
 from furlong.planners.published.group_order import choose_order

@@ -12,19 +12,13 @@ from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.budget import fit
-from furlong.planners.chunks import (
-    Balance,
-    by_cost,
-    by_speed,
-    deal_sequences,
-    fitting_tokens,
-    sequence_work,
-)
-from furlong.planners.orders import join_replicas
+from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
 from furlong.planners.places import PoolBatch, Rates
 from furlong.planners.published.bounds import least_s
 from furlong.planners.published.build import build, groups_of, replica_model
+from furlong.planners.published.chunks import Balance, by_speed, deal_sequences
 from furlong.planners.published.dials import Dials, Ladder
+from furlong.planners.published.in_step import join_in_step
 from furlong.simulate.clock import time_actions
 
 _MOST_PLANS = 24
@@ -185,7 +179,7 @@ class ReplicaPlans:
                 for own, one in zip(dealt, plans, strict=True)
                 for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
             }
-            plan = join_replicas(plans, dealt, [planned[i] for i in range(len(planned))], model)
+            plan = join_in_step(plans, dealt, [planned[i] for i in range(len(planned))], model)
         elif training.regathers and plan.sp_size > 1:
             plan = replace(plan, regathers=True)
         peak_bytes = fit(plan, model, self._limit_bytes)

@@ -9,8 +9,9 @@ from typing import Any
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Layout, Tier
-from furlong.planners.chunks import Balance, recompute_choices
+from furlong.planners.chunks import recompute_choices
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from furlong.planners.published.chunks import Balance
 from furlong.planners.published.dials import Dials, Ladder
 from furlong.planners.published.problem import Problem
 
