@@ -10,7 +10,6 @@ from typing import Any
 
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.machine import HardwareSpec, Link, hardware
-from furlong.cost.memory import Activations
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape, model_shape
 from furlong.cost.training import Training
@@ -100,7 +99,7 @@ def buckets() -> Table:
     )  # fmt: skip
 
 
-def bucket_k(shape: ModelShape, activations: Activations) -> float:
+def bucket_k(shape: ModelShape, activations: Counted) -> float:
     training = Training(gradient_bytes=2, zero_stage=2)
     stages = (shape.num_layers,)
     state = training.state_bytes(shape, stages, WHOLE, 32)

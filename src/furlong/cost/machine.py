@@ -81,7 +81,7 @@ class HardwareSpec:
     """Whether a device computes while its host launches what comes next: then a pass takes the
     longer of the two, else both."""
     activation_bytes_per_s: float = inf
-    """Bytes of saved tensors (`memory.activations`) and of logits that pass per second through the
+    """Bytes of saved tensors and of logits that pass per second through the
     kernels beside products and attention; a layer's backward passes them twice."""
     tile_tokens: int = 0
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
