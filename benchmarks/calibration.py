@@ -30,8 +30,8 @@ from rich.table import Table
 from furlong.cost.calibration import Calibration, load_calibration
 from furlong.cost.machine import this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import predict
@@ -126,7 +126,7 @@ def main() -> int:
 
 def _compared(step: Step, measured: dict[str, Any], calibration: Calibration) -> dict[str, float]:
     """What a calibrated model says of a step, and how far it is off."""
-    shape = ModelShape.from_config(MODELS[step.model])
+    shape = describe(MODELS[step.model])
     training = replace(Training.in_dtype("float32"), optimizer_bytes=0)  # the step has none
     model = calibration.apply_to(CostModel(shape, this_cpu(measured=False), training))
     options = ChunkOptions(**step.options)

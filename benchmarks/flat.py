@@ -201,12 +201,12 @@ def run_step(
 def _planned_bytes(config: Any, plan: Any, tier: str) -> tuple[int, int]:
     """Bytes that the cost model says a plan reads from a tier below the device, and writes."""
     from furlong.cost.memory import PlanMemory
-    from furlong.cost.shape import ModelShape
     from furlong.cost.training import Training
+    from furlong.models.describe import describe
 
     if tier == "device":
         return 0, 0
-    shape = ModelShape.from_config(config.to_dict())
+    shape = describe(config)
     memory = PlanMemory(shape, Training.in_dtype("float32"), 0, device_type="cpu")
     traffic = memory.traffic(plan, 0)
     own = traffic.of(tier)  # type: ignore[arg-type]

@@ -85,11 +85,11 @@ def run_step(arguments: argparse.Namespace, num_chunks: int) -> dict[str, Any]:
 def _simulated(config: Any, plan: Any) -> Timeline:
     from furlong.cost.machine import this_cpu
     from furlong.cost.model import CostModel
-    from furlong.cost.shape import ModelShape
     from furlong.cost.training import Training
+    from furlong.models.describe import describe
     from furlong.simulate.clock import simulate
 
-    shape = ModelShape.from_config(config.to_dict())
+    shape = describe(config)
     cost = CostModel(shape, this_cpu(), Training.in_dtype("float32"))
     memory, costs = cost.memory(), cost.costs(plan)
     host = memory.curve(plan, 0).disk.tolist()

@@ -18,14 +18,14 @@ from papers.published.search import search
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import HardwareSpec, Link, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import by_cost, group_chunks, shard, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
 from furlong.simulate.clock import time_actions
 
 Layout = tuple[int, int, int]
@@ -79,7 +79,7 @@ def slow_device(slowness: int = 1) -> HardwareSpec:
 def cost_model(spec: HardwareSpec, config: Mapping[str, Any] = CONFIG) -> CostModel:
     """Weights are gathered once in a step and gradients reduced once, as `furlong.Engine` does."""
     training = replace(Training.in_dtype("float32"), zero_stage=1)
-    return CostModel(ModelShape.from_config(config), spec, training)
+    return CostModel(describe(config), spec, training)
 
 
 def pipelines(

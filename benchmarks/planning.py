@@ -36,11 +36,11 @@ from furlong.plan.liveness import kv_frees
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import by_order, pack, sequence_work
 from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods.skrull import schedule_skrull
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
 from furlong.planners.question import Limits, Question
 from furlong.planners.search import search
+from furlong.planners.skrull import schedule_skrull
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from furlong.cost.lengths import K, length_preset
-from furlong.cost.memory import PlanMemory
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan
@@ -19,8 +18,9 @@ from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
 from papers.chunkflow_plan import plan_chunkflow
-from papers.fused import fused
+from papers.fused import OtherMemory, fused
 from papers.tables import Row, Table, aggregate, printed
+from papers.tensor_parallel import SharedTraining
 
 GIB = 2**30
 FOUR = (1,) * 4
@@ -100,9 +100,10 @@ def peak_gib(
     context, size = case
     shape = model_shape("Qwen2.5-7B")
     plan = chunkflow_plan((context * K,), size * K, 1, (shape.num_layers,))
-    memory = PlanMemory(
-        shape, Training(tp_size=4, kv_gradient_bytes=gradient_bytes), 0, fused(shape),
-        activation_factor=factor, overhead_bytes=int(overhead * GIB), whole_logits=True,
+    training = SharedTraining.of(Training(kv_gradient_bytes=gradient_bytes), 4)
+    memory = OtherMemory(
+        shape, training, 0, saved=fused(shape), tp_size=4,
+        activation_factor=factor, overhead_bytes=int(overhead * GIB),
     )  # fmt: skip
     return max(memory.peak_bytes_of_actions(plan, 0)) / GIB
 

@@ -11,14 +11,15 @@ from statistics import mean
 
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.machine import hardware
-from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Chunk, ChunkPlan, Slice
 from furlong.planners.orders import plan_seq1f1b
 from papers.chunkflow import chunkflow_plan
 from papers.chunkflow_times import CARD, TABLE_4
+from papers.fused_pairs import FusedPairs
 from papers.tables import Table, aggregate, count_faster, shown, speedup
+from papers.tensor_parallel import TensorParallel
 from papers.timing import step_s, with_fixed_costs
 
 FULLY_RECOMPUTED = {("Qwen2.5-7B", 256), ("Qwen2.5-14B", 256), ("Qwen2.5-32B", 256)}
@@ -32,13 +33,13 @@ def speedups(num_batches: int, fixed_factor: float = 1.0) -> dict[str, float]:
     spec = with_fixed_costs(hardware(CARD), fixed_factor)
     for model, context, tp, pp, (size, retained) in TABLE_4:
         shape = model_shape(model)
-        cost = CostModel(shape, spec, Training(tp_size=tp, kv_gradient_bytes=2))
+        cost = TensorParallel.of(shape, spec, Training(kv_gradient_bytes=2), tp)
         stages = (shape.num_layers // pp,) * pp
         full = (model, context) in FULLY_RECOMPUTED
         theirs, ours = [], []
         for seed in range(num_batches):
             lens = sample_lengths("chunkflow-evaluation", 256, seed, max_seq_len=context * K)
-            theirs.append(step_s(cost, megatron_plan(lens, stages, full), "batched"))
+            theirs.append(step_s(cost, megatron_plan(lens, stages, full), FusedPairs))
             ours.append(step_s(cost, chunkflow_plan(lens, size * K, retained, stages)))
         name = f"{model}, {context}K, TP {tp}, PP {pp}, {'full' if full else 'selective'}"
         found[name] = mean(theirs) / mean(ours)
@@ -97,10 +98,10 @@ def drop(tp: int, pp: int, fully_recomputed: bool, num_batches: int) -> float:
     shape = model_shape("Qwen2.5-7B")
     seconds = [0.0, 0.0]
     for i, (own_tp, own_pp, full) in enumerate(((4, 1, False), (tp, pp, fully_recomputed))):
-        training = Training(tp_size=own_tp, kv_gradient_bytes=2)
-        cost = CostModel(shape, hardware(CARD), training)
+        training = Training(kv_gradient_bytes=2)
+        cost = TensorParallel.of(shape, hardware(CARD), training, own_tp)
         stages = (shape.num_layers // own_pp,) * own_pp
         for seed in range(num_batches):
             lens = sample_lengths("lmsys-chunkflow", 64, seed, max_seq_len=32 * K)
-            seconds[i] += step_s(cost, megatron_plan(lens, stages, full), "batched")
+            seconds[i] += step_s(cost, megatron_plan(lens, stages, full), FusedPairs)
     return 100 * (1 - 4 * seconds[0] / (tp * pp * seconds[1]))

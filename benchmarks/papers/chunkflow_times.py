@@ -8,14 +8,14 @@ from itertools import product
 
 from furlong.cost.lengths import K, sample_lengths
 from furlong.cost.machine import hardware
-from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import ChunkPlan
 from papers.chunkflow import TABLE_5, chunkflow_plan, peak_gib
-from papers.fused import fused
+from papers.fused import OtherMemory, fused
 from papers.tables import Bound, Row, Table, aggregate
+from papers.tensor_parallel import SharedTraining, TensorParallel
 from papers.timing import step_s, with_fixed_costs
 
 CARD = "A100-80"
@@ -75,10 +75,10 @@ def neighbour(ours: int, paper: int) -> Bound:
 
 def best_chunks(model: str, context: int, tp: int, pp: int, num_batches: int) -> tuple[int, int]:
     shape = model_shape(model)
-    training = Training(tp_size=tp, kv_gradient_bytes=2)
-    cost = CostModel(shape, hardware(CARD), training)
-    memory = PlanMemory(
-        shape, training, cost.hardware.memory_bytes, fused(shape), whole_logits=True
+    training, spec = Training(kv_gradient_bytes=2), hardware(CARD)
+    cost = TensorParallel.of(shape, spec, training, tp)
+    memory = OtherMemory(
+        shape, SharedTraining.of(training, tp), spec.memory_bytes, saved=fused(shape), tp_size=tp
     )
     batches = [evaluation_batch(seed, context) for seed in range(num_batches)]
     longest = (context * K - 1,)
@@ -87,7 +87,7 @@ def best_chunks(model: str, context: int, tp: int, pp: int, num_batches: int) ->
     for size, retained in product(SIZES, NUM_RETAINED if pp > 1 else (1,)):
         hardest = chunkflow_plan(longest, size * K, retained, stages)
         peak = max(max(memory.peak_bytes_of_actions(hardest, rank)) for rank in {0, pp - 1})
-        if peak > cost.hardware.memory_bytes:
+        if peak > spec.memory_bytes:
             continue
         plans = [chunkflow_plan(batch, size * K, retained, stages) for batch in batches]
         seconds[size, retained] = sum(step_s(cost, plan) for plan in plans)
@@ -110,8 +110,8 @@ def table_6_model(half_tokens_factor: float) -> CostModel:
     """Qwen2.5-7B on TP 4, calls losing as much to their size as `half_tokens_factor` says."""
     spec = hardware(CARD)
     scaled = replace(with_fixed_costs(spec, half_tokens_factor), layer_launch_s=spec.layer_launch_s)
-    training = Training(tp_size=4, kv_gradient_bytes=2)
-    return CostModel(model_shape("Qwen2.5-7B"), scaled, training)
+    training = Training(kv_gradient_bytes=2)
+    return TensorParallel.of(model_shape("Qwen2.5-7B"), scaled, training, 4)
 
 
 def mean_step_s(
@@ -165,8 +165,8 @@ def table_6(num_batches: int = 12) -> Table:
     return Table(
         "ChunkFlow, Table 6: Qwen2.5-7B, TP 4, PP 4, 256K", "K tokens; ratios of seconds; s", rows,
         (
-            f"an A100's half_tokens ({cost.hardware.linear.half_tokens:.0f}) is an assumption that "
-            "was chosen in view of this table's (2K, 16); with half of it the best is "
+            f"an A100's half_tokens ({hardware(CARD).linear.half_tokens:.0f}) is an assumption "
+            "that was chosen in view of this table's (2K, 16); with half of it the best is "
             f"{others[0][0]}K, with twice as much {others[1][0]}K",
             f"ours are seconds of a step of {tokens / 1e3:.0f}K tokens, as Table 2 distributes "
             f"them; with one more sequence of 200K it takes {with_long:.1f} s, but of Table 2's "

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from furlong.cost.lengths import K
 from furlong.cost.machine import Link, hardware
-from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, optimizer_s
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape, model_shape
@@ -16,8 +15,9 @@ from furlong.planners.chunks import chunk_by_chunk
 from furlong.simulate.clock import time_actions
 from papers.fpdt_chunks import choose_fpdt_chunk
 from papers.fpdt_plan import plan_fpdt
-from papers.fused import fused
+from papers.fused import fused, whole_cell
 from papers.tables import Row, Table, aggregate
+from papers.tensor_parallel import TensorParallel
 from papers.timing import shared_chunk
 
 WHOLE = frozenset((0,))
@@ -119,7 +119,7 @@ def parts_of(shape: ModelShape, s: Strategy) -> tuple[float, float, float]:
     gathered = training.gathered_bytes(shape, (shape.num_layers,), WHOLE, 8)
     static = (state.weights + state.optimizer) / s.tp_size + gathered
     local = s.context * K / 8
-    cell = stage_bytes(shape, (shape.num_layers,), 0, Training(), fused(shape))
+    cell = whole_cell(shape, Training(), fused(shape))
     hidden = 2 * shape.hidden_size
     layer, working = cell.graph_layers[0] * local, cell.working * local
     inputs = hidden * local * shape.num_layers
@@ -207,9 +207,10 @@ def cost_of(s: Strategy, node_bytes_per_s: float | None) -> CostModel:
         links = replace(spec.links, devices_per_node=4, between_nodes=between)
         spec = replace(spec, links=links)
     # the two nodes are those on which nothing is hidden
-    training = Training(tp_size=s.tp_size, zero_stage=s.zero_stage, gradient_bytes=2,
-                        overlaps=node_bytes_per_s is None)  # fmt: skip
-    return CostModel(model_shape(MODEL), spec, training)
+    training = Training(
+        zero_stage=s.zero_stage, gradient_bytes=2, overlaps=node_bytes_per_s is None
+    )
+    return TensorParallel.of(model_shape(MODEL), spec, training, s.tp_size)
 
 
 def plan_of(s: Strategy) -> ChunkPlan:

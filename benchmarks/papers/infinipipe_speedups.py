@@ -20,10 +20,11 @@ from furlong.cost.training import Training
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, longest_first, shard
 from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods.flexsp import plan_flexsp
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_seq1f1b
+from papers.published.flexsp import plan_flexsp
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
+from papers.tensor_parallel import TensorParallel
 from papers.timing import step_s
 from papers.whole_sequences import plan_ulysses
 
@@ -197,9 +198,8 @@ def steps(model: str, lens: Sequence[int]) -> Steps:
     sp, cp, usual = MODELS[model]
     cost = CostModel(model_shape(model), hardware("A800"), Training(zero_stage=3, gradient_bytes=2))
     layers = usual if max(lens) <= 96 * K else None  # beyond, what is fastest of what fits
-    megatron = with_ring(
-        replace(cost, training=replace(cost.training, zero_stage=1, tp_size=8)), lens, cp
-    )
+    groups = TensorParallel.of(cost.shape, cost.hardware, replace(cost.training, zero_stage=1), 8)
+    megatron = with_ring(groups, lens, cp)
     own = plan_infinipipe(lens, cost, num_stages=NUM_STAGES, sp_size=8)
     divided = in_equal_heads(cost, sp)
     ulysses = plan_ulysses(lens, divided, dp_size=32 // sp, sp_size=sp, recompute_layers=layers)

@@ -13,11 +13,10 @@ from math import inf
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Chunk, Place, Reduce, Slice
 from furlong.planners.chunks import chunk_by_chunk
-from furlong.planners.places.least import Least
-from furlong.planners.places.rates import PoolBatch
-from furlong.planners.places.setting import settings
+from furlong.planners.places import PoolBatch, settings
 from furlong.simulate.clock import time_actions
 from papers.places_forced import forced_s
+from papers.places_least import Least
 
 _NARROW = 1e-3
 """Share of a step at which the search for a bound between two others ends."""

@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array, eye_array, hstack, vstack
 
 from furlong.cost.seconds import Array
-from furlong.planners.places.least import Least
+from papers.places_least import Least
 
 _ROUNDING = 1e-6
 _NEVER_S = 1e9

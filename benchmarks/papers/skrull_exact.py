@@ -17,7 +17,7 @@ from scipy.sparse import coo_array
 
 from furlong.errors import DataError
 from furlong.plan.plan import Place
-from furlong.planners.methods.skrull import MicroBatch
+from furlong.planners.skrull import MicroBatch
 from papers.skrull_forms import TimeFit, flops, volume_bytes
 
 

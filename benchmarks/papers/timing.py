@@ -10,13 +10,16 @@ from furlong.cost.machine import Efficiency, HardwareSpec
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
-from furlong.simulate.clock import P2P, time_actions
+from furlong.simulate.clock import Clock
 
 
 def step_s(
-    cost: CostModel, plan: ChunkPlan, p2p: P2P = "buffered", free: Collection[Hidden] = ()
+    cost: CostModel,
+    plan: ChunkPlan,
+    clock: type[Clock] = Clock,
+    free: Collection[Hidden] = (),
 ) -> float:
-    return time_actions(plan, cost.costs(plan, free=free), p2p=p2p).duration_s
+    return clock(plan, cost.costs(plan, free=free)).run().duration_s
 
 
 def with_fixed_costs(spec: HardwareSpec, factor: float) -> HardwareSpec:

@@ -17,9 +17,7 @@ from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import (
-    Balance,
     chunk_by_chunk,
-    deal_sequences,
     does_not_fit,
     fitting_tokens,
     pack,
@@ -28,8 +26,9 @@ from furlong.planners.chunks import (
     refuse_unusable,
     sequence_work,
 )
-from furlong.planners.methods.skrull import chunk_of, schedule_skrull
+from furlong.planners.skrull import chunk_of, schedule_skrull
 from furlong.simulate.clock import time_actions
+from papers.published.chunks import Balance, deal_sequences
 
 Replicas = Sequence[Sequence[Chunk]]
 """The chunks of each replica in their order."""

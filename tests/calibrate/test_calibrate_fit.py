@@ -10,8 +10,8 @@ from furlong.calibrate.run import trials
 from furlong.cost.calibration import Calibration, load_calibration
 from furlong.cost.machine import Efficiency, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.planners.orders import plan_on_device
 from furlong.simulate.clock import simulate
 
@@ -32,7 +32,7 @@ def shape_of(hidden, layers=2):
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128,
         "intermediate_size": 4 * hidden, "vocab_size": 4096, "tie_word_embeddings": True,
     }  # fmt: skip
-    return ModelShape.from_config(config)
+    return describe(config)
 
 
 def in_order(plan, records):

@@ -88,7 +88,7 @@ def test_a_place_is_left_as_it_was(tmp_path):
     [
         (["--out=file/out.json"], "--out"),
         (["--device=cuda", "--out=out.json"], "no GPU that torch can use"),
-        (["--out=out.json"], "model type persimmon"),
+        (["--out=out.json"], "model type rwkv"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before(
@@ -99,8 +99,8 @@ def test_what_cannot_be_measured_is_refused_before(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "file").write_text("")
-    if "persimmon" in told:
-        values = json.loads((model / "config.json").read_text()) | {"model_type": "persimmon"}
+    if "rwkv" in told:
+        values = json.loads((model / "config.json").read_text()) | {"model_type": "rwkv"}
         (model / "config.json").write_text(json.dumps(values))
     assert main(["calibrate", str(model), *flags]) == 2
     printed = capsys.readouterr().err

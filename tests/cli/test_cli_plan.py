@@ -8,6 +8,8 @@ import pytest
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cli.main import main
+from furlong.cli.planning import show
+from furlong.errors import ConfigError
 from furlong.plan.text import save_plan
 from furlong.planners.options import ChunkOptions
 
@@ -86,6 +88,30 @@ def test_refuses_what_it_cannot_read_or_write(arguments, given, capsys):
     assert [line[:8] for line in message.splitlines()] == [
         "given:  ", "required", "from:   ", "change: ",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "enough", "found", "num_tried"),
+    [
+        (["--hardware=H100"], {"devices": 4}, "smallest   4 x H100; too small: 1 x H100, 2", 3),
+        ([], {"hardware": "A100-40"}, "smallest   1 x A100-40; too small: 1 x A10G, 1 x L4, ", 5),
+        (["--devices=2"], {"hardware": "A10G"}, "smallest   2 x A10G\n", 1),
+        (["--hardware=H100"], {"devices": 3}, "1024 x H100, the last of --smallest: too much", 11),
+        (["--compare"], {}, "--smallest with --compare", 0),
+    ],
+)
+def test_the_smallest_card_or_number_of_cards(flags, enough, found, num_tried, capsys, monkeypatch):
+    tried = []
+
+    def search(flags, tell):
+        tried.append(vars(flags.own).items())
+        if not enough.items() <= tried[-1]:
+            raise ConfigError(given="too much", required="less", source="", change="")
+
+    monkeypatch.setattr(show, "show_search", search)
+    assert main(["plan", "--lengths=github", "--model.name=x", "--smallest", *flags]) in (0, 2)
+    printed = capsys.readouterr()
+    assert found in printed.out + printed.err and len(tried) == num_tried
 
 
 def test_help_loads_nothing_heavy():

@@ -95,7 +95,7 @@ def test_a_plan_is_for_all_of_the_data(plan: Any) -> None:
 def test_64_devices_are_no_slower_than_32(plan: Any) -> None:
     flags = (
         "--sequences=64", "--data.max_seq_len=212992", "--model.name=Qwen2.5-0.5B",
-        "--hardware=H100-Skrull",
+        "--hardware=H100",
     )  # fmt: skip
     many, few = (plan("lmsys-skrull", *flags, f"--devices={n}")["step_s"] for n in (64, 32))
     assert many <= few

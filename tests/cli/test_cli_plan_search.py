@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from furlong.cli.main import main
-from furlong.cost.shape import MODELS
+from furlong.cost.shape import known_models
 from furlong.plan.check import check
 from furlong.plan.plan import Tiers
 from furlong.plan.text import load_plan, save_plan
@@ -219,7 +219,7 @@ def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
 
 
 def test_presets_and_config_files_need_no_data(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    (tmp_path / "config.json").write_text(json.dumps(known_models()["Qwen2.5-0.5B"]["config"]))
     flags = ["--sequences", "8", "--data.max_seq_len", "4096", "--json"]
     assert plan("wikipedia", *flags, model=str(tmp_path)) == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
@@ -353,7 +353,9 @@ train: {{sequences_per_step: 4, seed: 3}}
 @pytest.fixture
 def run_file(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(known_models()["Qwen2.5-0.5B"]["config"])
+    )
     (tmp_path / "data.txt").write_text("text")
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(model=tmp_path / "model", data=tmp_path / "data.txt", limit=16384))

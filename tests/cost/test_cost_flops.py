@@ -13,8 +13,9 @@ from furlong.cost.seconds import (
     sequence_flops,
     stage_flops,
 )
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 
 TINY = {
@@ -36,13 +37,13 @@ def test_a_step_is_six_parameters_and_causal_attention():
     shape = model_shape("Llama-2-7B")
     seq_len = 4096
     step = sequence_flops(shape, seq_len).times(3, 1 + ATTENTION_BACKWARD)
-    matrices = sum(shape.layer_active_parameters(i) for i in range(32)) + shape.embedding_parameters
+    matrices = sum(shape.layers[i].matrices for i in range(32)) + shape.embedding_parameters
     assert step.linear == 6 * matrices * seq_len
     assert step.attention == 32 * 3.5 * 4 * 4096 * seq_len * (seq_len + 1) / 2
 
 
 def test_chunks_of_a_sequence_sum_to_the_sequence():
-    shape = ModelShape.from_config(TINY | {"model_type": "mistral", "sliding_window": 7})
+    shape = describe(TINY | {"model_type": "mistral", "sliding_window": 7})
     stage = stage_flops(shape, (3,), 0)
     parts = [(0, 5), (5, 6), (6, 30), (30, 41)]
     total = sum(stage.forward(b - a, {7: attended_keys(a, b, 7)}).total for a, b in parts)
@@ -56,12 +57,12 @@ def test_stages_sum_to_the_model():
     parts = [stage_flops(shape, (10, 11, 7), s) for s in range(3)]
     assert sum(part.forward(100, keys).total for part in parts) == whole.total
     assert [part.head_per_token > 0 for part in parts] == [False, False, True]
-    left_out = 2 * (shape.layer_active_parameters(27) - shape.mixers[27].before_kv)
+    left_out = 2 * (shape.layers[27].matrices - shape.layers[27].before_kv)
     assert parts[-1].tail_per_token == left_out
 
 
 def test_layers_with_and_without_window_are_told_apart():
-    shape = ModelShape.from_config(
+    shape = describe(
         TINY | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 5}
     )
     stage = stage_flops(shape, (5,), 0)
@@ -105,7 +106,7 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
         before = counter.get_total_flops()
         engine.forward_backward(sequences, options)
 
-    shape = ModelShape.from_config(TINY)
+    shape = describe(TINY)
     plan = plan_chunkflow(lens, options, stages=(3,))
     training = Training(lora=Lora(4) if lora else None)
     costs = CostModel(shape, perfect(), training).costs(plan)
@@ -113,14 +114,14 @@ def test_linear_flops_are_those_that_the_executor_runs(keep, lora):
     # the last token of a sequence has no label, so the head does not see it
     counted -= len(lens) * (2 if lora else 3) * 2 * shape.embedding_parameters
     # under LoRA torch skips the gradient of the bottom layer's input: of q, k, v and their adapters
-    skipped = (2 * shape.mixers[0].before_kv + 3 * 2 * 4 * 32) * sum(lens) if lora else 0
+    skipped = (2 * shape.layers[0].before_kv + 3 * 2 * 4 * 32) * sum(lens) if lora else 0
     # left out of the count: the rotary table of every pass, a product of one column and one row.
     found = counter.get_total_flops() - before
     assert found == pytest.approx(counted - skipped, rel=4e-3)
 
 
 def test_attention_flops_of_every_action():
-    shape = ModelShape.from_config(TINY)
+    shape = describe(TINY)
     cost = CostModel(shape, perfect(attention_counts=True))
     plan = plan_chunkflow((10,), ChunkOptions(size=4, num_retained=1, keep="kv"), stages=(3,))
     costs = cost.costs(plan)

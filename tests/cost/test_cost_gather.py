@@ -10,8 +10,8 @@ from furlong.cost.machine import Efficiency, Link, hardware
 from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import chunk_table
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Backward,
@@ -39,8 +39,8 @@ CASES = [
 
 
 def shape_of(num_heads, num_kv_heads):
-    return ModelShape.from_config({
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": NUM_LAYERS,
+    return describe({
+        "model_type": "llama", "hidden_size": 16 * num_heads, "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads,
         "head_dim": HEAD_DIM, "intermediate_size": 160, "vocab_size": 500,
     })  # fmt: skip

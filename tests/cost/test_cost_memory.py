@@ -10,9 +10,10 @@ from papers.chunkflow_plan import plan_chunkflow
 from furlong.cost.machine import hardware, this_cpu
 from furlong.cost.memory import PARTS, PlanMemory, stage_bytes
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import PlanError
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Backward,
@@ -34,7 +35,7 @@ TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90,
 }  # fmt: skip
-SHAPE = ModelShape.from_config(TINY)
+SHAPE = describe(TINY)
 
 
 def test_states_of_bf16_training_take_18_bytes_per_parameter():
@@ -106,7 +107,7 @@ def test_lora_counts_what_peft_adds():
 
 
 def test_a_rank_with_both_ends_holds_a_tied_head_once():
-    tied = ModelShape.from_config(TINY | {"tie_word_embeddings": True})
+    tied = describe(TINY | {"tie_word_embeddings": True})
     held = Training().held_parameters
     assert held(tied, (2, 1, 1), frozenset((0, 1, 2))) == tied.num_parameters
     both = held(tied, (2, 1, 1), frozenset((0,))) + held(tied, (2, 1, 1), frozenset((1, 2)))
@@ -149,7 +150,7 @@ def test_stored_kv_is_what_the_real_store_takes(keep, family, num_retained):
     engine.forward_backward([{"input_ids": t, "labels": t} for t in tokens], options)
 
     plan = plan_chunkflow(lens, options, stages=(4,))
-    shape = ModelShape.from_config(config.to_dict())
+    shape = describe(config)
     device = curve(plan, shape=shape).device
     stored = device[:, [PARTS.index("kv"), PARTS.index("kv_gradients")]].sum(axis=1)
     assert (stored + remembered_bytes(plan, shape)).max() == arena.peak_bytes
@@ -286,7 +287,7 @@ def test_chunkflows_bound_per_stage_holds():
 
 
 def test_a_cpus_kernels_for_bfloat16_are_counted():
-    shape = ModelShape.from_config(TINY | {"model_type": "llama"})
+    shape = describe(TINY | {"model_type": "llama"})
     for dtype, device, counted in (
         ("bfloat16", this_cpu(measured=False), True),
         ("float32", this_cpu(measured=False), False),
@@ -304,14 +305,13 @@ def test_tiles_of_the_loss(vocab, on_cpu, on_cuda):
 
     from furlong.ops.loss import tile_tokens
 
-    shape = ModelShape.from_config(TINY | {"vocab_size": vocab})
+    shape = describe(TINY | {"vocab_size": vocab})
     rows = [
         CostModel(shape, device).memory().tile_tokens
         for device in (this_cpu(measured=False), hardware("H100"))
     ]
     assert rows == [on_cpu, on_cuda]
     assert rows[1] == tile_tokens(vocab, torch.device("cuda"))
-    assert PlanMemory(shape, Training(), 0, whole_logits=True).tile_tokens is None
 
 
 def test_a_tile_makes_a_gradient_of_the_whole_head():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
@@ -97,32 +98,6 @@ def test_sequence_parallelism_divides_work_and_pays_all_to_alls():
     assert eighth == pytest.approx(whole / 8 + all_to_all)
     across = forward_s(one_chunk(Slice(0, 0, LONG, Place(0, 16)), sp_size=16), model)
     assert across > eighth / 2 + all_to_all / 2
-
-
-def test_tensor_parallelism_divides_work_and_pays_gathers():
-    plan = one_chunk(Slice(0, 0, LONG))
-    whole = forward_s(plan, CostModel(SHAPE, EXACT))
-    quarter = forward_s(plan, CostModel(SHAPE, EXACT, Training(tp_size=4)))
-    # by hand: 3/4 of 32,768 x 4,096 bf16 values, 201,326,592 bytes, are 671.089 us at 300 GB/s;
-    # with 20 us of latency, 4 times in 32 layers
-    gathers = 0.088459346
-    assert quarter == pytest.approx(whole / 4 + gathers)
-
-
-def test_tensor_parallelism_over_two_nodes_shares_their_adapters():
-    """A ring crosses a node's edge once: each of its four devices carries a quarter."""
-    plan, links = one_chunk(Slice(0, 0, LONG)), A100.links
-    far = replace(
-        links, devices_per_node=4, between_nodes=replace(links.between_nodes, bytes_per_s=5e9)
-    )
-    seconds = [
-        forward_s(plan, CostModel(SHAPE, replace(EXACT, links=own), Training(tp_size=8)))
-        for own in (links, far)
-    ]
-    moved = 4 * 32 * LONG * 4096 * 2 * 7 / 8
-    latency = 4 * 32 * (far.between_nodes.latency_s - links.within_node.latency_s)
-    slower = moved / 20e9 - moved / 300e9
-    assert seconds[1] - seconds[0] == pytest.approx(slower + latency)
 
 
 def test_messages_of_neighbours_and_of_other_nodes():
@@ -311,7 +286,7 @@ def test_copies_hide_behind_computation_until_they_are_longer():
 def test_a_rebuild_of_one_layer_costs_a_projection():
     plan = plan_fpdt([65_536], num_layers=32, chunk_size=8192)
     costs = CostModel(SHAPE, EXACT).costs(plan)
-    seconds = 2 * SHAPE.mixers[0].before_kv * 8192 / (0.5 * 312e12)
+    seconds = 2 * SHAPE.layers[0].before_kv * 8192 / (0.5 * 312e12)
     assert costs.compute_s(RebuildKV(3, 0), 0) == pytest.approx(seconds)
     # of taller stages all layers but the last attend, unless their attention is remembered
     taller = {
@@ -330,7 +305,7 @@ def test_a_rebuild_of_one_layer_costs_a_projection():
 
 def test_windowed_layers_attend_and_load_less():
     gemma = model_shape("Llama-3-8B")
-    windowed = replace(gemma, windows=(1024,) * 32)
+    windowed = with_windows(gemma, (1024,) * 32)
     plan = plan_chunkflow((32 * 1024,), ChunkOptions(size=4096, keep="kv"), stages=(32,))
     full = time_actions(plan, CostModel(gemma, A100).costs(plan)).duration_s
     assert time_actions(plan, CostModel(windowed, A100).costs(plan)).duration_s < 0.8 * full
@@ -342,7 +317,7 @@ def test_windowed_layers_attend_and_load_less():
 
 
 def test_simulated_timeline_has_seconds_and_bytes():
-    model = CostModel(SHAPE, A100, Training(zero_stage=1, tp_size=4))
+    model = CostModel(SHAPE, A100, Training(zero_stage=1))
     plan = plan_chunkflow((60_000, 9_000, 500, 300), ChunkOptions(size=8192), stages=(8,) * 4)
     in_use = [model.memory().peak_bytes_of_actions(plan, rank) for rank in range(len(plan.actions))]
     timeline = simulate(plan, model.costs(plan), device_bytes=in_use)
@@ -364,16 +339,3 @@ def test_adapters_are_recomputed_with_their_layers():
     again = [lora.costs(plan).compute_s(Backward(0, 0), 0) for plan in (plain, whole)]
     assert again[1] - again[0] == pytest.approx(forward_s(plain, lora))
     assert forward_s(plain, lora) > forward_s(plain, CostModel(SHAPE, A100))
-
-
-def test_tensor_parallel_layers_communicate_where_their_attention_is_known():
-    model = CostModel(SHAPE, replace(A100, layer_launch_s=0.0), Training(tp_size=8))
-    slow = replace(A100.links, within_node=Link(2e-5, 300e6))
-    slower = replace(model, hardware=replace(model.hardware, links=slow))
-    options = ChunkOptions(size=4096, num_retained=1, keep="attention")
-    plan = plan_chunkflow((3 * 4096,), options, stages=(32,))
-    recompute = next(a for a in plan.actions[0] if isinstance(a, Recompute))
-    # per layer two all-gathers and two reduce-scatters of hidden states, 7/8 of them moved
-    moved = 32 * 4 * 4096 * SHAPE.hidden_size * 2 * 7 / 8
-    more = slower.costs(plan).compute_s(recompute, 0) - model.costs(plan).compute_s(recompute, 0)
-    assert more == pytest.approx(moved * (1 / 300e6 - 1 / 300e9))

@@ -6,14 +6,14 @@ from math import inf
 import pytest
 
 from furlong.cost.machine import Efficiency, hardware
-from furlong.cost.memory import eager
+from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, optimizer_s
 from furlong.cost.seconds import attended_keys, chunk_table
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Lora, Training
-from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.models.describe import describe
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recompute, Slice, Tiers
 
-SHAPE = ModelShape.from_config({
+SHAPE = describe({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 160, "vocab_size": 500,
 })  # fmt: skip
@@ -69,9 +69,8 @@ def test_launches_add_to_work_or_hide_it():
 
 def test_kernels_pass_what_graphs_save_and_logits():
     found = seconds(activation_bytes_per_s=1.0)
-    saved = eager(SHAPE, 4)
-    layer = saved.layer_bytes(SHAPE, 0, 4)
-    logits = saved.logit_bytes * SHAPE.vocab_size
+    cell = stage_bytes(SHAPE, (3,), 0, Training.in_dtype("float32"))
+    layer, logits = cell.graph_layers[0], cell.logit * SHAPE.vocab_size
     assert found[GRAPH] == pytest.approx(60 * 3 * layer)
     assert found[AGAIN] == pytest.approx(40 * 3 * layer)
     assert found[BACK] == pytest.approx(60 * (6 * layer + logits))
@@ -105,7 +104,7 @@ def test_the_optimizers_step():
 
     assert on(4) == on(replicas=4) == 1
     assert on(4, zero_stage=1) == on(2, zero_stage=3, replicas=2) == on(replicas=4, zero_stage=2)
-    assert on(4, zero_stage=1) == 0.25 and on(tp_size=2, zero_stage=3) == 0.5
+    assert on(4, zero_stage=1) == 0.25
     adapters = Lora(rank=1)
     own = sum(adapters.layer_parameters(SHAPE, layer) for layer in range(3))
     assert on(lora=adapters) * whole == pytest.approx(own / 2e6)
@@ -127,7 +126,7 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 160,
         "mlp_only_layers": [1],
     }  # fmt: skip
-    shape = ModelShape.from_config(config)
+    shape = describe(config)
     spec = replace(NOTHING, peak_flops_per_s=1.0, linear=Efficiency(1.0, 7.0))
     plan = ChunkPlan(
         (num_tokens,), (Chunk((Slice(0, 0, num_tokens),)),), (2, 1),
@@ -138,11 +137,30 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         model = CostModel(replace(shape, **changes), spec, Training.in_dtype("float32"))
         return [model.costs(plan).compute_s(action, 0) for action in plan.actions[0]]
 
-    dense = tuple(replace(mlp, num_experts=mlp.num_active) for mlp in shape.mlps)
-    expert, router = 2 * 3 * 64 * 32, 2 * 64 * 14 * (num_tokens + 7)
+    dense = tuple(replace(layer, num_experts=layer.num_active) for layer in shape.layers)
+    expert = 2 * 3 * 64 * 32
     visited = 16 * (1 - (1 - 2 / 16) ** num_tokens) - 2
-    once = 7 * expert * visited + router
+    once = 7 * expert * visited
     first, last, back_last, back_first = (
-        own - other for own, other in zip(times(), times(mlps=dense), strict=True)
+        own - other for own, other in zip(times(), times(layers=dense), strict=True)
     )
     assert [first, last, back_last, back_first] == pytest.approx([once, once, 2 * once, 2 * once])
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_seconds_without_a_plan_are_those_of_a_plan(kv):
+    """Of every cell of a pipeline on groups of two, layers recomputed, weights gathered."""
+    stages, again = (2, 1), (1, 0)
+    model = CostModel(SHAPE, hardware("A100-80"), Training(zero_stage=3))
+    pieces = (Slice(0, 0, 500, Place(0, 2)), Slice(0, 500, 700, Place(0, 2)))
+    chunks = tuple(Chunk((piece,)) for piece in pieces)
+    cells = [
+        tuple(a for c in (0, 1) for a in (Forward(c, s, "all", again[s]), Backward(c, s)))
+        for s in (0, 1)
+    ]
+    plan = ChunkPlan((700,), chunks, stages, tuple(cells), Tiers(kv=kv), sp_size=2)
+    costs = model.costs(plan)
+    found = model.cell_seconds(chunks, stages, sp_size=2, kv=kv, recompute_layers=again)
+    for rank, own in enumerate(cells):
+        expected = [costs.compute_s(action, rank) for action in own]
+        assert found[rank].ravel().tolist() == pytest.approx(expected)

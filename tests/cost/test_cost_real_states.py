@@ -8,9 +8,9 @@ import furlong
 from furlong.cost.machine import hardware
 from furlong.cost.memory import PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.kv.states import StateStore
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 
@@ -54,7 +54,7 @@ def test_the_walk_counts_what_the_store_holds(family, keep, order, monkeypatch):
     for _ in range(2):  # the first time the self-check runs, too
         CountedStore.peak_bytes = 0
         furlong.forward_backward(model, batch, options, max_seq_len=NUM_TOKENS)
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = describe(model.config)
     cost = CostModel(shape, hardware("H100"), Training.in_dtype("float32"))
     plan = plan_on_device((NUM_TOKENS,), options, num_layers=shape.num_layers)
     counted = cost.memory().curve(plan, 0).device[:, PARTS.index("states")].max()

@@ -4,11 +4,12 @@ the arena and in the pool at its peak."""
 from dataclasses import replace
 
 import pytest
+from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.memory import KINDS, PARTS, PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.liveness import kv_frees
 from furlong.plan.passes import passes
 from furlong.plan.plan import Reduce, Tiers, piece_lens
@@ -105,9 +106,9 @@ def compare(plan, windows):
 
     tier = plan.tiers.kv
     num_layers = len(windows)
-    shape = ModelShape.from_config(CONFIG | {"num_hidden_layers": num_layers})
+    shape = describe(CONFIG | {"num_hidden_layers": num_layers})
     memory = PlanMemory(
-        replace(shape, windows=windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
+        with_windows(shape, windows), Training.in_dtype("float32"), 10**15, device_type="cpu"
     )
     curve, traffic = memory.walk(plan, 0)
     driven = Driven(plan, windows, HostPool)

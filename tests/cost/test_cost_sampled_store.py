@@ -4,11 +4,12 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 
 from furlong.cost.memory import KINDS, PARTS, PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import Backward
 from furlong.plan.text import format_action
 from furlong.planners.options import ChunkOptions
@@ -22,7 +23,7 @@ CONFIG = {
 
 
 def memory(window: int | None) -> PlanMemory:
-    shape = replace(ModelShape.from_config(CONFIG), windows=(window,))
+    shape = with_windows(describe(CONFIG), (window,))
     return PlanMemory(shape, Training.in_dtype("float32"), 10**15, device_type="cpu")
 
 

@@ -6,9 +6,9 @@ from helpers.hybrids import HYBRIDS
 from furlong.cost.machine import hardware
 from furlong.cost.memory import KINDS, PARTS
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import PlanError
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import Forward
 from furlong.plan.text import format_action
@@ -20,7 +20,7 @@ CONFIG = {
     **HYBRIDS["qwen3_next"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,
     "num_hidden_layers": 4,
 }  # fmt: skip
-SHAPE = ModelShape.from_config(CONFIG)
+SHAPE = describe(CONFIG)
 STATE = 3 * (4 * 4 * 16 * 16 + 4 * 128 * 4)
 """Bytes of three layers' states in float32: 4 heads of 16 x 16, 4 columns of 128 channels."""
 MODEL = CostModel(SHAPE, hardware("H100"), Training.in_dtype("float32"))
@@ -104,7 +104,7 @@ def test_no_walk_needs_less_than_the_bound(keep, tier):
 
 def test_the_time_of_recurrent_layers_is_linear_in_tokens():
     config = {**HYBRIDS["mamba2"], "model_type": "mamba2", "conv_kernel": 4, "expand": 2}
-    model = CostModel(ModelShape.from_config(config), hardware("H100"))
+    model = CostModel(describe(config), hardware("H100"))
     seconds = []
     for length in (2**16, 2**17, 2**17 + 2**16):
         options = ChunkOptions(size=2**14, keep="kv", num_retained=0)

@@ -4,8 +4,9 @@ import pytest
 from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.memory import PARTS, PlanMemory
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.planners.orders import stage_heights
 
 NARROW, WIDE = Training(kv_gradient_bytes=2), Training()
@@ -34,7 +35,7 @@ def kept_bytes(shape, training, height):
 @pytest.mark.parametrize("training", [NARROW, WIDE], ids=["16-bit", "float32"])
 def test_the_walk_grows_by_as_much(height, training):
     """A longer sequence needs so many more bytes per token, but for what is alive elsewhere."""
-    tiny = ModelShape.from_config({
+    tiny = describe({
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90,
     })  # fmt: skip

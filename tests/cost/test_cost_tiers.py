@@ -4,12 +4,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from helpers.shapes import with_windows
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
 
 from furlong.cost.memory import KINDS, PARTS, PlanMemory, stage_bytes
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan, Tiers
 from furlong.plan.segments import NUM_HOT, StoredTokens, segment_tokens
 from furlong.plan.text import format_action, parse_action, parse_chunk
@@ -17,7 +18,7 @@ from furlong.planners.options import ChunkOptions
 
 MIB = 2**20
 # the benchmarks' own model: 8 layers of 384, 6 heads of 64, 2 of keys and values
-SHAPE = ModelShape.from_config({
+SHAPE = describe({
     "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096,
 })  # fmt: skip
@@ -156,7 +157,7 @@ def test_kept_graphs_in_a_lower_tier():
 @pytest.mark.parametrize(("length", "chunk"), [(LENGTH, CHUNK), (9000, 300), (20_000, 6000)])
 def test_kv_by_the_formulas_of_the_store(window, length, chunk):
     """K_i and G_i bytes of segment i, which ends at e_i; S_p stored tokens before piece p."""
-    shape = replace(SHAPE, windows=(window,))
+    shape = with_windows(SHAPE, (window,))
     memory = PlanMemory(shape, FLOAT32, 10**15, device_type="cpu")
     options = ChunkOptions(size=chunk, num_retained=0, keep="kv")
     plan = plan_chunkflow([length], options, stages=(1,))
@@ -240,7 +241,7 @@ def test_where_some_chunks_get_no_backward_all_bytes_come_back(drawn, window):
         (6 * 2048,), tuple(parse_chunk(f"0:{2048 * c}-{2048 * (c + 1)}") for c in range(6)), (8,),
         (tuple(map(parse_action, texts)),), tiers=Tiers(kv="disk"), sampled=True,
     )  # fmt: skip
-    memory = replace(MEMORY, shape=replace(SHAPE, windows=(window,) * 8))
+    memory = replace(MEMORY, shape=with_windows(SHAPE, (window,) * 8))
     traffic, disk = memory.traffic(plan, 0), memory.curve(plan, 0).disk
     gradients = KINDS.index("kv_gradients")
     assert (disk >= 0).all()

@@ -11,11 +11,12 @@ from distributed.layout_cases import Case
 from distributed.random_planners import MAY_FREEZE, PLANNERS, SIZE, Setting
 from helpers.decks import Deck
 from helpers.tiny_families import config_of
+from papers.published.in_step import join_in_step
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
 from furlong.plan.rows import rows_of
@@ -107,7 +108,7 @@ def _drawn(number: int, sizes: Sizes, decks: Mapping[str, Deck[Any]], draw: Rand
     fields["frozen_layers"] = heights[0] * ("frozen_layers" in fields)
     config = config_of(fields.get("family", "llama"), **fields["settings"])
     may_freeze = planner in MAY_FREEZE and pp > 1 and model == "frozen"
-    shape = ModelShape.from_config(config.to_dict())
+    shape = describe(config)
     setting = Setting(sp, heights, shape, int(may_freeze), draw.choice((1, 2)), draw)
     tier = decks["tier"].take()
     plan = _plan(planner, batch, dp, setting)
@@ -144,8 +145,10 @@ def _plan(planner: str, batch: str, dp: int, setting: Setting) -> ChunkPlan:
     for plan in plans:
         ids.append(range(first, first + len(plan.seq_lens)))
         first += len(plan.seq_lens)
-    zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
-    return join_replicas(plans, ids, lens_of_all, zero_3 if planner == "ZeRO-3" else None)
+    if planner == "ZeRO-3":
+        zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
+        return join_in_step(plans, ids, lens_of_all, zero_3)
+    return join_replicas(plans, ids, lens_of_all)
 
 
 def _idle(like: ChunkPlan, setting: Setting) -> ChunkPlan:

@@ -17,13 +17,14 @@ from helpers.gradients import (
     worst_relative_error,
 )
 from helpers.tiny_families import build
+from papers.published.in_step import join_in_step
 from torch import Tensor, nn
 
 import furlong
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
 from furlong.runtime.parallel.ranks import make_ranks
@@ -101,11 +102,13 @@ class Step:
             for own in self.lens
         ]
         ids = [self.ids(replica) for replica in range(len(plans))]
-        return join_replicas(plans, ids, self.seq_lens, cost_of(model) if self.regathers else None)
+        if self.regathers:
+            return join_in_step(plans, ids, self.seq_lens, cost_of(model))
+        return join_replicas(plans, ids, self.seq_lens)
 
 
 def cost_of(model: Any) -> CostModel:
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = describe(model.config)
     return CostModel(shape, hardware("A100-80"), Training(zero_stage=3))
 
 

@@ -14,8 +14,8 @@ from helpers.tiny_families import build, config_of
 import furlong
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
+from furlong.models.describe import describe
 from furlong.models.held import hold, stand_ins
 from furlong.runtime.parallel.ranks import make_ranks
 
@@ -35,7 +35,7 @@ def measured(
     if ranks.pp > 1:
         hold(model, stand_ins(model, range(2 * ranks.stage, 2 * ranks.stage + 2)))
     engine = furlong.Engine(model, ranks=ranks)
-    shape = ModelShape.from_config(config_of("llama", **SETTINGS).to_dict())
+    shape = describe(config_of("llama", **SETTINGS))
     training = replace(Training.in_dtype("float32"), zero_stage=1, gathers=True)
     memory = CostModel(shape, hardware("A100-80"), training).memory()
     found = []

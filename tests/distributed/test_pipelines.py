@@ -13,7 +13,7 @@ from helpers.tiny_families import config_of
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
+from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import group_chunks, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
@@ -49,7 +49,7 @@ def in_a_row(lens: Sequence[int], stages: tuple[int, ...], cuts: list[int]) -> C
 
 def infinipipe(lens: Sequence[int]) -> ChunkPlan:
     """InfiniPipe's own plan of two stages where memory is short: it cuts, parts and recomputes."""
-    model = CostModel(ModelShape.from_config(config_of("llama").to_dict()), hardware("A100-80"))
+    model = CostModel(describe(config_of("llama")), hardware("A100-80"))
     found = plan_infinipipe(lens, model, num_stages=2, stages=TWO, budget_bytes=395_000)
     assert found.num_slices > 2 and found.recomputed_layers and len(found.pipelines) == 2
     return found.plan

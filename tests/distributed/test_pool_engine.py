@@ -15,11 +15,12 @@ import furlong
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
+from furlong.models.describe import describe
 from furlong.plan.plan import Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import group_chunks, shard, shard_long
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
 from furlong.runtime.parallel.ranks import make_ranks
 
 BOUND = 1e-10
@@ -35,7 +36,7 @@ LENS = (23, 4, 2, 17)
 
 
 def shape_of(family: str = "llama") -> ModelShape:
-    return ModelShape.from_config(config_of(family).to_dict())
+    return describe(config_of(family))
 
 
 def sharded(

@@ -20,6 +20,7 @@ import torch
 from fake_gpu import Card, FakeGPU, build
 
 import furlong
+from furlong.models.describe import describe
 from furlong.runtime.executor import Executor
 from furlong.values import log_prob
 
@@ -102,7 +103,6 @@ def staging_of(
     """Bytes of the host tier's buffers on the device: those that are there, the most that they may
     become, and those that the cost model counts of them in the first action, which reads none."""
     from furlong.cost.memory import PlanMemory
-    from furlong.cost.shape import ModelShape
     from furlong.cost.training import Training
     from furlong.planners.orders import plan_on_device
 
@@ -111,7 +111,7 @@ def staging_of(
             return 0.0
 
     plan = plan_on_device(lens, options, num_layers=config.num_hidden_layers)
-    rules = ModelShape.from_config(config.to_dict()), Training.in_dtype("bfloat16"), 10**15
+    rules = describe(config), Training.in_dtype("bfloat16"), 10**15
     counted, without = (
         kind(*rules).curve(plan, 0).device_bytes[0] for kind in (PlanMemory, Without)
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import Computing, CostModel
-from furlong.cost.shape import ModelShape
+from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import (
     Action,
@@ -33,7 +33,7 @@ _SMALL = {
 
 
 def small_cost_model() -> CostModel:
-    return CostModel(ModelShape.from_config(_SMALL), hardware("A100-80"))
+    return CostModel(describe(_SMALL), hardware("A100-80"))
 
 
 def random_groups(random: Random) -> tuple[list[int], list[list[Chunk]]]:

@@ -15,6 +15,7 @@ from papers.published.catalogue import (
     chunkflow,
     combined,
 )
+from papers.published.chunks import deal_sequences
 from papers.published.dials import Dials
 from papers.published.problem import Problem
 from papers.published.replicas import ReplicaPlans
@@ -31,7 +32,6 @@ from furlong.plan.check import check
 from furlong.plan.plan import Layout
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import DoesNotFitError, advice, fit
-from furlong.planners.chunks import deal_sequences
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders import join_replicas
 from furlong.simulate.clock import time_actions

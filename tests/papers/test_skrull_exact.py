@@ -10,7 +10,7 @@ from papers.skrull_exact import SkrullProblem, solve_skrull, step_s
 
 from furlong.errors import DataError
 from furlong.plan.plan import Place
-from furlong.planners.methods.skrull import MicroBatch, schedule_skrull
+from furlong.planners.skrull import MicroBatch, schedule_skrull
 
 # communication of one token is worth a few tokens' computation; below 40 tokens a fixed time
 FIT = skrull.TimeFit(

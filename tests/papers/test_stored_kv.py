@@ -2,8 +2,8 @@
 
 import pytest
 from papers.chunkflow import chunkflow_plan
+from papers.fused import OtherMemory
 
-from furlong.cost.memory import PlanMemory
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 
@@ -13,8 +13,8 @@ K = 1024
 @pytest.mark.parametrize(("parts", "gib"), [(("kv",), 3.0625), (("kv", "kv_gradients"), 6.125)])
 def test_224k_tokens_more_of_context(parts, gib):
     """28 layers of two times 512 bf16 values, on four devices: 14,336 bytes a token."""
-    shape, training = model_shape("Qwen2.5-7B"), Training(tp_size=4, kv_gradient_bytes=2)
-    memory = PlanMemory(shape, training, 0)
+    shape, training = model_shape("Qwen2.5-7B"), Training(kv_gradient_bytes=2)
+    memory = OtherMemory(shape, training, 0, tp_size=4)
 
     def held(context):
         plan = chunkflow_plan((context,), 4 * K, 1, (shape.num_layers,))

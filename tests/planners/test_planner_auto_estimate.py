@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from furlong.cost.machine import Link, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
+from furlong.models.describe import describe
 from furlong.planners.candidates import ByteBound, TimeEstimate
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
@@ -22,18 +23,18 @@ SMALL = {
 }  # fmt: skip
 WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 600}
 MODELS = {
-    "small": CostModel(ModelShape.from_config(SMALL), hardware("H100")),
-    "windowed": CostModel(ModelShape.from_config(WINDOWED), hardware("H100")),
+    "small": CostModel(describe(SMALL), hardware("H100")),
+    "windowed": CostModel(describe(WINDOWED), hardware("H100")),
     "cpu": CostModel(
-        ModelShape.from_config(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
+        describe(SMALL), this_cpu(measured=False), Training.in_dtype("float32")
     ),
-    "cpu, bfloat16": CostModel(ModelShape.from_config(SMALL), this_cpu(measured=False)),
+    "cpu, bfloat16": CostModel(describe(SMALL), this_cpu(measured=False)),
     "lora": CostModel(
         model_shape("Qwen2.5-0.5B"), hardware("A100-80"),
         Training(lora=Lora(8, attention=True, mlp=True)),
     ),
     "one layer": CostModel(
-        ModelShape.from_config(SMALL | {"num_hidden_layers": 1}), hardware("H100")
+        describe(SMALL | {"num_hidden_layers": 1}), hardware("H100")
     ),
 }  # fmt: skip
 tier = st.sampled_from(("device", "host", "disk"))

@@ -1,9 +1,9 @@
 """Sequences dealt to replicas: nothing lost, nobody idle, slowest replica near the best."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
+from helpers.shapes import with_windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +45,7 @@ def test_known_deals():
 def test_work_counts_attention():
     shape = model_shape("Qwen2.5-0.5B")
     lens = [32768, *[4096] * 8]
-    matrices = 24 * shape.layer_active_parameters(0) + shape.embedding_parameters
+    matrices = 24 * shape.layers[0].matrices + shape.embedding_parameters
     scores = 2 * 24 * shape.q_size  # two products; of n^2 pairs a mask leaves half and the diagonal
     expected = [2 * matrices * n + scores * n * (n + 1) for n in lens]
     assert sequence_work(lens, shape) == expected
@@ -58,7 +58,7 @@ def test_work_counts_attention():
 
 def test_windows_bound_the_work():
     shape = model_shape("Qwen2.5-0.5B")
-    windowed = replace(shape, windows=(1024,) * 12 + (None,) * 12)
+    windowed = with_windows(shape, (1024,) * 12 + (None,) * 12)
     unseen = sum(range(32768 - 1024 + 1))
     saved = sequence_work([32768], shape)[0] - sequence_work([32768], windowed)[0]
     assert saved == 12 * 4 * shape.q_size * unseen

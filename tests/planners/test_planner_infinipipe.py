@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import DataError
+from furlong.models.describe import describe
 from furlong.plan.plan import ON_DEVICE, Forward, Tiers
 from furlong.plan.text import load_plan, parse_chunk, save_plan
 from furlong.planners.budget import DoesNotFitError
@@ -37,7 +38,7 @@ WINDOWED = SMALL | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}
 
 def small_model(config=SMALL, **training):
     return CostModel(
-        ModelShape.from_config(config),
+        describe(config),
         hardware("A100-80"),
         Training(**training),
     )

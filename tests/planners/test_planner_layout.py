@@ -87,7 +87,7 @@ def test_equal_layers_make_equal_stages_but_for_the_head():
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_no_cut_has_a_faster_slowest_stage(num_stages):
     shape = model_shape("Qwen2.5-0.5B")
-    work = [2.0 * shape.layer_active_parameters(i) for i in range(shape.num_layers)]
+    work = [2.0 * shape.layers[i].matrices for i in range(shape.num_layers)]
     work[-1] += 2.0 * shape.embedding_parameters
 
     def slowest(stops):

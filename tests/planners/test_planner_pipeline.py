@@ -8,12 +8,13 @@ from helpers.nightly import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.chunks import packed_groups, padded_groups
 
-from furlong.errors import DataError, PlanError
+from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
 from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
-from furlong.planners.chunks import longest_first, packed_groups, padded_groups, whole_groups
+from furlong.planners.chunks import longest_first, whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate
@@ -183,21 +184,6 @@ def most_graphs(plan):
             held -= isinstance(action, Backward)
         most.append(highest)
     return most
-
-
-@pytest.mark.parametrize(
-    ("lens", "buffered", "batched"), [((1, 4, 1, 2), 55, 57), ((4, 2, 1, 1), 56, 56)]
-)
-def test_batched_pairs_change_the_makespan(lens, buffered, batched):
-    plan = plan_1f1b(*in_order(lens), stages=FOUR)
-    assert step(plan)[0] == buffered
-    assert step(plan, p2p="batched")[0] == batched
-
-
-def test_blocking_messages_deadlock_already_in_plain_1f1b():
-    plan = plan_1f1b(*in_order((4, 2, 1, 1)), stages=FOUR)
-    with pytest.raises(PlanError, match="no rank waits for ever, with blocking messages"):
-        step(plan, p2p="blocking")
 
 
 def random_instances(number, seed=0):

@@ -8,24 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.places_bound import lower_bound_s
+from papers.published.flexsp import plan_flexsp
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
+from furlong.models.describe import describe
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import fit
 from furlong.planners.chunks import peak_bytes
-from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.places.division import Division, Spot
-from furlong.planners.places.emit import plan_of
-from furlong.planners.places.exact import fastest_spots
-from furlong.planners.places.plan import plan_places
-from furlong.planners.places.rates import PoolBatch
-from furlong.planners.places.setting import settings as settings_of
+from furlong.planners.places import Division, PoolBatch, Spot, fastest_spots, plan_of, plan_places
+from furlong.planners.places import settings as settings_of
 from furlong.simulate.clock import time_actions
 
 K = 1024
@@ -121,7 +118,7 @@ def small(num_heads):
         "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "vocab_size": 32000,
         "num_attention_heads": num_heads, "intermediate_size": 4096,
     }  # fmt: skip
-    return CostModel(ModelShape.from_config(config), hardware("A100-80"), Training(zero_stage=3))
+    return CostModel(describe(config), hardware("A100-80"), Training(zero_stage=3))
 
 
 def optimum_s(batch, found, most):

@@ -25,13 +25,13 @@ from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Place, Reduce
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.chunks import sequence_work
-from furlong.planners.methods.skrull import (
+from furlong.planners.places import TOKENS, PoolBatch, Rates
+from furlong.planners.skrull import (
     chunk_of,
     faster_places,
     micro_batch_groups,
     schedule_skrull,
 )
-from furlong.planners.places.rates import TOKENS, PoolBatch, Rates
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=2))

@@ -53,13 +53,12 @@ def test_a_budget_that_is_too_small_is_refused_before_the_run(tiny_run, tmp_path
 def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
     tiny_run, tmp_path, capsys, monkeypatch
 ):
-    from furlong.cost.shape import ModelShape
     from furlong.errors import ConfigError
 
     def refuse(*_):
         raise ConfigError(given="no hidden_size", required="one", source="here", change="that")
 
-    monkeypatch.setattr(ModelShape, "from_config", refuse)
+    monkeypatch.setattr("furlong.train.setup.decide.describe", refuse)
     out = tmp_path / "out"
     assert main(tiny_run.arguments(out, *ENDLESS, "--chunks.size=auto")) == 0
     printed = capsys.readouterr().out

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import furlong
 from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
+from furlong.models.describe import describe
 from furlong.planners.candidates import KEEPS
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.pairs import needs_beside_state
@@ -51,7 +51,7 @@ def test_another_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_as_much_is_kept_as_the_budget_allows() -> None:
     model = build("llama")
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = describe(model.config)
     memory = PlanMemory(shape, Training.in_dtype("float64"), 0, device_type="cpu")
     middle = plan_two_phases(LENS, furlong.ChunkOptions(size=8, keep="kv"), num_layers=3)
     room_of_kv = 1 + needs_beside_state(middle, memory).device_bytes * 10 // 9  # a tenth stays free
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_counted_keeps_kv(monkeypatch: pytest.MonkeyPatch
     def refuse(config: Any) -> Any:
         raise ConfigError(given="a config", required="sizes", source="a test", change="nothing")
 
-    monkeypatch.setattr(keep_module.ModelShape, "from_config", refuse)
+    monkeypatch.setattr(keep_module, "describe", refuse)
     engine = furlong.Engine(build("llama"))
     kv = between_the_phases(engine, furlong.ChunkOptions(size=8, keep="kv"))
     assert between_the_phases(engine, AUTO) == kv > 0

@@ -10,19 +10,8 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.chunks import (
-    Groups,
-    group_chunks,
-    packed_groups,
-    padded_groups,
-    shard,
-    shard_long,
-    sliced_groups,
-)
+from furlong.planners.chunks import Groups, group_chunks, shard, shard_long, sliced_groups
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
-from furlong.planners.methods.flexsp import plan_flexsp
-from furlong.planners.methods.hybrid_cp import plan_hybrid_cp
-from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     assemble,
@@ -32,9 +21,13 @@ from furlong.planners.orders import (
     state_aware_lists,
     token_level_lists,
 )
-from furlong.planners.places.plan import plan_places
+from furlong.planners.places import plan_places
+from furlong.planners.skrull import micro_batch_groups
+from papers.published.chunks import packed_groups, padded_groups
 from papers.published.dials import Cut, Dials
+from papers.published.flexsp import plan_flexsp
 from papers.published.group_order import choose_order
+from papers.published.hybrid_cp import plan_hybrid_cp
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,
@@ -206,5 +199,5 @@ def _slowest_first(
 def _quadratic_share(model: CostModel) -> float:
     """FLOPs of attention per squared token over the others per token, of all layers."""
     shape, layers = model.shape, range(model.shape.num_layers)
-    keys = sum(mixer.key_flops for mixer in shape.mixers)
+    keys = sum(layer.key_flops for layer in shape.layers)
     return keys / 2 / sum(shape.layer_flops(layer) for layer in layers)

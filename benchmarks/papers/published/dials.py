@@ -12,9 +12,9 @@ from typing import Literal
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Keep, Layout, Tier
-from furlong.planners.chunks import Balance
 from furlong.planners.infinipipe import Mode
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
+from papers.published.chunks import Balance
 from papers.published.group_order import GroupOrder
 
 Cut = Literal[

@@ -20,7 +20,7 @@ def pool_dials(problem: Problem, methods: Collection[Method]) -> Iterator[Dials]
     and sequence parallelism are one, so that neither may have a size of its own. Pools of
     fewer devices may have more sizes of places: 12 have four, 13 have two."""
     given = (problem.dp, problem.sp, problem.pp)
-    groups = problem.num_devices // problem.model.training.tp_size
+    groups = problem.num_devices
     if problem.model.shape.is_recurrent:
         return  # a state is on one device
     for layout in (Layout(sp=number) for number in round_numbers(groups)):

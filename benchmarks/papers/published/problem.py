@@ -48,7 +48,7 @@ class Problem:
 
     def num_idle(self, layout: Layout) -> int:
         """Devices that a layout leaves out."""
-        return self.num_devices - layout.num_devices * self.model.training.tp_size
+        return self.num_devices - layout.num_devices
 
     @property
     def limit_bytes(self) -> int:

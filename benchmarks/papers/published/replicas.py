@@ -12,20 +12,14 @@ from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.budget import fit
-from furlong.planners.chunks import (
-    Balance,
-    by_cost,
-    by_speed,
-    deal_sequences,
-    fitting_tokens,
-    sequence_work,
-)
-from furlong.planners.orders import join_replicas
-from furlong.planners.places.rates import PoolBatch, Rates
+from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
+from furlong.planners.places import PoolBatch, Rates
 from furlong.simulate.clock import time_actions
 from papers.published.bounds import least_s
 from papers.published.build import build, groups_of, replica_model
+from papers.published.chunks import Balance, by_speed, deal_sequences
 from papers.published.dials import Dials, Ladder
+from papers.published.in_step import join_in_step
 
 _MOST_PLANS = 24
 """Plans of replicas that are made while they are dealt by the time of their plans, for each measure
@@ -109,7 +103,7 @@ class ReplicaPlans:
         """Seconds that its work takes at the hardware's best."""
         training, hardware = self._model.training, self._model.hardware
         passes = 2 if training.lora is not None else 3
-        devices = dials.layout.sp * dials.layout.pp * training.tp_size
+        devices = dials.layout.sp * dials.layout.pp
         best = max(e.best for e in (hardware.linear, hardware.attention_forward))
         most = max(sum(self._work[i] for i in own) for own in self._deal(dials))
         return passes * most / (devices * hardware.peak_flops_per_s * best)
@@ -185,7 +179,7 @@ class ReplicaPlans:
                 for own, one in zip(dealt, plans, strict=True)
                 for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
             }
-            plan = join_replicas(plans, dealt, [planned[i] for i in range(len(planned))], model)
+            plan = join_in_step(plans, dealt, [planned[i] for i in range(len(planned))], model)
         elif training.regathers and plan.sp_size > 1:
             plan = replace(plan, regathers=True)
         peak_bytes = fit(plan, model, self._limit_bytes)

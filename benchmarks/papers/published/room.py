@@ -9,8 +9,9 @@ from typing import Any
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Layout, Tier
-from furlong.planners.chunks import Balance, recompute_choices
+from furlong.planners.chunks import recompute_choices
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
+from papers.published.chunks import Balance
 from papers.published.dials import Dials, Ladder
 from papers.published.problem import Problem
 
@@ -121,7 +122,7 @@ def rooms_of(problem: Problem, *, least: int, below: int | None = None) -> Itera
     cuts: dict[int, tuple[int, ...]] = {}
     found = layouts(
         problem.num_devices, model.shape, dp=problem.dp, sp=problem.sp, pp=problem.pp,
-        tp_size=model.training.tp_size, idle=True, gathers=True,
+        idle=True, gathers=True,
     )  # fmt: skip
     larger = {layout for layout in found if model.shape.num_heads % layout.sp}
     for layout in found:

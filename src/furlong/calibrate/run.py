@@ -36,6 +36,7 @@ from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.families import SPECIAL_TOKENS
+from furlong.models.describe import describe
 from furlong.models.folders.build import build_model, read_config
 from furlong.models.folders.folder import check_folder
 from furlong.models.small.layers import cut_layers
@@ -186,8 +187,7 @@ def build(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, M
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         model = build_model(folder, init="random", dtype=dtype)
-        shape = ModelShape.from_file(folder)
-    return model.to(device), shape
+    return model.to(device), describe(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ def calibrate(
     """Measures `device` with models of the widths of a transformers config. Raises UserError for a
     model that cannot be trained or counted."""
     started_s = time.monotonic()
-    shape = _counted(config)
+    shape = describe(config)
     if shape.hidden_size < _NARROW:
         tell(
             f"a model {shape.hidden_size} wide: beside other work on this machine its launches may"
@@ -341,19 +341,6 @@ def calibrate(
         measured, models, spec, dtype, device,
         links=links, optimizer_parameters_per_s=rate, tell=tell, started_s=started_s,
     )  # fmt: skip
-
-
-def _counted(config: Any) -> ModelShape:
-    """Raises ConfigError for a model whose work and memory are not counted exactly."""
-    shape = ModelShape.from_config(config.to_dict())
-    if not shape.exact:
-        raise ConfigError(
-            given=f"model type {shape.family}",
-            required="a family whose work and memory are counted, such as llama, qwen3 or gemma3",
-            source="the model to calibrate with",
-            change="leave the model out: figures measured with another one serve it, too",
-        )
-    return shape
 
 
 def device_of(name: str) -> torch.device:

@@ -11,6 +11,7 @@ from furlong.cli.flag_types import MAX_BATCH, MAX_DEVICES, check_replaced, numbe
 
 if TYPE_CHECKING:
     from furlong.config.sources import RunFlags
+    from furlong.report.patience import Tell
 
 _USAGE = """\
 furlong plan RUN.yaml [FLAGS]
@@ -44,7 +45,10 @@ def run(arguments: Sequence[str]) -> int:
     if subject is None or is_run_file(subject):
         compares = flags.own.compare
         with patience("comparing methods" if compares else "searching for a plan") as tell:
-            (show.show_comparison if compares else show.show_search)(flags, tell)
+            if flags.own.smallest:
+                _show_smallest(flags, tell)
+            else:
+                (show.show_comparison if compares else show.show_search)(flags, tell)
         return 0
     for name in sorted(flags.names):
         if not name.startswith(_OF_A_PLAN):
@@ -58,6 +62,35 @@ def run(arguments: Sequence[str]) -> int:
     else:
         show.show_saved(subject, flags)
     return 0
+
+
+def _show_smallest(flags: RunFlags, tell: Tell) -> None:
+    """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
+    powers of two. Raises ConfigError where none does."""
+    from furlong.cli.planning import show
+    from furlong.cost.machine import KNOWN
+    from furlong.errors import UserError
+    from furlong.report.text import line
+
+    own, too_small, changes = flags.own, "", [{"devices": 2**n} for n in range(11)]
+    if own.hardware is None:
+        of_size: dict[int, str] = {}  # the slowest card of each
+        for name in sorted(KNOWN, key=lambda name: KNOWN[name].peak_flops_per_s):
+            of_size.setdefault(KNOWN[name].memory_bytes, name)
+        changes = [{"hardware": of_size[num_bytes]} for num_bytes in sorted(of_size)]
+    for changed in changes:
+        chosen = argparse.Namespace(**vars(own) | changed)
+        words = f"{chosen.devices or 1} x {chosen.hardware}"
+        tell(words + too_small)
+        try:
+            show.show_search(flags._replace(own=chosen), lambda _: None)
+        except UserError as error:
+            last, too_small = error, f"{too_small}{', ' if too_small else '; too small: '}{words}"
+        else:
+            if not own.json:
+                print(line("smallest", words + too_small))
+            return
+    raise refusal(f"{words}, the last of --smallest: {last.given}", last.required, last.change)
 
 
 def parse_flags(arguments: Sequence[str]) -> RunFlags:
@@ -89,6 +122,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
          " weights too (default: 1, as furlong train shards it; on one device 0)")
     flag("--no-calibration", action="store_true",
          help="predict with assumed figures, not with those that furlong calibrate has measured")
+    flag("--smallest", action="store_true",
+         help="find the smallest known card that holds the batch, or how many of --hardware do")
     flag = parser.add_argument_group("what comes out").add_argument
     flag("--compare", action="store_true",
          help="the same batch under every method, each with its best layout")
@@ -117,6 +152,12 @@ def _check_outputs(chosen: argparse.Namespace) -> None:
     if chosen.out is not None and chosen.out == chosen.trace:
         given = f"--out and --trace {chosen.out}"
         raise refusal(given, "two files: a plan and a trace", "give one of them another name")
+    if chosen.smallest and (chosen.compare or (chosen.hardware and chosen.devices)):
+        raise refusal(
+            f"--smallest with {'--compare' if chosen.compare else '--hardware and --devices'}",
+            "at most one of --hardware and --devices: the other is what is looked for",
+            "leave one of them out",
+        )
     if chosen.compare and (chosen.out or chosen.trace):
         raise refusal(
             f"--compare with {'--out' if chosen.out else '--trace'}",

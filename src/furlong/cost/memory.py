@@ -41,9 +41,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.cost.shape import ModelShape
-from furlong.cost.training import Lora, Training
-from furlong.families import family_of
+from furlong.cost.shape import ModelShape, of_dtype
+from furlong.cost.training import Training
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.plan import (
@@ -151,95 +150,6 @@ class MemoryCurve:
         return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Tensors that one layer saves, per token: how many there are of each width; e bytes an
-    element, 4 where it says float32."""
-
-    hidden: float
-    """Tensors of width D, from norms and residual stream."""
-    hidden_float32: float = 0.0
-    query: float = 2.0
-    """Tensors of width N H: q, and attention's output."""
-    kv: float = 1.0
-    """Tensors of width 2 K H: k and v."""
-    qk: float = 0.0
-    """Tensors of width N H + K H, from norms of q and k."""
-    qk_float32: float = 0.0
-    mlp: float = 4.0
-    """Tensors of width F."""
-    routed: float = 0.0
-    """Tensors of width D for every expert that the token visits."""
-    end_hidden: float = 0.0
-    """Tensors of width D: the final norm's, and the hidden states that the loss waits for."""
-    end_float32: float = 0.0
-    logit_bytes: float = 0.0
-    """Bytes of one logit at the peak of the loss, its gradient included."""
-
-    def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
-        """Bytes per token of one layer's graph."""
-        mlp, mixer = shape.mlps[layer], shape.mixers[layer]
-        routed = self.routed * (mlp.num_active if mlp.router else 0)
-        qk_size = mixer.query_size + mixer.kv_width // 2
-        narrow = (
-            (self.hidden + routed) * shape.hidden_size
-            + (self.query - 1) * mixer.query_size
-            + mixer.output_size
-            + self.kv * mixer.kv_width
-            + self.qk * qk_size
-            + self.mlp * mlp.active_width
-            + mixer.saved
-        )
-        wide = self.hidden_float32 * shape.hidden_size + self.qk_float32 * qk_size
-        wide += (shape.num_heads if mixer.attends else 0) + mixer.saved_float32
-        return element_bytes * narrow + _FLOAT32 * wide
-
-    def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
-        """Bytes per token behind the last layer."""
-        each = element_bytes * self.end_hidden + _FLOAT32 * self.end_float32
-        return each * shape.hidden_size
-
-
-# (float32 tensors, narrow ones) that a norm saves beside its output; float32 ones are copies that
-# exist only where the computation is narrower. A frozen weight needs no factor of its product.
-_NORM_SAVES = {"rms": (1, 1), "rms32": (2, 0), "layer": (0, 1), "layer32": (3, 0)}
-_FROZEN_NORM_SAVES = {"rms": (1, 0), "rms32": (1, 0), "layer": (0, 1), "layer32": (2, 0)}
-
-
-def eager(shape: ModelShape, element_bytes: int, lora: Lora | None = None) -> Activations:
-    """Saved tensors of transformers' own modules around chunk attention (the tests count on them).
-
-    Norms save their input, in float32 where they compute in it, the normalised input and, unless it
-    is only added, their output; attention q, k, v, its output; a gated MLP the outputs of gate,
-    activation and up, and their product. Under LoRA a matrix without adapter saves no input. Logits
-    exist for a tile: in compute dtype and in float32, with their log-softmax and both gradients.
-    """
-    family = family_of(shape.family)
-    in_float32, narrow = (_FROZEN_NORM_SAVES if lora else _NORM_SAVES)[family.norm]
-    if element_bytes >= _FLOAT32:  # nothing is copied: float32 tensors are the only ones
-        in_float32, narrow = 0, in_float32 + narrow
-    # Of the outputs of norms, or inputs of the residual stream, a matrix saves two at most.
-    outputs: float = min(family.num_norms, 2)
-    mlp = family.mlp_saves or (4 if family.gated else 2)
-    if lora is not None and not lora.mlp:
-        outputs, mlp = (outputs / 2 if lora.attention else 0), mlp - 1
-    has_qk_norm = family.qk_norm in ("head", "width")
-    wide, loss = element_bytes >= _FLOAT32, 3 * max(element_bytes, _FLOAT32)
-    return Activations(
-        hidden=family.num_norms * narrow + outputs,
-        hidden_float32=family.num_norms * in_float32,
-        query=3 if family.fused_qkv else 2,
-        kv=1.5 if family.fused_qkv else 1,
-        qk=narrow if has_qk_norm else 0,
-        qk_float32=in_float32 if has_qk_norm else 0,
-        mlp=mlp,
-        routed=2,
-        end_hidden=narrow + 1,
-        end_float32=in_float32,
-        logit_bytes=loss if wide else loss + 2 * element_bytes,
-    )
-
-
 TOKEN_BYTES = 24
 """Bytes of one token's id, position and label, int64 each."""
 _FLOAT32 = 4
@@ -306,26 +216,31 @@ def stage_bytes(
     training: Training,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's)."""
+    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's).
+
+    Graphs are those of transformers' own modules around chunk attention. Logits exist for a tile:
+    in compute dtype and in float32, with their log-softmax and both gradients.
+    """
     element = training.compute_bytes
-    saved = eager(shape, element, training.lora)
+    adapters = 0 if training.lora is None else training.lora.attention + 2 * training.lora.mlp
     first = sum(stages[:stage])
     layers = range(first, first + stages[stage])
     is_last = stage == len(stages) - 1
     hidden = element * shape.hidden_size
-    widest = max((shape.mlps[layer].active_width for layer in layers), default=0)
     wide = max(element, _FLOAT32)
     lse = wide * shape.num_heads
-    mixers = [shape.mixers[layer] for layer in layers]
-    scans = [mixer.saved + mixer.saved_float32 * _FLOAT32 / element for mixer in mixers]
+    own = [shape.layers[layer] for layer in layers]
+    widest = max((layer.width for layer in own), default=0)
+    scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     makes_one = is_last and training.lora is None
+    logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
-        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) for i in layers),
+        graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
         checkpointed=hidden,
         attention_layers=tuple(
-            element * mixer.output_size + lse if mixer.attends else 0.0 for mixer in mixers
+            element * layer.output_size + lse if layer.attends else 0.0 for layer in own
         ),
         working=3 * hidden + element * at_work,
         exchange=element * (2 * shape.q_size + 2 * shape.kv_size),
@@ -335,8 +250,8 @@ def stage_bytes(
         state=shape.state_bytes(layers, element),
         largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
         widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
-        ends=factor * saved.end_bytes(shape, element) if is_last else 0.0,
-        logit=saved.logit_bytes if is_last else 0.0,
+        ends=factor * of_dtype(shape.final_saved, element, adapters) if is_last else 0.0,
+        logit=logit if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element if makes_one else 0.0,
     )
 
@@ -379,7 +294,7 @@ NO_HEAP = Heap()
 def _largest_block(shape: ModelShape, training: Training, plan: ChunkPlan, rank: int) -> float:
     """Bytes of the largest block that comes and goes with the cells: activations, gradients of a
     matrix."""
-    widest = max(shape.hidden_size, shape.q_size, *(mlp.width for mlp in shape.mlps))
+    widest = max(shape.hidden_size, shape.q_size, *(n.width // n.num_active for n in shape.layers))
     tokens = [plan.chunks[a.chunk].num_tokens for a in plan.actions[rank] if isinstance(a, Forward)]
     largest = max(tokens, default=0) * widest * training.compute_bytes
     if training.lora is None and any(isinstance(a, Backward) for a in plan.actions[rank]):
@@ -1065,7 +980,7 @@ def stored_layers(
     share, first = shape.kv_share(first_piece.place.size), sum(plan.stages[:stage])
     layers: dict[int | None, list[int]] = {}
     for i in range(plan.stages[stage]):
-        if shape.mixers[first + i].attends:
+        if shape.layers[first + i].attends:
             layers.setdefault(shape.windows[first + i], []).append(i)
     lens, tree = piece_lens_of(plan, seq_id), plan.trees.get(seq_id)
     kv, found = cell.kv_layer * share, []

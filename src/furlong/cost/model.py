@@ -1,6 +1,6 @@
 """CostModel: seconds and bytes of a plan's actions, composed of shape, hardware and training.
 
-    model = CostModel(ModelShape.from_file("config.json"), hardware("H100"))
+    model = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"))
     costs = model.costs(plan)               # the simulator's ActionCosts
     check(plan, model.memory())             # the checker's Memory
 
@@ -208,8 +208,7 @@ class PlanCosts:
         dp = max(1, len(members.get(0, ())))  # the first stage of each replica is on one rank
         pp = len(plan.actions) // dp
         layout = Layout(dp, plan.sp_size, pp)
-        per_rank = plan.sp_size * training.tp_size
-        self._layout = Layout(dp * training.replicas, per_rank, pp)
+        self._layout = replace(layout, dp=dp * training.replicas)
         """That of all devices, those of replicas that the plan does not list among them."""
         shape, tile_tokens = model.shape, model.hardware.tile_tokens
         self._table = chunk_table(plan.chunks, shape, plan.sp_size, tile_tokens, plan.position)
@@ -220,6 +219,9 @@ class PlanCosts:
             )
             for stage in range(len(plan.stages))
         ]  # fmt: skip
+        firsts: dict[tuple[Any, ...], int] = {}
+        self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
+        """The first stage of each one's kind."""
         shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
         if not plan.regathers and any(self._stages[stage].passes_gather for stage in shared):
             raise not_in_step()
@@ -272,7 +274,7 @@ class PlanCosts:
         process of an sp group sends its part to its counterpart."""
         model = self._model
         tokens = float(self._table.tokens[:, action.chunk].max())
-        width = model.shape.hidden_size * model.training.compute_bytes / model.training.tp_size
+        width = model.shape.hidden_size * model.training.compute_bytes
         devices = first_device(rank, self._layout), first_device(action.peer, self._layout)
         return model.hardware.links.p2p_s(tokens * width, *devices)
 
@@ -323,9 +325,9 @@ class PlanCosts:
 
     def _seconds(self, part: PassPart, stage: int) -> list[float]:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
-        key = part, stage
+        key = part, self._alike[stage]
         if key not in self._part_s:
-            (seconds,) = self.process_seconds((part,), stage, self._table)
+            (seconds,) = self.process_seconds(key[:1], key[1], self._table)
             self._part_s[key] = seconds.max(axis=0).tolist()
         return self._part_s[key]
 
@@ -347,7 +349,7 @@ def optimizer_s(model: CostModel, stages: tuple[int, ...], num_alike: int) -> fl
         for stage in range(len(stages))
     )
     shards = num_alike * training.replicas if training.zero_stage else 1
-    return trained / (training.tp_size * shards * model.hardware.optimizer_parameters_per_s)
+    return trained / (shards * model.hardware.optimizer_parameters_per_s)
 
 
 def update_s(model: CostModel, plan: ChunkPlan) -> float:

@@ -39,13 +39,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.machine import Collective, Efficiency, HardwareSpec, Link
-from furlong.cost.memory import eager
+from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass
@@ -132,33 +132,29 @@ class StageSeconds:
         self._stages, self._stage = stages, stage
         self._flops = stage_flops(shape, stages, stage)
         self._height = stages[stage]
-        self._tp = tp = training.tp_size
-        each = replace(layout, sp=layout.sp * tp)
-        self._groups = [
-            range(first, first + each.sp) for first in (first_device(r, each) for r in ranks)
-        ]
+        firsts = [first_device(rank, layout) for rank in ranks]
+        self._groups = [range(first, first + layout.sp) for first in firsts]
         """Devices of each sequence-parallel group that holds the stage."""
         links, element, devices = hardware.links, training.compute_bytes, self._groups[0]
         self._sp_links = {
             size: _NO_WAIT if "all-to-all" in free else self._sp_link(size, devices)
             for size in place_sizes(layout.sp)
         }
-        self._tp_link = links.effective("all_gather", tp, links.num_nodes(devices[:tp]))
         self._stream = {"device": None, "host": links.host, "disk": links.disk}[kv]
         if "streams" in free:
             self._stream = None
-        kv_token_bytes = shape.stored_size * element / layout.sp / tp
+        kv_token_bytes = shape.stored_size * element / layout.sp
         self._segment_tokens = segment_tokens(kv_token_bytes, hardware.device_type)
         layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
         lora = training.lora
         self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in layers) if lora else 0
         """Forward FLOPs per token of the stage's adapters."""
-        saved = eager(shape, element, lora)
-        self._saved = [saved.layer_bytes(shape, i, element) for i in layers]
+        cell = stage_bytes(shape, stages, stage, training)
+        self._saved = cell.graph_layers
         """Bytes per token that the graph of each layer saves."""
-        self._logits = saved.logit_bytes * shape.vocab_size
+        self._logits = cell.logit * shape.vocab_size
         """Bytes per token of logits, with their gradients."""
-        self._rate = hardware.peak_flops_per_s * hardware.linear.best * tp
+        self._rate = hardware.peak_flops_per_s * hardware.linear.best
         self._windows = tuple(dict.fromkeys(self._flops.windows))
         self._unvisited = tuple(
             dict.fromkeys(share for share, flops in self._flops.layer_idle if flops)
@@ -167,6 +163,14 @@ class StageSeconds:
         self.passes_gather = training.regathers and not unsharded
         """Whether every pass gathers its weights, and every backward reduces."""
         self._gathers = self.passes_gather and "gathers" not in free
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal in stages through which every pass takes the same time."""
+        links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
+        if self._gathers:
+            gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
+        return self._flops, self._saved, self._logits, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""
@@ -203,13 +207,12 @@ class StageSeconds:
         hardware, flops, back = self._hardware, self._flops, part.work == "backward"
         linear, passed = self._per_token(part)
         layers, attending = self._num_layers(part), self._attending(part)
-        tp_call_s, tp_token_s = self._tp_s()
-        token_s = linear / self._rate + passed / hardware.activation_bytes_per_s / self._tp
-        process_s = linear * hardware.linear.half_tokens * self._tp / self._rate
-        matrices = [token_s + layers * tp_token_s, process_s + layers * tp_call_s]
+        token_s = linear / self._rate + passed / hardware.activation_bytes_per_s
+        process_s = linear * hardware.linear.half_tokens / self._rate
+        matrices = [token_s, process_s]
         frozen = self._training.lora is not None
         idle = flops.layer_idle[: layers - (part.work == "to last kv")]
-        read_s = hardware.linear.half_tokens * self._tp / self._rate * (1 + (back and not frozen))
+        read_s = hardware.linear.half_tokens / self._rate * (1 + (back and not frozen))
         matrices += [
             sum(each * read_s for own, each in idle if own == share) for share in self._unvisited
         ]
@@ -218,7 +221,7 @@ class StageSeconds:
             sum(key_s[layer] for layer in attending if flops.windows[layer] == window)
             for window in self._windows
         ]
-        half_tokens = self._attention(part).half_tokens * self._tp
+        half_tokens = self._attention(part).half_tokens
         passes = part.work in ("forward", "to last kv", "backward")
         launches = [
             (1 + back) * hardware.layer_launch_s * layers + hardware.pass_launch_s * passes,
@@ -269,8 +272,7 @@ class StageSeconds:
         count = training.trained_parameters if trained_only else training.held_parameters
         parameters = count(self._shape, self._stages, frozenset((self._stage,)))
         return links.collective_s(
-            kind, parameters * element_bytes / self._tp, len(devices) // self._tp,
-            links.num_nodes(devices),
+            kind, parameters * element_bytes, len(devices), links.num_nodes(devices)
         )  # fmt: skip
 
     def _gathered_s(self, *, backward: bool) -> float:
@@ -282,8 +284,8 @@ class StageSeconds:
         """The link of the all-to-all of places of `size` among the `devices` of a sequence-parallel
         group, over the most nodes that a place of that size touches."""
         links = self._hardware.links
-        starts = range(devices.start, devices.stop, size * self._tp)
-        nodes = max(links.num_nodes(range(at, at + size * self._tp)) for at in starts)
+        starts = range(devices.start, devices.stop, size)
+        nodes = max(links.num_nodes(range(at, at + size)) for at in starts)
         return links.effective("all_to_all", size, nodes)
 
     def _per_token(self, part: PassPart) -> tuple[float, float]:
@@ -328,7 +330,7 @@ class StageSeconds:
     def _key_s(self, part: PassPart) -> list[float]:
         """Seconds of an attended key in each layer, at the best efficiency."""
         times = ATTENTION_BACKWARD if part.work == "backward" else 1.0
-        rate = self._hardware.peak_flops_per_s * self._attention(part).best * self._tp
+        rate = self._hardware.peak_flops_per_s * self._attention(part).best
         return [times * flops / rate for flops in self._flops.attention_per_key]
 
     def _exchange_s(self, size: int) -> float:
@@ -338,21 +340,12 @@ class StageSeconds:
         dimension, whose ring is replaced). The backward moves as much: dO in, then dq, and dK,dV
         from every inner group."""
         shape, inner = self._shape, self._shape.inner_size(size)
-        element = self._training.compute_bytes / self._tp
+        element = self._training.compute_bytes
         q_bytes = 2 * shape.q_size / size * (inner - 1) / inner * element
         kv_bytes = 2 * shape.kv_size * shape.kv_share(size) * (size - 1) / size * element
         link = self._sp_links[size]
         near = self._sp_links.get(inner, link)
         return q_bytes / near.bytes_per_s + kv_bytes / link.bytes_per_s
-
-    def _tp_s(self) -> tuple[float, float]:
-        """Two all-gathers and two reduce-scatters of hidden states per layer (Megatron): what does
-        not grow, and what each token adds."""
-        tp = self._tp
-        if tp == 1:
-            return 0.0, 0.0
-        moved = self._shape.hidden_size * self._training.compute_bytes * (tp - 1) / tp
-        return 4 * self._tp_link.latency_s, 4 * moved / self._tp_link.bytes_per_s
 
     def _waits_s(self, part: PassPart, table: ChunkTable) -> Array:
         """(S, C) seconds that the part waits for streamed K,V."""
@@ -360,10 +353,10 @@ class StageSeconds:
         total = np.zeros_like(tokens)
         if not attending:
             return total
-        half_tokens = self._hardware.linear.half_tokens * self._tp
+        half_tokens = self._hardware.linear.half_tokens
         matrices = np.where(tokens > 0, tokens + half_tokens, 0.0)
         own_s = self._per_token(part)[0] * matrices / self._rate / len(attending)
-        slower = 1 + self._attention(part).half_tokens * self._tp / np.maximum(tokens, 1e-9)
+        slower = 1 + self._attention(part).half_tokens / np.maximum(tokens, 1e-9)
         key_s, windows = self._key_s(part), self._flops.windows
         for (window, each), count in Counter((windows[i], key_s[i]) for i in attending).items():
             keys_s = table.prefix_keys[window] * each * slower
@@ -387,7 +380,7 @@ class StageSeconds:
         segments = np.ceil(tokens / self._segment_tokens)
         # gradients of all segments but the newest come in, and go out on the other direction
         cold = np.maximum(segments - NUM_HOT, 0) * backward
-        each = self._segment_tokens * self._shape.stored_size / self._tp
+        each = self._segment_tokens * self._shape.stored_size
         loaded = each * (segments * training.compute_bytes + cold * training.kv_gradient_bytes)
         seconds: Array = (segments + cold) * self._stream.latency_s
         seconds += loaded / self._stream.bytes_per_s
@@ -548,7 +541,7 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
     return StageFlops(
         linear_per_token=sum(linear),
         tail_per_token=_tail_flops(shape, layers[-1]) if layers else 0,
-        attention_per_key=tuple(shape.mixers[layer].key_flops for layer in layers),
+        attention_per_key=tuple(shape.layers[layer].key_flops for layer in layers),
         head_per_token=2 * shape.embedding_parameters if is_last else 0,
         layer_linear_per_token=linear,
         windows=tuple(shape.windows[layer] for layer in layers),
@@ -557,14 +550,13 @@ def stage_flops(shape: ModelShape, stages: tuple[int, ...], stage: int) -> Stage
 
 
 def _idle(shape: ModelShape, layer: int) -> tuple[float, int]:
-    mlp = shape.mlps[layer]
-    idle = mlp.num_experts - mlp.num_active
-    return mlp.unvisited, 2 * idle * mlp.num_matrices * shape.hidden_size * mlp.width
+    own = shape.layers[layer]
+    return own.unvisited, 2 * own.idle_parameters
 
 
 def _tail_flops(shape: ModelShape, layer: int) -> int:
     """FLOPs of a layer per token behind what later chunks need of it."""
-    return 2 * (shape.layer_active_parameters(layer) - shape.mixers[layer].before_kv)
+    return 2 * (shape.layers[layer].matrices - shape.layers[layer].before_kv)
 
 
 def sequence_flops(shape: ModelShape, seq_len: int) -> Flops:

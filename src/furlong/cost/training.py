@@ -37,14 +37,8 @@ class Lora:
     """Whether the MLP's matrices have them; experts have none."""
 
     def layer_parameters(self, shape: ModelShape, layer: int) -> int:
-        hidden, q, kv = shape.hidden_size, shape.q_size, shape.kv_size
-        count = 0
-        if self.attention and shape.mixers[layer].attends:
-            count += 2 * (hidden + q) + 2 * (hidden + kv)
-        mlp = shape.mlps[layer]
-        if self.mlp and mlp.num_experts == 1 and mlp.width:
-            count += mlp.num_matrices * (hidden + mlp.width)
-        return self.rank * count
+        attention, mlp = shape.layers[layer].lora
+        return self.rank * (self.attention * attention + self.mlp * mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +69,6 @@ class Training:
     lora: Lora | None = None
     replicas: int = 1
     """Data-parallel replicas of the whole plan that it does not list; they share its state."""
-    tp_size: int = 1
-    """Tensor parallelism with Megatron's sequence parallelism; for baselines only."""
     gathers: bool = False
     """Whether the state is that of this runtime, on FSDP2: every step gathers whole weights from
     the shards of a group and adds gradients up into shards, and shards of weights lie beside whole
@@ -133,8 +125,8 @@ class Training:
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
     ) -> StateBytes:
         """State of a device that holds the stages `held`; `group_size` devices share it."""
-        base = self.held_parameters(shape, stages, held) / self.tp_size
-        trained = self.trained_parameters(shape, stages, held) / self.tp_size
+        base = self.held_parameters(shape, stages, held)
+        trained = self.trained_parameters(shape, stages, held)
         in_use = base + (trained if self.lora is not None else 0)
         shard = [1 if self.zero_stage < stage else group_size for stage in (1, 2, 3)]
         weights = in_use * self.compute_bytes / shard[2] + trained * self.master_bytes / shard[0]
@@ -164,7 +156,7 @@ class Training:
         widest = max(*layers, _beside(shape, stages, held) - freed) * element_bytes
         if self.zero_stage == 3 and self.lora is None:
             widest = max(widest, max(layers) * (element_bytes + self.compute_bytes))
-        return round(widest / self.tp_size)
+        return round(widest)
 
     def unreduced_bytes(
         self, shape: ModelShape, stages: tuple[int, ...], held: frozenset[int], group_size: int
@@ -172,9 +164,9 @@ class Training:
         """Bytes of gradients beyond their shard that wait for a Reduce: all under ZeRO-2; under
         this runtime's ZeRO-3 those beside the layers."""
         if self.zero_stage == 2:
-            trained = self.trained_parameters(shape, stages, held) / self.tp_size
+            trained = self.trained_parameters(shape, stages, held)
         elif self.zero_stage == 3 and self.gathers:
-            trained = self.beside_parameters(shape, stages, held) / self.tp_size
+            trained = self.beside_parameters(shape, stages, held)
         else:
             return 0
         return round(trained * self.gradient_bytes * (1 - 1 / group_size))
@@ -192,7 +184,7 @@ class Training:
         widest = max(largest, shape.embedding_parameters if ends else 0)
         if self.gathers:
             widest = largest + _beside(shape, stages, held)
-        return round(widest * self.compute_bytes / self.tp_size)
+        return round(widest * self.compute_bytes)
 
 
 def _layers(stages: tuple[int, ...], held: frozenset[int]) -> list[int]:

@@ -204,7 +204,7 @@ def attention_block(module: nn.Module, layer: int) -> int | None:
 
 def _autocast(x: Tensor) -> Tensor:
     """x in the dtype of an autocast around the pass, as SDPA takes it."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -48,7 +48,8 @@ class _Expansion:
     def __init__(self, module: nn.Module, width: int) -> None:
         """`width`: columns of a latent without the part that positions turn."""
         self._module, self._width = module, width
-        self._device_type = next(module.parameters()).device.type
+        device_type = next(module.parameters()).device.type
+        self._device_type = "cpu" if device_type == "meta" else device_type
         self._dtype = torch.get_autocast_dtype(self._device_type)
         self._enabled = torch.is_autocast_enabled(self._device_type)
 

@@ -516,7 +516,7 @@ class TimeEstimate:
             written[tiers.inputs] += 2 * delivered
         if tiers.kv != "device":
             attending = layers / self._num_layers
-            attending *= sum(mixer.attends for mixer in self._model.shape.mixers)
+            attending *= sum(layer.attends for layer in self._model.shape.layers)
             times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
             each = segment_tokens(cell.kv_layer, self._model.device_type)
             cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
@@ -571,7 +571,7 @@ class ByteBound:
             None if window is None else -(-window // sp_size)
             for window in shape.windows[first : first + self._num_layers]
         )
-        self._attends = tuple(mixer.attends for mixer in shape.mixers[first:][: self._num_layers])
+        self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
         """Whether each layer has attention."""
         held = frozenset((share.stage,))
         state = model.training.state_bytes(shape, own, held, share.group_size)

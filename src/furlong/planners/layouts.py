@@ -24,7 +24,6 @@ def layouts(
     dp: int | None = None,
     sp: int | None = None,
     pp: int | None = None,
-    tp_size: int = 1,
     idle: bool = False,
     gathers: bool = False,
 ) -> list[Layout]:
@@ -38,15 +37,15 @@ def layouts(
     sizes need not divide their number.
     Raises ConfigError that shows the arithmetic where nothing is left.
     """
-    groups, product = num_devices // tp_size, (dp or 1) * (sp or 1) * (pp or 1)
-    numbers = {groups}
+    product = (dp or 1) * (sp or 1) * (pp or 1)
+    numbers = {num_devices}
     if idle and None in (dp, sp, pp):
-        fewer = {groups >> bits for bits in range(groups.bit_length())}
-        fewer |= {1 << bits for bits in range((groups - 1).bit_length())}
-        fewer.update(round_numbers(groups))
+        fewer = {num_devices >> bits for bits in range(num_devices.bit_length())}
+        fewer |= {1 << bits for bits in range((num_devices - 1).bit_length())}
+        fewer.update(round_numbers(num_devices))
         # where no power of two divides the heads, they still divide evenly over fewer devices
         odd = [n for n in _divisors(shape.num_heads) if n % 2 and n > 1]
-        fewer.update(n * times for n in odd for times in round_numbers(groups // n))
+        fewer.update(n * times for n in odd for times in round_numbers(num_devices // n))
         numbers |= fewer | {n // product * product for n in fewer}
     for larger in (True,) if gathers else (False, True):
         found = [
@@ -54,9 +53,9 @@ def layouts(
             for n in sorted(numbers, reverse=True)
             for layout in _layouts(n, shape, dp, sp, pp, gathers=larger)
         ]
-        if found and num_devices % tp_size == 0:
+        if found:
             return found
-    raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp}, tp_size)
+    raise _no_layout(num_devices, shape, {"dp": dp, "sp": sp, "pp": pp})
 
 
 def round_numbers(number: int) -> list[int]:
@@ -65,14 +64,11 @@ def round_numbers(number: int) -> list[int]:
     return sorted({number >> b << b for b in range(number.bit_length())}, reverse=True)
 
 
-def _no_layout(
-    num_devices: int, shape: ModelShape, sizes: dict[str, int | None], tp_size: int
-) -> ConfigError:
+def _no_layout(num_devices: int, shape: ModelShape, sizes: dict[str, int | None]) -> ConfigError:
     """The error for sizes that no layout of the devices has: the first reason why."""
-    given = sizes | ({"tp": tp_size} if tp_size > 1 else {})
-    product = prod(size or 1 for size in given.values())
-    words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in given.items())
-    relation = "a multiple of" if None in given.values() else "="
+    product = prod(size or 1 for size in sizes.values())
+    words = " x ".join(f"{name} {'auto' if n is None else n}" for name, n in sizes.items())
+    relation = "a multiple of" if None in sizes.values() else "="
     shown = f"{words}, {relation} {count_words(product, 'device')}"
     pp, layers = sizes["pp"] or 1, shape.num_layers
     if (sizes["sp"] or 1) > 1 and shape.is_recurrent:
@@ -112,7 +108,7 @@ def _not_divided(given: str, size: str, reason: str) -> ConfigError:
 
 def _recurrent_words(shape: ModelShape) -> str:
     """A model's name and the number of its recurrent layers."""
-    count = sum(mixer.is_recurrent for mixer in shape.mixers)
+    count = sum(layer.is_recurrent for layer in shape.layers)
     return f"a {shape.family}, in which {count} of {shape.num_layers} layers are recurrent"
 
 
@@ -142,7 +138,7 @@ def cut_layers(shape: ModelShape, num_stages: int, mean_keys: float = 0.0) -> tu
     `mean_keys`: keys that a token of the batch attends on average.
     """
     work = [
-        shape.layer_flops(i) + mixer.key_flops * mean_keys for i, mixer in enumerate(shape.mixers)
+        shape.layer_flops(i) + layer.key_flops * mean_keys for i, layer in enumerate(shape.layers)
     ]
     work[-1] += 2.0 * shape.embedding_parameters
     before = [0.0, *accumulate(work)]
@@ -181,10 +177,7 @@ def _cut(
 def first_alike(shape: ModelShape, stages: Sequence[int]) -> list[int]:
     """For each stage the first one with the same layers, head included: it takes the same time."""
     starts = [0, *accumulate(stages)]
-    kinds = [
-        (shape.windows[a:b], shape.mlps[a:b], shape.mixers[a:b], b == shape.num_layers)
-        for a, b in pairwise(starts)
-    ]
+    kinds = [(shape.layers[a:b], b == shape.num_layers) for a, b in pairwise(starts)]
     return [kinds.index(kind) for kind in kinds]
 
 

@@ -20,8 +20,8 @@ from math import inf
 
 from furlong.cost.model import CostModel, update_s
 from furlong.errors import ConfigError, PlanError, UserError
-from furlong.plan.check import check
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
+from furlong.planners import chunkflow, fpdt, infinipipe, places, seco, skrull
 from furlong.planners.candidates import (
     CHUNKS,
     Dealt,
@@ -35,17 +35,10 @@ from furlong.planners.candidates import (
 )
 from furlong.planners.chunks import (
     by_cost,
-    chunk_by_chunk,
-    does_not_fit,
-    fitting_tokens,
-    recompute_choices,
     sequence_work,
 )
-from furlong.planners.infinipipe import plan_infinipipe
-from furlong.planners.methods.skrull import micro_batch_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica, stages_of
-from furlong.planners.places.plan import plan_places
 from furlong.planners.predict import Needs, needs_of, step_s
 from furlong.planners.question import Answer, Candidate, Candidates, Question, Trial
 from furlong.units import format_seconds
@@ -63,120 +56,27 @@ _MOST_FITTING = 4
 """Plans of chunks that fit and are timed in each layout of several devices."""
 _MOST_REPLICAS = 8
 """Replicas that are all planned by methods with chunks of their own; of more the busiest alone."""
-_LARGEST_POOL = 128
-"""Devices of a pool on which whole sequences are placed: it takes minutes to place them on more."""
-_NUM_TRIES = 60
-"""Sequences that the planner of places tries to move or swap. A plan is made while a step runs: far
-more would make the steps wait, and gain a percent."""
-_MAX_SLICE_NUMBERS = 4
-"""Bound of InfiniPipe's search, for the same reason."""
 LOCAL = "local sequences"
 """Chunks with whole sequences on one process of a pool where that balances."""
 
 Tell = Callable[[str], None]
 
 
-def chunkflow(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """ChunkFlow: equal chunks, short sequences packed, K of them retained; K,V are kept."""
-    yield from chunks(
-        question, layout, "chunkflow", keep="kv", order="chunk-first", hybrid=False
-    )  # fmt: skip
-
-
-def seco(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """SeCO: no chunk is retained; one stage."""
-    if layout.pp == 1:
-        yield from chunks(
-            question, layout, "seco", keep="kv", order="chunk-first", num_retained=0, hybrid=False
-        )
-
-
-def fpdt(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """FPDT: layer after layer, which keeps the inputs of chunks."""
-    if layout.pp == 1:
-        yield from chunks(
-            question, layout, "fpdt", keep="input", order="layer-first", stage_layers=1,
-            num_retained=0, hybrid=False,
-        )  # fmt: skip
-
-
 def spaco(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """SeCO with a backward of drawn chunks only, as `chunks.sample` says."""
+    """SeCO with a backward of drawn chunks only, as `chunks.sample` says (planners/spaco.py)."""
     if "sample" in question.given:
-        for candidate in seco(question, layout):
+        for candidate in seco.candidates(question, layout):
             yield replace(candidate, method="spaco")
 
 
-def skrull(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """Skrull: micro-batches of whole sequences, each on one process of a pool or shared by all."""
-    if layout.pp > 1 or layout.sp == 1:
-        return
-    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
-    num_layers, sp_size = model.shape.num_layers, layout.sp
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        for layers in recompute_choices(num_layers):
-            tokens = fitting_tokens(
-                model, limit_bytes, dp_size=1, sp_size=sp_size, recompute_layers=layers
-            )
-            if tokens * sp_size < max(seq_lens):
-                continue
-            groups = micro_batch_groups(
-                seq_lens, model, sp_size=sp_size, bucket_tokens=tokens, recompute_layers=layers
-            )
-            own = [chunk for group in groups for chunk in group]
-            plan = chunk_by_chunk(
-                seq_lens, [own], num_layers=num_layers, sp_size=sp_size, recompute_layers=layers
-            )
-            memory = model.memory(limit_bytes)
-            if max(memory.peak_bytes_of_actions(plan, 0)) <= limit_bytes:
-                check(plan, memory)
-                return plan
-        raise does_not_fit(
-            seq_lens, model, limit_bytes, dp_size=1, sp_size=sp_size, recompute_layers=num_layers
-        )
-
-    yield Candidate("skrull", layout, ChunkOptions(), 0.0, plan_of)
-
-
-def places(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """Whole sequences in micro-batches, each on a place of its own in a pool."""
-    if layout.pp > 1 or not 1 < layout.sp <= _LARGEST_POOL:
-        return
-    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        return plan_places(
-            seq_lens, model, pool_size=layout.sp, budget_bytes=limit_bytes, num_tries=_NUM_TRIES
-        )
-
-    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of)
-
-
-def infinipipe(question: Question, layout: Layout) -> Iterator[Candidate]:
-    """InfiniPipe: chunks of equal time in a pipeline, layers recomputed where memory asks."""
-    if layout.pp == 1:
-        return
-    model, stages = question.model_of(layout), question.stages_of(layout)
-
-    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
-        return plan_infinipipe(
-            seq_lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=stages,
-            budget_bytes=question.limits.limit_bytes, beat_s=question.beat_s,
-            max_tried=_MAX_SLICE_NUMBERS,
-        ).plan  # fmt: skip
-
-    yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)
-
-
 METHODS: Mapping[str, Candidates] = {
-    "chunkflow": chunkflow,
-    "seco": seco,
+    "chunkflow": chunkflow.candidates,
+    "seco": seco.candidates,
     "spaco": spaco,
-    "infinipipe": infinipipe,
-    "skrull": skrull,
-    "fpdt": fpdt,
-    "places": places,
+    "infinipipe": infinipipe.candidates,
+    "skrull": skrull.candidates,
+    "fpdt": fpdt.candidates,
+    "places": places.candidates,
 }
 """The published systems, by the names of `chunks.method`."""
 _AUTO = ("places", "infinipipe")
@@ -259,7 +159,7 @@ class _Search:
                 self._walk(layout, bound_s, METHODS.get(self._question.method, chunks))
         if "infinipipe" in own:
             for bound_s, layout in bounded:
-                self._walk(layout, bound_s, infinipipe)
+                self._walk(layout, bound_s, infinipipe.candidates)
         self._find_dials()
 
     @property

@@ -9,9 +9,9 @@ from typing import Unpack
 import torch.distributed as dist
 
 from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.errors import ConfigError, PlanError
+from furlong.errors import PlanError, UserError
+from furlong.models.describe import describe
 from furlong.models.wrappers import refuse_hooks
 from furlong.plan.plan import ChunkPlan
 from furlong.runtime.batch import PlannedSequences, batch_of, divisor_of, require_plan
@@ -101,8 +101,8 @@ def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
     if model.device.type != "cuda" or "host" not in lower or longest <= pools.reserved_tokens:
         return
     try:
-        shape = ModelShape.from_config(model.config.to_dict())
-    except ConfigError:
+        shape = describe(model.config)
+    except UserError:
         return
     dtype = followed.compute_dtype or next(model.model.parameters()).dtype
     memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)

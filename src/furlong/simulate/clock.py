@@ -1,37 +1,23 @@
-"""Collectives of the ranks of a stage: unshard weights, reduce gradients, and passes in step.
+"""The clock: the times at which all actions of a plan would run, as a Timeline.
+
+Every rank goes through its list in order. Cells take the compute lane, one after the other. What a
+cell copies to or from its tier runs beside it, and the rank goes on when both are done. A message
+takes the link from its sender to its receiver, a channel of its own that keeps their order: a Send
+never waits, a Recv waits for its message (isend and a queue per direction). A collective of the
+ranks of a stage starts when the last of them has come to it:
 
     collective      starts when                     its ranks go on
-    Unshard         all have come, links are free   at once; their next cell waits for it
+    Unshard         all have come, links are free   at once; their next cell of the stage waits
     Reduce          all have come, links are free   at once
     pass in step    all have come                   when the slowest of them is through
     gathering pass  all have come                   when they are through themselves
     reducing pass   all have come                   when they are through themselves
 
 A pass is in step where the plan gathers weights with every pass: then the n-th passes of all ranks
-of a stage, whatever their chunks, are one collective. Else the first pass of a stage gathers its
-weights, unless an Unshard does, and its last Backward adds gradients up: whoever comes to them
-first waits, and so does the gradient that it has for the stage before.
-
-The clock: the times at which all actions of a plan would run, as a Timeline.
-
-Every rank goes through its list in order. Cells take the compute lane, one after the other. A
-message takes the link from its sender to its receiver, a channel of its own that keeps their order;
-a collective takes the link of every rank that joins it, starts when the last of them has reached it
-and is waited for by the next cell of its stage only, so that it may run beside other cells. What a
-cell copies to or from its tier runs beside it, and the rank goes on when both are done.
-
-Where a plan gathers weights with every pass, the passes of a stage are collectives too: the n-th of
-each of its ranks begins when the last of them has come to it, and none goes on before the slowest
-is through. A rank's record ends with its own work, so that the rest shows as waiting. Else the
-ranks of a stage start together in its first pass, in which weights are gathered, and in its last
-Backward, in which gradients are added up; each goes on when it is through itself.
-
-The semantics of messages are a choice:
-
-    buffered   a Send never waits, a Recv waits for its message (isend and a queue per direction)
-    batched    a message needs both ends; a Send and the Recv from the same peer that stands next to
-               it are issued together (Megatron-LM's fused pairs)
-    blocking   a message needs both ends, one at a time
+of a stage, whatever their chunks, are one collective; a rank's record ends with its own work, so
+that the rest shows as waiting. Else the first pass of a stage gathers its weights, unless an
+Unshard does, and its last Backward adds gradients up: whoever comes to them first waits, and so
+does the gradient that it has for the stage before.
 
 Where two ranks wait only for each other, the order in which they are looked at does not matter: all
 times follow from the plan. Left out: the links of different pairs of ranks share no bandwidth.
@@ -143,8 +129,6 @@ def _joins(plan: ChunkPlan, rank: int, shared: frozenset[int]) -> list[Collectiv
     return joins
 
 
-P2P = Literal["buffered", "batched", "blocking"]
-
 _Pair = tuple[int, int]
 _Key = _Pair | Collective
 _LINKED = (Send, Recv, Unshard, Reduce)
@@ -188,7 +172,6 @@ def simulate(
     plan: ChunkPlan,
     costs: ActionCosts,
     *,
-    p2p: P2P = "buffered",
     copies: CopyCosts | None = None,
     device_bytes: Sequence[Sequence[int]] | None = None,
     host_bytes: Sequence[Sequence[int]] | None = None,
@@ -200,7 +183,7 @@ def simulate(
     [rank][action], the peak while the action runs; None: all are 0. Raises PlanError, with an arrow
     at the guilty action, where ranks wait for each other.
     """
-    times = time_actions(plan, costs, p2p=p2p, copies=copies)
+    times = time_actions(plan, costs, copies=copies)
     records: list[Record] = []
     for rank, actions in enumerate(plan.actions):
         device, host = (
@@ -218,32 +201,27 @@ def simulate(
     return Timeline(tuple(records))
 
 
-def time_actions(
-    plan: ChunkPlan, costs: ActionCosts, *, p2p: P2P = "buffered", copies: CopyCosts | None = None
-) -> Times:
+def time_actions(plan: ChunkPlan, costs: ActionCosts, *, copies: CopyCosts | None = None) -> Times:
     """The times of `simulate` without records: for those who want the makespan of many plans."""
-    return _Clock(plan, costs, p2p, copies).run()
+    return Clock(plan, costs, copies).run()
 
 
-class _Clock:
+class Clock:
     """One run of the clock. Ranks are generators that yield what they wait for."""
 
     def __init__(
-        self, plan: ChunkPlan, costs: ActionCosts, p2p: P2P, copies: CopyCosts | None
+        self, plan: ChunkPlan, costs: ActionCosts, copies: CopyCosts | None = None
     ) -> None:
         self._plan = plan
         self._costs = costs
-        self._p2p = p2p
         self._copies = copies
         self._start_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._stop_s = [[-1.0] * len(actions) for actions in plan.actions]
         self._copy_stop_s: dict[tuple[int, int], float] = {}
-        self._sent: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
-        """Per channel, when each message was offered, and for how long it takes the channel."""
-        self._wanted: dict[_Pair, list[float]] = defaultdict(list)
-        """Per channel, when each message was first waited for."""
         self._spans: dict[_Pair, list[tuple[float, float]]] = defaultdict(list)
-        """Per channel, when each message starts and stops, as far as that is settled."""
+        """Per channel, when each message starts and stops, as far as that is known."""
+        self._received: Counter[_Pair] = Counter()
+        """Per channel, the messages that the receiver has taken."""
         self._together = Collectives(plan, costs.compute_s, self._start_s, self._stop_s)
         self._awake = deque(range(len(plan.actions)))
         self._sleeping: dict[_Key, list[int]] = defaultdict(list)
@@ -270,11 +248,7 @@ class _Clock:
         while index < len(actions):
             action = actions[index]
             if isinstance(action, (Send, Recv)):
-                count = self._batch_size(actions, index)
-                yield from self._exchange(rank, index, count, now)
-                # a buffered Send leaves the rank free while its message travels
-                if self._p2p != "buffered" or isinstance(action, Recv):
-                    now = max(now, *stops[index : index + count])
+                count, now = yield from self._exchange(rank, index, now)
                 index += count
                 continue
             if isinstance(action, (Unshard, Reduce)):
@@ -300,52 +274,31 @@ class _Clock:
             now = free
             index += 1
 
-    def _batch_size(self, actions: tuple[Action, ...], index: int) -> int:
-        """How many messages from `index` on are issued together."""
-        if self._p2p != "batched" or index + 1 == len(actions):
-            return 1
-        first, second = actions[index], actions[index + 1]
-        if not isinstance(first, (Send, Recv)) or not isinstance(second, (Send, Recv)):
-            return 1
-        return 2 if type(first) is not type(second) and first.peer == second.peer else 1
-
-    def _exchange(self, rank: int, index: int, count: int, now: float) -> Iterator[_Pair]:
-        """Offer and want the messages at `index`, then wait for each as the semantics say."""
-        waits: list[tuple[int, _Pair, int]] = []
-        for at in range(index, index + count):
-            action = self._plan.actions[rank][at]
-            if isinstance(action, Send):
-                channel = rank, action.peer
-                waits.append((at, channel, len(self._sent[channel])))
-                self._sent[channel].append((now, self._costs.transfer_s(action, rank)))
-            else:
-                assert isinstance(action, Recv)
-                channel = action.peer, rank
-                waits.append((at, channel, len(self._wanted[channel])))
-                self._wanted[channel].append(now)
-            self._settle(channel)
-        for at, channel, message in waits:
+    def _exchange(
+        self, rank: int, index: int, now: float
+    ) -> Generator[_Key, None, tuple[int, float]]:
+        """The message at `index`: how many actions that was, and when the rank is free again."""
+        action = self._plan.actions[rank][index]
+        if isinstance(action, Send):
+            channel = rank, action.peer
             spans = self._spans[channel]
+            start = max(now, spans[-1][1]) if spans else now
+            stop = start + self._costs.transfer_s(action, rank)
+            spans.append((start, stop))
+            self._awake.extend(self._sleeping.pop(channel, ()))
+        else:
+            assert isinstance(action, Recv)
+            channel = action.peer, rank
+            spans, message = self._spans[channel], self._received[channel]
+            self._received[channel] += 1
             while len(spans) <= message:
                 yield channel
             start, stop = spans[message]
-            if channel[1] == rank:
-                stop = max(stop, now)
-                start = min(max(start, now), stop)
-            self._start_s[rank][at], self._stop_s[rank][at] = start, stop
-
-    def _settle(self, channel: _Pair) -> None:
-        """Give times to the messages of a channel whose ends have come."""
-        spans, sent = self._spans[channel], self._sent[channel]
-        buffered = self._p2p == "buffered"
-        ready = len(sent) if buffered else min(len(sent), len(self._wanted[channel]))
-        while len(spans) < ready:
-            offered, transfer_s = sent[len(spans)]
-            start = max(offered, spans[-1][1]) if spans else offered
-            if not buffered:
-                start = max(start, self._wanted[channel][len(spans)])
-            spans.append((start, start + transfer_s))
-            self._awake.extend(self._sleeping.pop(channel, ()))
+            stop = max(stop, now)
+            start = min(max(start, now), stop)
+            now = stop
+        self._start_s[rank][index], self._stop_s[rank][index] = start, stop
+        return 1, now
 
     def _join(self, rank: int, index: int, now: float) -> tuple[Collective, int]:
         """Come to a collective; the last of its ranks wakes those that wait for its end."""
@@ -364,5 +317,4 @@ class _Clock:
     def _deadlock(self, stuck: list[tuple[int, int]]) -> PlanError:
         grid = Grid(self._plan)
         places = [(rank, grid.starts[rank] + index) for rank, index in stuck]
-        rule = f"no rank waits for ever, with {self._p2p} messages"
-        return grid.refuse(rule, grid.waiting_words(places), places[0][1])
+        return grid.refuse("no rank waits for ever", grid.waiting_words(places), places[0][1])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from math import floor, prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from furlong.cost.machine import (
     this_cpu,
 )
 from furlong.cost.model import CostModel
-from furlong.cost.shape import MODELS, ModelShape, model_shape
+from furlong.cost.shape import ModelShape, cached_shape, known_models, model_shape
 from furlong.cost.training import Training, ZeroStage
 from furlong.errors import UserError
 from furlong.plan.lengths import (
@@ -216,6 +217,21 @@ def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunCon
     return merge(flags, values, file or "no run file")
 
 
+def _measured_shape(path: Path) -> ModelShape:
+    """The shape of a config.json, or of the folder that holds one: as it was measured before, else
+    measured with transformers, which takes seconds. Raises UserError."""
+    file = path / "config.json" if path.is_dir() else path
+    found, cache = cached_shape(file)
+    if found is None:
+        from furlong.models.describe import describe_file
+
+        found = describe_file(file)
+        with suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            cache.write_text(json.dumps(found.to_values()), encoding="utf-8")
+    return found
+
+
 def _model_shape_of(name: str) -> ModelShape:
     """The shape of a config.json, a folder that holds one, a known name, or a model of the hub.
 
@@ -223,19 +239,19 @@ def _model_shape_of(name: str) -> ModelShape:
     """
     path = Path(name).expanduser()
     if os.path.exists(path) or path.suffix == ".json":
-        return ModelShape.from_file(path)
+        return _measured_shape(path)
     last = name.rpartition("/")[2]
-    if "/" not in name or last.lower() in {known.lower() for known in MODELS}:
+    if "/" not in name or last.lower() in {known.lower() for known in known_models()}:
         return model_shape(last)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return ModelShape.from_file(hf_hub_download(name, "config.json"))
+        return _measured_shape(Path(hf_hub_download(name, "config.json")))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise refusal(
             f"{name}: {str(error).splitlines()[0]}",
-            f"a config.json, a model on the hub, or one of {', '.join(sorted(MODELS))}",
+            f"a config.json, a model on the hub, or one of {', '.join(sorted(known_models()))}",
             "check the name or the network, or give the path of a config.json",
             "the model's name",
         ) from error
@@ -311,7 +327,6 @@ class PlanSubject:
         lora = f"LoRA of rank {training.lora.rank}" if training.lora else "all weights trained"
         counts = f"{format_count(shape.num_parameters)} parameters,"
         counts += f" {count_words(shape.num_layers, 'layer')}{_kinds(shape, training)}"
-        guess = "" if shape.exact else "; an unknown family, read as if it were a Llama"
         name = "cpu (this machine)" if spec.name == THIS_CPU else spec.name
         host = (
             f" and {format_bytes(limits.host_bytes)} of the host's memory"
@@ -323,7 +338,7 @@ class PlanSubject:
         zero = ", ZeRO-1" if question.num_devices > 1 else ""
         texts = {
             "batch": str(self.batch),
-            "model": f"{self.config.model.name}: {counts}; {lora}{zero}{guess}",
+            "model": f"{self.config.model.name}: {counts}; {lora}{zero}",
             "devices": f"{question.num_devices} x {name}, a budget of {budgets}",
             "figures": self.figures.words,
         }
@@ -360,11 +375,11 @@ class PlanSubject:
 def _kinds(shape: ModelShape, training: Training) -> str:
     """The layers of a model that are not attention with keys and values of its own."""
     kinds = []
-    if count := sum(mixer.is_recurrent for mixer in shape.mixers):
+    if count := sum(layer.is_recurrent for layer in shape.layers):
         num_bytes = shape.state_bytes(range(shape.num_layers), training.compute_bytes)
         kinds.append(f"{count} recurrent, {format_bytes(num_bytes)} of states after each chunk")
     if shape.has_latents:
-        count = sum(mixer.attends for mixer in shape.mixers)
+        count = sum(layer.attends for layer in shape.layers)
         kinds.append(f"{count} with latent attention")
     return f" ({'; '.join(kinds)})" if kinds else ""
 

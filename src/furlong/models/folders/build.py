@@ -183,7 +183,7 @@ def read_config(
             required="a model whose config.json transformers can read without remote code",
             source="model.name",
             change="mend config.json, or use the model's own"
-            if Path(source).is_dir()
+            if Path(source).exists()
             else "check the name, the connection to the hub, or use a local folder",
         ) from error
     return config

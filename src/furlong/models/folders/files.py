@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from furlong.cost.shape import MAX_LAYERS, NEEDED_SIZES
 from furlong.errors import ConfigError, UnsupportedModelError
 from furlong.families import for_all_layers
 from furlong.models.folders.folder import CONFIG
@@ -23,7 +22,11 @@ GENERATION = "generation_config.json"
 MAX_EXPERTS = 16_384
 MAX_LABELS = 1_000_000
 
-_SIZES = (*NEEDED_SIZES, "num_key_value_heads", "max_position_embeddings")
+MAX_LAYERS = 512
+_SIZES = (
+    "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
 _FIXED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """Keys that decide what a forward returns; another value could not be run or exported."""
 _DTYPES = ("dtype", "torch_dtype")

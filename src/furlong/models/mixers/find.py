@@ -67,7 +67,8 @@ def find(model: SearchedModel) -> Probed:
             refuse_mixerless(model.base)
             return Probed()
         met = {layer for _, layer in probed.events}
-        bare = [layer for layer in model.held if layer not in met]
+        # on meta there are no values that could move
+        bare = [n for n in model.held if n not in met and model.device.type != "meta"]
         handles = [_watch_tokens(model, layer) for layer in bare]
         outputs: list[Any] = []
         layer = model.layers[model.held.start]

@@ -136,6 +136,7 @@ def watching(decoder: nn.Module, doors: Sequence[nn.Module]) -> Iterator[tuple[P
     """Within it a forward of the decoder with that cache is watched; `doors`: the modules that may
     reach the door of attention."""
     watch, blocks = Probe(), rg_lru_blocks(decoder)
+    positions = torch.arange(NUM_TOKENS, device=next(decoder.parameters()).device)
 
     def begin(module: nn.Module, *_: Any) -> None:
         watch.modules.append(module)
@@ -149,6 +150,6 @@ def watching(decoder: nn.Module, doors: Sequence[nn.Module]) -> Iterator[tuple[P
         for module in decoder.modules():
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
-        stack.enter_context(bound(doors, watch, Pass("values"), torch.arange(NUM_TOKENS)))
+        stack.enter_context(bound(doors, watch, Pass("values"), positions))
         stack.enter_context(torch.no_grad())
         yield watch, WatchedCache(watch)

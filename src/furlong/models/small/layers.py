@@ -22,7 +22,7 @@ def shown_layers(config: Any) -> Sequence[int]:
     before = config.num_hidden_layers
     lists = [getattr(config, name, None) or [""] * before for name in _KINDS]
     kinds = list(zip(*lists, strict=True))
-    each = 2 if family_of(config.model_type).parts == "shared" else 1
+    each = 2 if family_of(config.model_type).shares_block else 1
     seen = sorted(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < each)
     if (first := max(3, seen[-1] + 2)) <= MAX_LAYERS:
         return range(min(before, first))

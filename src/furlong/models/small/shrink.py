@@ -61,7 +61,7 @@ def shrink_config(config: Any, *, max_seq_len: int, all_layers: bool = False) ->
         raise _refused(config, "holds a decoder inside another model")
     values = config.to_dict()
     family = family_of(config.model_type)
-    wanted = ["hidden_size"] + ["num_attention_heads"] * (family.attention != "none")
+    wanted = ["hidden_size"] + ["num_attention_heads"] * (family.attends)
     lacking = [name for name in wanted if not isinstance(values.get(own_key(config, name)), int)]
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         lacking.insert(0, "num_hidden_layers")
@@ -90,7 +90,7 @@ def _shrink_widths(config: Any, values: dict[str, Any]) -> None:
     """Few heads in the same groups, narrow layers in nearly the same proportions."""
     family, hidden_name = family_of(config.model_type), own_key(config, "hidden_size")
     hidden = values[hidden_name]
-    has_heads = family.attention != "none"
+    has_heads = family.attends
     narrow = _shrink_heads(config, values, hidden) if has_heads else 4 * HEAD_DIM
     values[hidden_name] = narrow
     small = {own_key(config, name): most for name, most in _SMALL.items()}

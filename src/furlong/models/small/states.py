@@ -69,7 +69,7 @@ def _shrink_heads(family: Family, values: dict[str, Any], hidden: int) -> None:
     if groups_key := _first(values, STATE_GROUPS):
         num_groups = values[groups_key] = min(values[groups_key], 2)
     num_heads = values[heads_key] = min(values[heads_key], 2 * num_groups)
-    own_dim = "head_dim" if family.attention == "none" else None
+    own_dim = None if family.attends else "head_dim"
     if dim_key := _first(values, (*STATE_HEAD_DIMS, *filter(None, [own_dim]))):
         values[dim_key] = inner // num_heads
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from furlong.cost.machine import free_ram_budget_bytes, rounded_budget
 from furlong.cost.memory import PlanMemory
-from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
-from furlong.errors import ConfigError
+from furlong.errors import UserError
+from furlong.models.describe import describe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.pairs import with_keep
 from furlong.planners.question import Limits
@@ -35,8 +35,8 @@ def decided(
         return options
     model, storage = followed.model, followed.kept.opened.storage
     try:
-        shape = ModelShape.from_config(model.config.to_dict())
-    except ConfigError:
+        shape = describe(model.config)
+    except UserError:
         return _told(followed, replace(options, keep="kv"), seq_lens, "bytes cannot be predicted")
     own = followed.compute_dtype or next(model.model.parameters()).dtype
     dtype = autocast.dtype if autocast.enabled else own

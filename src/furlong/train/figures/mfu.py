@@ -11,7 +11,8 @@ import torch
 from furlong.cost.machine import EXACT_NAMES, KNOWN
 from furlong.cost.seconds import sequence_flops
 from furlong.cost.shape import ModelShape
-from furlong.errors import ConfigError
+from furlong.errors import UserError
+from furlong.models.describe import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,13 @@ def build_meter(
 ) -> MfuMeter | None:
     """A meter for a transformers config; None where the peak or the model's work is not known.
 
-    The peaks that are known are those of bfloat16 on the devices of `known_hardware`; the shapes
-    are those of the families whose counts are tested.
+    The peaks that are known are those of bfloat16 on the devices of `cost.machine`.
     """
     if device_name not in EXACT_NAMES or dtype != torch.bfloat16:
         return None
     try:
-        shape = ModelShape.from_config(config.to_dict())
-    except ConfigError:
+        shape = describe(config)
+    except UserError:
         return None
     peak = KNOWN[EXACT_NAMES[device_name]].peak_flops_per_s
-    return MfuMeter(shape, peak, has_frozen_base, num_devices) if shape.exact else None
+    return MfuMeter(shape, peak, has_frozen_base, num_devices)

@@ -19,9 +19,9 @@ from furlong.cost.machine import (
     this_cpu,
 )
 from furlong.cost.model import CostModel
-from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
 from furlong.errors import ConfigError
+from furlong.models.describe import describe
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
@@ -256,7 +256,7 @@ def _model(
     """The cost model without a calibration. Raises ConfigError where work cannot be counted."""
     source, limit = check_folder(config.model.name), config.data.max_seq_len
     whole = read_config(source, rope=rope, max_seq_len=limit)
-    shape = ModelShape.from_config(whole.to_dict())
+    shape = describe(whole)
     spec = one_of(_device(device)[0], num_local)
     return CostModel(shape, spec, training_of(config.model))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from furlong.config.schema import RunConfig
-from furlong.cost.shape import ModelShape
 from furlong.data.dataset import DataSet
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, UserError
+from furlong.models.describe import describe
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.plan import Layout
@@ -36,7 +36,7 @@ def stages_of_run(
             change=f"set parallel.pp to {num_layers} or less",
         )
     try:
-        shape = ModelShape.from_config(whole.to_dict())
-    except ConfigError:
+        shape = describe(whole)
+    except UserError:
         return stage_heights(num_layers, -(-num_layers // layout.pp))
     return cut_layers(shape, layout.pp, mean_attended_keys(train.seq_lens.tolist()))

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.places.division import Division, Spot, Spots
-from furlong.planners.places.fastest import plan_fastest
-from furlong.planners.places.rates import Rates
-from furlong.planners.places.setting import Setting
+from furlong.planners.places import Division, Rates, Setting, Spot, Spots
+from papers.published.fastest import plan_fastest
 
 _AT_A_TIME = 32
 """Partitions that are filled together."""

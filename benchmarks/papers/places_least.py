@@ -1,4 +1,4 @@
-"""The least that sequences take on the places of a pool, and a quick lower bound of a step.
+"""The least that sequences take on the places of a pool, and a lower bound of a step.
 
 K sequences, Z sizes of places, P parts of passes, W processes
 """
@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.seconds import Array
-from furlong.planners.places.rates import TOKENS
-from furlong.planners.places.setting import Setting
+from furlong.planners.places import TOKENS, Setting
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from furlong.cost.model import CostModel
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.chunks import recompute_choices, refuse_unusable
-from furlong.planners.places.division import Division, Spots
-from furlong.planners.places.emit import nothing_fits, plan_of
-from furlong.planners.places.least import Least
-from furlong.planners.places.rates import PoolBatch
-from furlong.planners.places.setting import Setting, settings
+from furlong.planners.places import (
+    Division,
+    PoolBatch,
+    Setting,
+    Spots,
+    nothing_fits,
+    plan_of,
+    settings,
+)
 
 _TRIED_COUNTS = 4
 """Numbers of micro-batches that are tried, from the fewest that fit."""
@@ -63,7 +67,7 @@ def _fastest_in(
     """The fastest division of a setting, where it is faster than the best one of others."""
     found = 0
     for count in range(setting.fewest, len(setting.rates.batch.seq_lens) + 1):
-        if best is not None and Least.of(setting, count).step_s >= best.step_s:
+        if best is not None and setting.least_s(count) >= best.step_s:
             break
         division = Division(setting, count)
         ways = list(divide(division))

@@ -1,0 +1,33 @@
+"""Hybrid context parallelism of Megatron-Core: a sequence gets as many devices as its length asks.
+
+`--hybrid-context-parallel --max-seqlen-per-dp-cp-rank N` (NVIDIA, Megatron-LM,
+core/pipeline_parallel/hybrid_cp_schedule.py, commit d98e8a6): a sequence is shared by the next
+power of two of length / N devices. Here the sequences on most devices go first, the longest of them
+first, each to the place that is done with it earliest by the cost model's seconds, where Megatron
+counts length squared / devices, runs one sequence at a time and lets groups of sequences wait for
+each other; and N is searched, which Megatron leaves to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from furlong.cost.model import CostModel
+from furlong.plan.plan import ChunkPlan
+from furlong.planners.places import by_length
+from papers.published.fastest import plan_fastest
+
+
+def plan_hybrid_cp(
+    seq_lens: Sequence[int],
+    model: CostModel,
+    *,
+    pool_size: int,
+    budget_bytes: int | None = None,
+    recompute_layers: int | None = None,
+) -> ChunkPlan:
+    """The checked plan with the best number of tokens per device; the rest as in `plan_fastest`."""
+    return plan_fastest(
+        seq_lens, model, by_length,
+        pool_size=pool_size, budget_bytes=budget_bytes, recompute_layers=recompute_layers,
+    )  # fmt: skip

@@ -1,0 +1,454 @@
+"""A model's layers as they are measured: transformers builds them on meta, a chunk passes them.
+
+Nothing is computed and no weight has memory. A chunk of a few tokens takes the way that it takes in
+a run. Counted are the products with weights and those of scans, the tensors that autograd saves,
+and what attention and states hand on to later chunks.
+
+    T tokens, N query heads, K key-value heads, H head dim
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from furlong.cost.shape import NO_ATTENTION, LayerShape, ModelShape
+from furlong.errors import ConfigError, UserError
+from furlong.families import ATTENTION_DROPOUTS, INNER_CHUNKS, family_of, for_all_layers
+from furlong.models.causal_lm import CausalLM
+from furlong.models.folders.build import model_of_config, read_config
+from furlong.models.folders.files import reason
+from furlong.models.mixers.relay import SliceRows
+from furlong.models.rope import num_positions
+from furlong.models.small.layers import cut_layers
+from furlong.models.support import refuse_config
+from furlong.ops.layer_kv import AttentionRule
+from furlong.plan.passes import Pass
+
+_TOKENS = 128
+"""Tokens of the chunk: two inner chunks of the delta rules, whose size is a constant."""
+_FEW_TOKENS = 32
+"""Tokens of a chunk that is scanned token by token."""
+_ELEMENTWISE = 9
+"""FLOPs of a scan without products, per number of its state: Gu and Dao 2023."""
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm}
+_ADAPTERS = ((True, False), (False, True), (True, True))
+"""Whether the matrices of attention and of the MLP have adapters, in the order of `SavedBytes`."""
+
+
+@lru_cache(maxsize=64)
+def _described(config_class: type, text: str, source: str) -> ModelShape:
+    config = config_class.from_dict(json.loads(text))  # type: ignore[attr-defined]
+    for name in ATTENTION_DROPOUTS:
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    try:
+        refuse_config(config, f"a model of type {config.model_type}", source)
+        return _measured(config, source)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise ConfigError(
+            given=error.given, required=error.required, source=error.source, change=error.change
+        ) from error
+    except Exception as error:  # a family's own code may do anything on meta
+        raise ConfigError(
+            given=f"model type {config.model_type}, whose layers cannot be measured:"
+            f" {reason(error)}",
+            required="a decoder that transformers can build and run on the meta device",
+            source=source,
+            change="train without predictions: give chunks.size, chunks.keep and the layout",
+        ) from error
+
+
+def describe(config: Any, source: str = "the model's config") -> ModelShape:
+    """The shape of a transformers config, or of the values of a config.json. Raises
+    ConfigError for what is no decoder, or none that chunks can train."""
+    if isinstance(config, Mapping):
+        config = _config_of(config, source)
+    text = config.get_text_config()
+    values = json.dumps(text.to_dict(), sort_keys=True, default=str)
+    return _described(type(text), values, source)  # type: ignore[arg-type]
+
+
+def describe_file(file: str | Path) -> ModelShape:
+    """The shape of a config.json, or of the folder that holds one. Raises UserError."""
+    return describe(read_config(str(file)), str(file))
+
+
+def _config_of(values: Mapping[str, Any], source: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # transformers' own checks, of whatever is in the values
+        raise ConfigError(
+            given=f"model type {values.get('model_type')}: {reason(error, values)}",
+            required="the config of a decoder that transformers knows",
+            source=source,
+            change="give the config.json that transformers saves with the model",
+        ) from error
+
+
+@dataclass
+class _Layer:
+    """A layer while a chunk passes it; scans and bytes are those of all tokens together."""
+
+    matrices: int = 0
+    before_kv: int = 0
+    experts: nn.Module | None = None
+    num_active: int = 1
+    scan_flops: int = 0
+    convolution_flops: int = 0
+    saved: int = 0
+    scan_saved: int = 0
+    window: int | None = NO_ATTENTION
+    heads: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Query heads, key-value heads, and their widths of keys and of values."""
+    stored: int = 0
+    states: Mapping[Any, Tensor] = field(default_factory=dict)
+    met: set[nn.Module] = field(default_factory=set)
+    """Modules within which tokens meet."""
+    attending: set[nn.Module] = field(default_factory=set)
+    """Modules within which they meet in attention."""
+    products: dict[nn.Module, list[tuple[int, int]]] = field(default_factory=dict)
+    """By the module that has them, widths in and out of matrices that a token is multiplied with;
+    those of a number of experts count as one."""
+    linears: dict[nn.Module, list[nn.Linear]] = field(default_factory=dict)
+    """Matrices that may have an adapter, by the module that has them."""
+
+
+class _AnyDtype(TorchDispatchMode):
+    """Lets experts of any dtype run on meta, where torch knows those of bfloat16 alone."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket is _aten._grouped_mm:
+            return args[0].new_empty((len(args[0]), args[1].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Chunk(_AnyDtype):
+    """A chunk on its way through the layers of a model, and the cell in which its tokens meet."""
+
+    def __init__(self, model: CausalLM, num_tokens: int) -> None:
+        super().__init__()
+        layers, base = model.layers, model.base
+        self.layers = [_Layer() for _ in layers]
+        self.end = _Layer()
+        self.config, self.decoder = model.config, model.decoder
+        self.before: list[nn.Module] = []
+        """Modules that run before the first layer."""
+        self._num_tokens = num_tokens
+        self._places = dict(zip(layers, self.layers, strict=True))
+        self._weights = {_storage(p): (p, m) for m in base.modules() for p in m.parameters(False)}
+        self._parents = {child: module for module in base.modules() for child in module.children()}
+        with _AnyDtype():
+            self._mixers = {mixer.module for mixer in model.probed.mixers}
+        self._layer: _Layer | None = None
+        self._running: list[nn.Module] = []
+        self._seen: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    @contextmanager
+    def watching(self, decoder: nn.Module) -> Iterator[None]:
+        """Within it the chunk passes."""
+        with ExitStack() as stack:
+            for module in decoder.modules():
+                stack.callback(module.register_forward_pre_hook(self._begin).remove)
+                stack.callback(module.register_forward_hook(self._end).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x))
+            stack.enter_context(self)
+            yield
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(module)
+        self._layer = self._places.get(module, self._layer)
+        if self._layer is None:
+            self.before.append(module)
+
+    def _end(self, module: nn.Module, *_: Any) -> None:
+        self._running.pop()
+        if module in self._places:
+            self._layer = self.end
+
+    def _save(self, x: Tensor) -> Tensor:
+        key = _storage(x)
+        counts = self._layer is not None or x.is_floating_point()  # token ids are counted as inputs
+        if counts and key not in self._weights and key not in self._seen:
+            self._seen.add(key)
+            layer, num_bytes = self._layer or self.end, x.untyped_storage().nbytes()
+            layer.saved += num_bytes
+            if self._mixers.intersection(self._running):
+                layer.scan_saved += num_bytes
+        self._alive.append(x)  # another storage must not take its place
+        return x
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if (layer := self._layer) is None:
+            return out
+        match func.overloadpacket:
+            case packet if packet in _PRODUCTS:
+                operands = [x for x in args if isinstance(x, Tensor) and x.ndim > 1][:3]
+                self._multiply(layer, *operands[-2:], by_experts=packet is _aten._grouped_mm)
+            case _aten.convolution:
+                layer.convolution_flops += 2 * out.numel() * prod(args[1].shape[1:])
+            case _aten.sum if len(args) > 1 and self._mixers.intersection(
+                self._running
+            ):  # of a product that is summed up
+                layer.scan_flops += 2 * args[0].numel()
+        return out
+
+    def _multiply(self, layer: _Layer, a: Tensor, b: Tensor, *, by_experts: bool) -> None:
+        """Count a product of a (..., T, I) and b (..., I, O)."""
+        if not (found := self._weights.get(_storage(b)) or self._weights.get(_storage(a))):
+            if self._mixers.intersection(self._running):
+                layer.scan_flops += 2 * a.numel() * b.shape[-1]
+            else:  # a weight in another dtype: routers multiply in float32
+                layer.matrices += b.numel()
+            return
+        weight, holder = found
+        visits = a.numel() // a.shape[-1] // self._num_tokens
+        count = weight.numel()
+        if by_experts:
+            layer.experts, layer.num_active = holder, visits
+            count = count // len(weight) * visits
+        layer.matrices += count
+        if isinstance(holder, nn.Linear):
+            parent = self._parents[holder]
+            layer.linears.setdefault(parent, []).append(holder)
+            holder = parent
+        layer.products.setdefault(holder, []).append((visits * b.shape[-2], b.shape[-1]))
+
+    def attend(
+        self, what: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule,
+        sinks: Tensor | None, source: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        found = self._met()
+        found.heads = len(q), len(k), q.shape[-1], rule.value_width or q.shape[-1]
+        found.window = rule.window or rule.block
+        found.stored = found.stored or len(k) * sum(found.heads[2:])
+        found.attending.update(self._running)
+        return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+
+    def take_latents(self, what: Pass, layer: int, latents: Tensor, expand: Any) -> Tensor:
+        assert self._layer is not None
+        self._layer.stored = latents.shape[-1]
+        return latents
+
+    def state_slices(self) -> list[SliceRows]:
+        rows = slice(0, self._num_tokens)
+        return [SliceRows(0, rows, continues=False, is_continued=True)]
+
+    def leave(self, what: Pass, layer: int, index: int, y: Tensor, states: Any) -> Tensor:
+        self._met().states = states
+        return y
+
+    def mixed(self, what: Pass, layer: int) -> None:
+        self._met()
+
+    def _met(self) -> _Layer:
+        layer = self._layer
+        assert layer is not None, "tokens that meet outside of the layers"
+        layer.before_kv = layer.matrices
+        layer.met.update(self._running)
+        return layer
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what furlong's attention saves: q (N, T, H), k and v (K, T, H), output, log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _measured(config: Any, source: str) -> ModelShape:
+    whole = _built(config, source, torch.bfloat16)
+    kinds = _kinds(whole, config)
+    # a second layer of each kind: the first also saves what is made once for all
+    kept = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
+    models = _cut(config, kept, [kinds[n] for n in kept], source)
+    if models is None:  # layers that know others by their numbers
+        kept, models = list(range(len(kinds))), [whole, _built(config, source, torch.float32)]
+    chunks: list[_Chunk] = []
+    for model in models:
+        plain = _passed(model, ())
+        chunks += [plain, *(_passed(model, _adapted(plain, *parts)) for parts in _ADAPTERS)]
+    shapes = {
+        kinds[n]: _layer_shape([c.layers[place] for c in chunks], kinds[n][0], config)
+        for place, n in enumerate(kept)
+    }
+    return _model_shape(whole, tuple(shapes[kind] for kind in kinds), chunks)
+
+
+def _built(config: Any, source: str, dtype: torch.dtype) -> CausalLM:
+    model = model_of_config(config, source, dtype=dtype).eval()
+    return CausalLM(model, max_seq_len=num_positions(config))
+
+
+def _kinds(model: CausalLM, config: Any) -> list[tuple[int, Any]]:
+    """For each layer the number of its own parameters, and all else that tells it from others."""
+    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == model.num_layers]
+    seen: set[int] = set()
+    found = []
+    for n, layer in enumerate(model.layers):
+        new = {id(p): p.numel() for p in layer.parameters() if id(p) not in seen}
+        seen |= new.keys()
+        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        found.append((sum(new.values()), (shapes, *(str(values[n]) for values in lists))))
+    return found
+
+
+def _cut(
+    config: Any, kept: Sequence[int], kinds: Sequence[Any], source: str
+) -> list[CausalLM] | None:
+    """Models of some layers in two dtypes, None where these are others than within the whole."""
+    values = config.to_dict()
+    cut_layers(config, values, kept)
+    try:
+        small = type(config).from_dict(values)
+        models = [_built(small, source, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        return models if _kinds(models[0], small) == list(kinds) else None
+    except (UserError, ValueError, LookupError):
+        return None
+
+
+def _num_tokens(config: Any) -> int:
+    if family_of(config.model_type).recurrent in ("mamba", "rg-lru"):
+        return _FEW_TOKENS
+    sizes = (getattr(config, name, None) for name in INNER_CHUNKS)
+    return max(_TOKENS, *(2 * size for size in sizes if isinstance(size, int)), 0)
+
+
+def _passed(model: CausalLM, adapted: Sequence[nn.Linear]) -> _Chunk:
+    """A chunk that has passed the model: under adapters of these matrices; none: all is trained."""
+    num_tokens = _num_tokens(model.config)
+    if adapted:
+        model.base.requires_grad_(False)
+        model.base.get_input_embeddings().requires_grad_(True)  # so have the layers an input's
+        for linear in adapted:
+            linear.weight.requires_grad_(True)
+    chunk = _Chunk(model, num_tokens)
+    ids, positions = (torch.arange(num_tokens, device="meta") for _ in range(2))
+    try:
+        with model.installed(), chunk.watching(model.decoder):
+            (stage,) = model.stages((model.num_layers,))
+            stage.run(ids, positions, chunk, Pass("graph"))
+    finally:
+        model.base.requires_grad_(True)
+    return chunk
+
+
+def _adapted(chunk: _Chunk, in_attention: bool, in_mlp: bool) -> list[nn.Linear]:
+    """The matrices that have adapters."""
+    hidden_size = chunk.config.hidden_size
+    found = []
+    for layer in chunk.layers:
+        for part, has in zip(_adaptable(layer, hidden_size), (in_attention, in_mlp), strict=True):
+            found += part if has else []
+    return found
+
+
+def _adaptable(layer: _Layer, hidden_size: int) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """Matrices of attention, and of an MLP without experts."""
+    attention = chain(*(own for m, own in layer.linears.items() if m in layer.attending))
+    mlp = chain(*(own for m, own in layer.linears.items() if _is_mlp(layer, m, hidden_size)))
+    return list(attention), [] if layer.experts else list(mlp)
+
+
+def _is_mlp(layer: _Layer, module: nn.Module, hidden_size: int) -> bool:
+    """Whether a module in which no tokens meet leads back to the model's width."""
+    return module not in layer.met and layer.products[module][-1][1] == hidden_size
+
+
+def _layer_shape(layers: Sequence[_Layer], parameters: int, config: Any) -> LayerShape:
+    """The numbers of a layer, from its passes in both dtypes and with all adapters."""
+    layer, num_tokens, hidden = layers[0], _num_tokens(config), config.hidden_size
+    heads, kv_heads, dim, value = layer.heads
+    states = [(x.dtype == torch.float32, x.numel()) for x in layer.states.values()]
+    wide = sum(count for is_wide, count in states if is_wide)
+    scan_flops = max(layer.scan_flops / num_tokens, _ELEMENTWISE * wide)
+    experts = list(layer.experts.parameters()) if layer.experts else []
+    saved = [one.saved / num_tokens for one in layers]
+    return LayerShape(
+        parameters=parameters,
+        matrices=layer.matrices,
+        before_kv=layer.before_kv,
+        expert_parameters=sum(p.numel() for p in experts),
+        num_experts=len(experts[0]) if experts else 1,
+        num_active=layer.num_active,
+        width=sum(p[-1][0] for m, p in layer.products.items() if _is_mlp(layer, m, hidden)),
+        window=layer.window,
+        key_flops=2 * heads * (dim + value),
+        query_size=heads * dim,
+        output_size=heads * value,
+        kv_width=kv_heads * (dim + value),
+        stored=layer.stored,
+        state_float32=wide,
+        state_columns=sum(count for is_wide, count in states if not is_wide),
+        scan_flops=round(scan_flops + layer.convolution_flops / num_tokens),
+        lora=tuple(  # type: ignore[arg-type]
+            sum(m.in_features + m.out_features for m in part) for part in _adaptable(layer, hidden)
+        ),
+        saved=(tuple(saved[:4]), tuple(saved[4:])),  # type: ignore[arg-type]
+        scan_saved=(layers[0].scan_saved / num_tokens, layers[4].scan_saved / num_tokens),
+    )
+
+
+def _model_shape(
+    whole: CausalLM, layers: tuple[LayerShape, ...], chunks: Sequence[_Chunk]
+) -> ModelShape:
+    config, base, decoder = whole.config, whole.base, whole.decoder
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    attending = next((n.heads for n in chunks[0].layers if n.heads[0]), (1, 1, 0, 0))
+    own = {id(p) for layer in whole.layers for p in layer.parameters()}
+    own |= {id(p) for m in (embedding, head) if m is not None for p in m.parameters()}
+    beside = {n: p.numel() for n, p in decoder.named_parameters() if id(p) not in own}
+    names = {m: name for name, m in chunks[0].decoder.named_modules()}
+    before = tuple(f"{names[m]}." for m in chunks[0].before if names[m])
+    entrance = sum(count for name, count in beside.items() if name.startswith(before))
+    bias = getattr(head, "bias", None)
+    num_tokens, hidden = _num_tokens(config), config.hidden_size
+    ends = [c.end.saved / num_tokens + hidden * (2 if i < 4 else 4) for i, c in enumerate(chunks)]
+    return ModelShape(
+        family=config.model_type,
+        hidden_size=hidden,
+        num_heads=for_all_layers(config, "num_attention_heads") or attending[0],
+        num_kv_heads=for_all_layers(config, "num_key_value_heads") or attending[1],
+        head_dim=attending[2],
+        vocab_size=embedding.weight.shape[0],
+        tied_head=bool(config.tie_word_embeddings),
+        layers=layers,
+        entrance_parameters=entrance,
+        final_parameters=sum(beside.values()) - entrance + (0 if bias is None else len(bias)),
+        final_saved=(tuple(ends[:4]), tuple(ends[4:])),  # type: ignore[arg-type]
+        num_positions=num_positions(config),
+        original_positions=_original_positions(config),
+    )
+
+
+def _original_positions(config: Any) -> int | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    value = rope.get("original_max_position_embeddings")
+    value = value or getattr(config, "original_max_position_embeddings", None)
+    return value if isinstance(value, int) else None

@@ -1,1 +1,0 @@
-"""Published methods, a file each: they say which chunks, in which order."""

@@ -1,1 +1,0 @@
-"""Whole sequences on places of one pool: which processes, and in which micro-batch."""
