@@ -3,7 +3,7 @@ sequences, every micro-batch forward and backward before the next.
 
 A device holds one micro-batch at a time, so its memory says how many tokens that may have;
 checkpointed layers buy more tokens with time. The search makes such plans from dials
-(`furlong.planners.published.build`); these functions are for the papers' tables and for tests.
+(`papers.published.build`); these functions are for the papers' tables and for tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from furlong.planners.chunks import (
     refuse_unusable,
     sequence_work,
 )
-from furlong.planners.published.chunks import Balance, deal_sequences
 from furlong.planners.skrull import chunk_of, schedule_skrull
 from furlong.simulate.clock import time_actions
+from papers.published.chunks import Balance, deal_sequences
 
 Replicas = Sequence[Sequence[Chunk]]
 """The chunks of each replica in their order."""

@@ -11,6 +11,7 @@ from distributed.layout_cases import Case
 from distributed.random_planners import MAY_FREEZE, PLANNERS, SIZE, Setting
 from helpers.decks import Deck
 from helpers.tiny_families import config_of
+from papers.published.in_step import join_in_step
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
@@ -20,7 +21,6 @@ from furlong.plan.check import check
 from furlong.plan.plan import Chunk, ChunkPlan, Forward, Tiers
 from furlong.plan.rows import rows_of
 from furlong.planners.orders import idle_plan, join_replicas, plan_1f1b
-from furlong.planners.published.in_step import join_in_step
 
 Sizes = tuple[int, int, int]
 """dp, sp, pp."""

@@ -10,6 +10,8 @@ from typing import Any
 
 from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
+from papers.published.chunks import padded_groups
+from papers.published.flexsp import plan_flexsp
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
@@ -20,8 +22,6 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_groups, plan_seq1f1b
 from furlong.planners.places import plan_places
-from furlong.planners.published.chunks import padded_groups
-from furlong.planners.published.flexsp import plan_flexsp
 from furlong.planners.skrull import micro_batch_groups
 
 SIZE = 8

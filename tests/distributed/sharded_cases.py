@@ -17,6 +17,7 @@ from helpers.gradients import (
     worst_relative_error,
 )
 from helpers.tiny_families import build
+from papers.published.in_step import join_in_step
 from torch import Tensor, nn
 
 import furlong
@@ -26,7 +27,6 @@ from furlong.cost.training import Training
 from furlong.models.describe import describe
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.orders import join_replicas, plan_on_device
-from furlong.planners.published.in_step import join_in_step
 from furlong.runtime.parallel.ranks import make_ranks
 
 NUM_LAYERS = 3

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.in_step import join_in_step
 from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
 
 from furlong.cost.machine import hardware
@@ -20,7 +21,6 @@ from furlong.plan.text import format_action, format_chunk
 from furlong.planners.chunks import by_order, chunk_by_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.planners.published.in_step import join_in_step
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 

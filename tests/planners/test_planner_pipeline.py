@@ -8,6 +8,7 @@ from helpers.nightly import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.chunks import packed_groups, padded_groups
 
 from furlong.errors import DataError
 from furlong.plan.check import check
@@ -16,7 +17,6 @@ from furlong.plan.text import format_action, format_chunk, load_plan, parse_chun
 from furlong.planners.chunks import longest_first, whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.planners.published.chunks import packed_groups, padded_groups
 from furlong.simulate.clock import simulate
 from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts

@@ -14,12 +14,12 @@ from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.budget import fit
 from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
 from furlong.planners.places import PoolBatch, Rates
-from furlong.planners.published.bounds import least_s
-from furlong.planners.published.build import build, groups_of, replica_model
-from furlong.planners.published.chunks import Balance, by_speed, deal_sequences
-from furlong.planners.published.dials import Dials, Ladder
-from furlong.planners.published.in_step import join_in_step
 from furlong.simulate.clock import time_actions
+from papers.published.bounds import least_s
+from papers.published.build import build, groups_of, replica_model
+from papers.published.chunks import Balance, by_speed, deal_sequences
+from papers.published.dials import Dials, Ladder
+from papers.published.in_step import join_in_step
 
 _MOST_PLANS = 24
 """Plans of replicas that are made while they are dealt by the time of their plans, for each measure
