@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from furlong.cost.machine import Link, hardware, this_cpu
 from furlong.cost.model import CostModel
-from furlong.cost.shape import known_models, model_shape
+from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.models.describe import describe
 from furlong.planners.auto.byte_bound import ByteBound
@@ -97,7 +97,7 @@ def test_one_stage_of_each_kind_tells_the_seconds_of_all(name, options, seq_lens
 def test_the_bound_holds_with_many_segments_in_a_lower_tier(
     longest, height, size, keep, num_retained
 ):
-    model = known_models()["lora"]["config"]
+    model = MODELS["lora"]
     order = {} if height is None else {"order": "layer-first", "stage_layers": height}
     dials = ChunkOptions(size=size, keep=keep, num_retained=num_retained, tier="host", **order)
     walked = needs_of(model.memory().curve(plan_on_device([longest], dials, num_layers=24), 0))
@@ -133,7 +133,7 @@ def test_chunk_first_on_the_device_the_bound_is_what_the_walk_finds(name, keep, 
 @pytest.mark.parametrize("keep", ["input", "kv", "attention"])
 def test_a_slow_link_is_in_the_estimate(kind, least, stage_layers, keep):
     """The seconds of its copies, where the kind is written at all: never more than they take."""
-    model = known_models()["lora"]["config"]
+    model = MODELS["lora"]
     links = replace(model.hardware.links, disk=Link(0.0, 1e7))
     model = replace(model, hardware=replace(model.hardware, links=links))
     dials = ChunkOptions(
