@@ -25,7 +25,9 @@ from furlong.cost.machine import EXACT_NAMES, KNOWN
 from furlong.cost.shape import known_models
 from furlong.models.describe import describe
 from furlong.runtime.memory.measure import peak_memory_bytes, reset_peak_memory
+from furlong.train.checkpoints.folder import list_checkpoints
 from furlong.train.figures.mfu import MfuMeter
+from furlong.train.run_folder import CHECKPOINTS
 
 K = 1024
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-7B"
@@ -477,7 +479,8 @@ def _write_run(folder: Path) -> None:
 
 
 def _trained(folder: Path, out: Path, *flags: str, kills: bool = False) -> dict[int, float]:
-    """Loss by step of a run, killed once it has a checkpoint and taken another step."""
+    """Loss by step of a run, killed once it has a checkpoint and taken another step. Raises
+    RuntimeError for one that ends otherwise."""
     values = {
         "model.name": folder / "model", "data.train": folder / "texts", "data.max_seq_len": 1024,
         "chunks.size": 256, "train.epochs": 3, "train.sequences_per_step": 4, "train.lr": "1e-3",
@@ -494,8 +497,10 @@ def _trained(folder: Path, out: Path, *flags: str, kills: bool = False) -> dict[
                 time.sleep(0.05)
             run.send_signal(signal.SIGKILL)
         _, text = run.communicate()
-    if run.returncode and not kills:
-        raise RuntimeError(text[-2000:])
+    if run.returncode != (-signal.SIGKILL if kills else 0):
+        raise RuntimeError(f"ended with {run.returncode}: {text[-2000:]}")
+    if not list_checkpoints(out / CHECKPOINTS):
+        raise RuntimeError("there is no checkpoint to resume from")
     return _losses(metrics)
 
 

@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from papers.published.catalogue import PUBLISHED
+from papers.published.problem import Problem
+from papers.published.search import search
+
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import HardwareSpec, Link, this_cpu
 from furlong.cost.model import CostModel
@@ -22,9 +26,6 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device, plan_seq1f1b
 from furlong.planners.places import plan_places
-from furlong.planners.published.catalogue import PUBLISHED
-from furlong.planners.published.problem import Problem
-from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 
 Layout = tuple[int, int, int]

@@ -38,9 +38,8 @@ from furlong.planners.chunks import by_order, pack, sequence_work
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.planners.published.catalogue import SEARCHED
-from furlong.planners.published.problem import Problem
-from furlong.planners.published.search import search
+from furlong.planners.question import Limits, Question
+from furlong.planners.search import search
 from furlong.planners.skrull import schedule_skrull
 from furlong.simulate.clock import simulate
 from furlong.simulate.unit_costs import UnitCosts
@@ -103,11 +102,14 @@ def _infinipipe() -> None:
 
 def _search() -> None:
     lens = sample_lengths("github", 1024, max_seq_len=_CONTEXT_TOKENS, too_long="truncate")
-    model = CostModel(model_shape("Llama-3-8B"), hardware("H100"), Training(zero_stage=3))
-    found = search(Problem(seq_lens=lens, model=model, num_devices=1024), SEARCHED)
+    model = CostModel(model_shape("Llama-3-8B"), hardware("H100"))
+    spec = model.hardware
+    limits = Limits(spec.budget_bytes, int(spec.host_bytes))
+    found = search(Question(lens, model, limits, num_devices=1024))
+    best = found.best
     console.print(
-        f"search: {found.best.dials}, {found.best.step_s:.3g} s per step; "
-        f"{len(found.trials)} tried, {found.num_pruned} left out by their bounds"
+        f"search: {best.candidate.method}, {best.candidate.layout}, {best.step_s:.3g} s per step; "
+        f"{len(found.tried)} tried, {found.num_pruned} left out by their bounds"
     )
 
 

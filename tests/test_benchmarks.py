@@ -11,6 +11,7 @@ from pathlib import Path
 
 import flat
 import gpu
+import gpu_part
 import long
 import pytest
 from gpu_part import hidden
@@ -150,6 +151,16 @@ def test_a_part_of_gpu_that_is_cut_off_leaves_its_results(tmp_path, monkeypatch)
     assert gpu._run("long", {}, 2.0, results, str(values)) == "ended at its limit of 2 s"
     assert results == json.loads(values.read_text())["results"] == {"first": {"step_s": 1.5}}
     assert gpu._run("long", {}, -1.0, results, None) == "no time was left"
+
+
+@pytest.mark.parametrize("ends", ["exit 0", "kill -9 $$"])
+def test_a_run_that_was_not_killed_behind_a_checkpoint_shows_no_resume(ends, tmp_path, monkeypatch):
+    command = tmp_path / "train"
+    command.write_text(f"#!/bin/sh\n{ends}\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(gpu_part.sys, "executable", str(command))
+    with pytest.raises(RuntimeError, match=r"ended with 0|no checkpoint"):
+        gpu_part._trained(tmp_path, tmp_path / "out", kills=True)
 
 
 def test_kinds_of_work_of_a_profile():

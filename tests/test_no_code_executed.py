@@ -222,7 +222,7 @@ def plan_of_code(world: World, name: str) -> tuple[list[str], int | None]:
 def pages(world: World, name: str) -> tuple[list[str], int | None]:
     lengths = world.home / "<script>.json"
     lengths.write_text('{"version": 1, "lengths": [64, 30]}')
-    flags = ["--model.name", "Qwen2.5-0.5B", "--hardware", "H100", "--method", "ChunkFlow"]
+    flags = ["--model.name", "Qwen2.5-0.5B", "--hardware", "H100", "--chunks.method=chunkflow"]
     page = world.home / "page.svg"
     return ["plan", "--lengths", str(lengths), *flags, "--picture", str(page)], 0
 

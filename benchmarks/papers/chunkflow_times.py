@@ -165,8 +165,8 @@ def table_6(num_batches: int = 12) -> Table:
     return Table(
         "ChunkFlow, Table 6: Qwen2.5-7B, TP 4, PP 4, 256K", "K tokens; ratios of seconds; s", rows,
         (
-            f"an A100's half_tokens ({hardware(CARD).linear.half_tokens:.0f}) is an assumption that "
-            "was chosen in view of this table's (2K, 16); with half of it the best is "
+            f"an A100's half_tokens ({hardware(CARD).linear.half_tokens:.0f}) is an assumption "
+            "that was chosen in view of this table's (2K, 16); with half of it the best is "
             f"{others[0][0]}K, with twice as much {others[1][0]}K",
             f"ours are seconds of a step of {tokens / 1e3:.0f}K tokens, as Table 2 distributes "
             f"them; with one more sequence of 200K it takes {with_long:.1f} s, but of Table 2's "

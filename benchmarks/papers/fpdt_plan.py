@@ -1,5 +1,5 @@
 """FPDT (Yao et al., 2024) as its paper plans it, and the dial between it and SeCO: how many layers
-a stage has. The search makes such plans from dials (`furlong.planners.published.build`)."""
+a stage has. The search makes such plans from dials (`papers.published.build`)."""
 
 from __future__ import annotations
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from furlong.cost.memory import TOKEN_BYTES, Activations, PlanMemory, StageBytes, stage_bytes
+from furlong.cost.memory import TOKEN_BYTES, PlanMemory, StageBytes, stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 
 
 @dataclass(frozen=True, slots=True)
-class Counted(Activations):
+class Counted:
     """Tensors of two bytes an element that each layer of a dense model saves: q, k, v, attention's
     output with its log-sum-exp, and these."""
 
@@ -20,6 +20,8 @@ class Counted(Activations):
     """Tensors of width F."""
     end_hidden: float = 0.0
     """Tensors of width D behind the layers."""
+    logit_bytes: float = 0.0
+    """Bytes of one logit at the peak of the loss, its gradient included."""
 
     def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
         own = shape.layers[layer]
@@ -45,7 +47,7 @@ def fused(shape: ModelShape) -> Counted:
 
 def saving(
     cell: StageBytes,
-    saved: Activations,
+    saved: Counted,
     shape: ModelShape,
     layers: range,
     element: int,
@@ -63,7 +65,7 @@ def saving(
     )
 
 
-def whole_cell(shape: ModelShape, training: Training, saved: Activations) -> StageBytes:
+def whole_cell(shape: ModelShape, training: Training, saved: Counted) -> StageBytes:
     """Bytes per token of a cell of a whole model whose layers save these tensors."""
     cell = stage_bytes(shape, (shape.num_layers,), 0, training)
     return saving(cell, saved, shape, range(shape.num_layers), training.compute_bytes)
@@ -81,8 +83,10 @@ class OtherMemory(PlanMemory):
     """The memory of a plan in another framework, the loss over the logits of a whole chunk unless
     it is cut; on one device of a tensor-parallel group, where `training` is of one, too."""
 
-    saved: Activations | None = None
+    saved: Counted | None = None
     """Tensors that a layer saves; None: those of transformers' modules."""
+    logit_bytes: float | None = None
+    """Bytes of one logit, where they are not those of `saved` or of tiles."""
     tp_size: int = 1
     """Tensor parallelism with Megatron's sequence parallelism."""
     cut: bool = False
@@ -97,6 +101,8 @@ class OtherMemory(PlanMemory):
             layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
             element, factor = self.training.compute_bytes, self.activation_factor
             cell = saving(cell, self.saved, self.shape, layers, element, factor)
+        if self.logit_bytes is not None and cell.logit:
+            cell = replace(cell, logit=self.logit_bytes)
         return replace(
             cell,
             input=cell.input if stage == 0 else TOKEN_BYTES + (cell.input - TOKEN_BYTES) / tp,

@@ -22,7 +22,7 @@ from furlong.planners.chunks import group_chunks, longest_first, shard
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_seq1f1b
-from furlong.planners.published.flexsp import plan_flexsp
+from papers.published.flexsp import plan_flexsp
 from papers.tables import Row, Table, aggregate, count_faster, shown, speedup
 from papers.tensor_parallel import TensorParallel
 from papers.timing import step_s

@@ -9,11 +9,9 @@ must descend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from furlong.cost.lengths import K
 from furlong.cost.machine import hardware
-from furlong.cost.memory import eager
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.plan.plan import ChunkPlan
@@ -93,8 +91,7 @@ def longest_k(chunk: int | None, candidates: Sequence[int] = (1, 2, 4, 8, 16, 32
 def peak_on_card(length_k: int, chunk: int | None) -> int:
     """Bytes that one sequence needs, in chunks of so many tokens or all at once."""
     shape, training = model_shape("Llama-3-8B"), Training(lora=Lora(rank=8), kv_gradient_bytes=2)
-    saved = replace(eager(2, training.lora), logit_bytes=HF_LOGIT_BYTES)
-    memory = OtherMemory(shape, training, 0, saved=saved)
+    memory = OtherMemory(shape, training, 0, logit_bytes=HF_LOGIT_BYTES)
     options = ChunkOptions(size=chunk or length_k * K, num_retained=0 if chunk else 1, keep="kv")
     plan = plan_chunkflow((length_k * K,), options, stages=(shape.num_layers,))
     return max(memory.peak_bytes_of_actions(plan, 0))

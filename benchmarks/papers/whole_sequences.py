@@ -3,7 +3,7 @@ sequences, every micro-batch forward and backward before the next.
 
 A device holds one micro-batch at a time, so its memory says how many tokens that may have;
 checkpointed layers buy more tokens with time. The search makes such plans from dials
-(`furlong.planners.published.build`); these functions are for the papers' tables and for tests.
+(`papers.published.build`); these functions are for the papers' tables and for tests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from furlong.cost.model import CostModel
 from furlong.plan.check import check
 from furlong.plan.plan import FIRST_PROCESS, Chunk, ChunkPlan, Place, Slice
 from furlong.planners.chunks import (
-    Balance,
     chunk_by_chunk,
-    deal_sequences,
     does_not_fit,
     fitting_tokens,
     pack,
@@ -30,6 +28,7 @@ from furlong.planners.chunks import (
 )
 from furlong.planners.skrull import chunk_of, schedule_skrull
 from furlong.simulate.clock import time_actions
+from papers.published.chunks import Balance, deal_sequences
 
 Replicas = Sequence[Sequence[Chunk]]
 """The chunks of each replica in their order."""

@@ -129,7 +129,7 @@ def test_help_loads_nothing_heavy():
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "PLAN.json" in finished.stdout
-    for flag in ("--lengths", "--runnable", "--chunks.size", "--train.seed", "--model.lora.rank"):
+    for flag in ("--lengths", "--chunks.size", "--train.seed", "--model.lora.rank"):
         assert flag in finished.stdout
 
 

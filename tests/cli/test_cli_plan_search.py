@@ -14,7 +14,7 @@ from furlong.plan.plan import Tiers
 from furlong.plan.text import load_plan, save_plan
 
 MIXED = [9000, 3000, 700, 300, 120, 90]
-QUICK = ["--method", "ChunkFlow"]
+QUICK = ["--chunks.method=chunkflow"]
 """Where it does not matter what is chosen: few candidates."""
 
 
@@ -48,18 +48,18 @@ def test_prints_what_was_chosen_and_why(lengths, capsys):
     assert heads == [
         "batch", "model", "devices", "figures", "plan", "chunks", "kept", "recompute", "order",
         "tier", "layout", "step", "bubble", "pool", "time", "memory", "longest", "runs here",
-        "next best", "search",
+        "auto", "parallel", "search",
     ]  # fmt: skip
     assert f"6 sequences, 13.2K tokens, longest 9,000: all of {lengths}" in printed
     assert "2 x RTX4090" in printed
     assert "tokens/s" in printed
     assert "weights" in printed and "optimizer" in printed and "activations" in printed
     assert "9,000 tokens in the data (in the batch): fits" in printed
-    assert "runs here  no, it needs " in printed
+    assert "runs here  yes: torchrun --nproc-per-node 2 -m furlong train" in printed
 
 
 def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
-    flags = [*QUICK, "--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
+    flags = ["--devices", "2", "--json", "--out", str(tmp_path / "plan.json")]
     assert plan(lengths, *flags) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["batch"]["num_tokens"] == sum(MIXED)
@@ -77,12 +77,12 @@ def test_json_is_one_object_with_everything(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_is_predicted_again_with_the_same_figures(lengths, tmp_path, capsys):
     file = str(tmp_path / "plan.json")
-    flags = ["--devices", "2", "--zero", "2", "--memory.device", "20GiB", "--model.lora.rank", "4"]
-    assert plan(lengths, "--method", "1F1B padded", *flags, "--json", "--out", file) == 0
+    flags = ["--devices", "2", "--memory.device", "20GiB", "--model.lora.rank", "4"]
+    assert plan(lengths, *QUICK, *flags, "--json", "--out", file) == 0
     first = json.loads(capsys.readouterr().out)
     assert main(["plan", file, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    for name in ("step_s", "tokens_per_s", "memory", "budget_bytes", "runs_here"):
+    for name in ("step_s", "tokens_per_s", "memory", "budget_bytes"):
         assert again[name] == first[name]
     assert again["fits"] and again["layout"] == first["layout"]
     assert main(["plan", file, "--json", "--hardware", "H100"]) == 0
@@ -103,7 +103,7 @@ def test_the_progress_of_a_search_goes_one_way(lengths, monkeypatch, capsys):
         yield said.append
 
     monkeypatch.setattr("furlong.report.patience.patience", noted)
-    assert plan(lengths, *QUICK, "--devices", "2", "--zero", "1") == 0
+    assert plan(lengths, "--devices", "4", "--zero", "1") == 0
     found = [re.fullmatch(r"(\d+) tried(?:, best .*)?", words) for words in said]
     tried = [int(one[1]) for one in found if one]
     assert len(tried) > 1 and tried == sorted(tried)
@@ -117,7 +117,7 @@ def test_a_saved_plan_is_drawn_with_the_title_that_it_was_made_with(lengths, tmp
     assert main(["plan", file, "--picture", str(pages[1])]) == 0
     # matplotlib writes each text as a comment beside its outlines
     first, again = (re.findall(r"<!-- (.*?) -->", page.read_text()) for page in pages)
-    assert first == again and any("ChunkFlow   ·   " in text for text in first)
+    assert first == again and any("chunkflow   ·   " in text for text in first)
 
 
 def test_a_saved_plan_says_that_it_does_not_fit_a_smaller_device(lengths, tmp_path, capsys):
@@ -135,27 +135,6 @@ def test_a_saved_plan_says_that_it_does_not_fit_a_smaller_device(lengths, tmp_pa
     assert values["peak_bytes"] == fits["peak_bytes"] > values["budget_bytes"]
 
 
-def test_text_json_and_saved_plan_name_one_layout(tmp_path, capsys):
-    """Eight short sequences on a pool of eight: each on a device of its own, which is dp 8."""
-    lengths, file = tmp_path / "lens.json", tmp_path / "plan.json"
-    lengths.write_text('{"version": 1, "lengths": [[300, 8]]}')
-    flags = ["--devices", "8", "--method", "FlexSP", "--out", str(file)]
-    assert plan(lengths, *flags) == 0
-    printed = capsys.readouterr().out
-    assert "plan       FlexSP: a pool of 8" in printed
-    assert "layout     dp 8 x sp 1 x pp 1 = 8 devices, in pools of 8 that shard no" in printed
-    assert plan(lengths, *flags, "--json") == 0
-    layout = json.loads(capsys.readouterr().out)["layout"]
-    expected = {"dp": 8, "sp": 1, "pp": 1, "sp_size": 8, "sizes_of_places": [1]}
-    assert layout == expected
-    assert main(["plan", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == expected
-    assert json.loads(file.read_text())["sp_size"] == 8
-    assert plan(lengths, "--devices", "8", "--method", "FlexSP", "--compare", "--json") == 0
-    (method,) = json.loads(capsys.readouterr().out)["methods"]
-    assert method["layout"].keys() == expected.keys()
-
-
 def test_one_device_shares_its_state_with_nobody(lengths, tmp_path, capsys):
     assert plan(lengths, *QUICK, "--zero", "3") == 2
     refused(capsys, "--zero 3 on one device", "leave --zero out")
@@ -167,29 +146,17 @@ def test_one_device_shares_its_state_with_nobody(lengths, tmp_path, capsys):
 
 def test_a_saved_plan_says_itself_what_it_gathers(lengths, tmp_path, capsys):
     file, flags = tmp_path / "plan.json", ["--devices", "2", "--parallel.sp", "2", "--json"]
-    for zero, other in (("3", "1"), ("1", "3")):
-        assert plan(lengths, *QUICK, *flags, "--zero", zero, "--out", str(file)) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert json.loads(file.read_text())["regathers"] == (zero == "3")
-        assert main(["plan", str(file), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["memory"] == found["memory"]
-        assert main(["plan", str(file), "--zero", other]) == 2
-        refused(capsys, f"--zero {other} for a plan that gathers weights", "leave --zero out")
+    assert plan(lengths, *QUICK, *flags, "--out", str(file)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not json.loads(file.read_text())["regathers"]
+    assert main(["plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == found["memory"]
+    assert main(["plan", str(file), "--zero", "3"]) == 2
+    refused(capsys, "--zero 3 for a plan that gathers weights", "leave --zero out")
     # whatever it was made for
     file.write_text(file.read_text().replace('"zero": 1', '"zero": 3'))
     assert main(["plan", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"] == found["memory"]
-
-
-def test_a_plan_that_leaves_devices_idle_is_shown_again(tmp_path, capsys):
-    """One token: the best plan for two devices under ZeRO-3 has one of them."""
-    lengths, file = tmp_path / "lens.json", str(tmp_path / "plan.json")
-    lengths.write_text('{"version": 1, "lengths": [1]}')
-    assert plan(lengths, *QUICK, "--devices", "2", "--zero", "3", "--out", file) == 0
-    assert "idle       1 device of 2" in capsys.readouterr().out
-    assert main(["plan", file]) == 0
-    printed = capsys.readouterr().out
-    assert "1 x RTX4090" in printed and "of 1 token\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -236,19 +203,6 @@ def test_dials_that_are_given_are_kept(lengths, capsys):
     assert values["dials"].items() >= {"size": 3000, "num_retained": 2, "keep": "kv"}.items()
 
 
-def test_zero_lora_and_budget_change_the_memory(lengths, capsys):
-    weights = {}
-    for flags in ("--zero=0", "--zero=3", "--model.lora.rank=8"):
-        fixed = [*QUICK, "--devices", "2", "--parallel.dp", "2", "--memory.device", "20GB"]
-        assert plan(lengths, *fixed, "--chunks.size", "1024", flags, "--json") == 0
-        values = json.loads(capsys.readouterr().out)
-        assert values["budget_bytes"] == 20 * 10**9
-        weights[flags] = values["memory"][0]["parts"]["weights"]
-    assert weights["--zero=3"] == pytest.approx(weights["--zero=0"] / 2, rel=1e-3)
-    # frozen weights whole, and shards of them, of 2 bytes; trained ones of 2 and 4
-    assert weights["--model.lora.rank=8"] == pytest.approx(weights["--zero=0"] / 2, rel=0.02)
-
-
 def test_a_batch_is_drawn_by_the_seed(lengths, capsys):
     drawn = []
     for seed in ("0", "0", "1"):
@@ -284,23 +238,22 @@ def test_writes_pictures_and_traces(lengths, tmp_path, capsys):
 
 
 def test_compares_every_method(lengths, tmp_path, capsys):
-    from furlong.cli.planning.search import METHODS
+    from furlong.planners.search import METHODS
 
     flags = ["--compare", "--devices", "2", "--parallel.pp", "2"]
     assert plan(lengths, *flags, "--picture", str(tmp_path / "c.svg")) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert {m for m in METHODS if any(m in line for line in lines)} == set(METHODS)
-    assert "SeCO: no plan: SeCO on 2 devices with pp 2" in printed
+    assert "seco: no plan: chunks.method = seco with pp 2" in printed
     picture = (tmp_path / "c.svg").read_text()
     assert picture.count("limit of device memory") == 1
     lengths.write_text('{"version": 1, "lengths": [900, 300, 90]}')
     assert plan(lengths, *flags, "--json") == 0
     methods = json.loads(capsys.readouterr().out)["methods"]
-    assert {method["method"] for method in methods} == set(METHODS)
+    assert {method["method"] for method in methods} == {"auto", *METHODS}
     by_name = {method["method"]: method for method in methods}
-    assert by_name["furlong"]["relative"] == pytest.approx(1)
-    assert all(method.get("relative", 1) >= 1 for method in methods)
+    assert by_name["auto"]["relative"] <= 1.01
 
 
 @pytest.mark.parametrize(
@@ -310,7 +263,7 @@ def test_compares_every_method(lengths, tmp_path, capsys):
         (["--hardware", "H10"], ["'H10'", "did you mean H100"]),
         (["--model.name", "Qwen2.5-8B"], ["'Qwen2.5-8B'", "did you mean Qwen2.5-"]),
         (["--model.name", "no/such.json"], ["No such file"]),
-        (["--method", "chunkflw"], ["'chunkflw'", "did you mean ChunkFlow?"]),
+        (["--chunks.method", "chunkflw"], ["'chunkflw'", "'chunkflow'"]),
         (["--parallel.pp", "0"], ["parallel.pp = '0'", "greater than 0"]),
         (["--memory.device", "lots"], ["'lots' is no amount of memory"]),
         (["--zero", "4"], ["--zero"]),
@@ -347,15 +300,19 @@ def test_a_file_of_lengths_in_the_place_of_a_plan(lengths, capsys):
 
 
 def test_a_budget_below_the_weights_names_what_shards_them(lengths, capsys):
-    flags = [*QUICK, "--memory.device", "1GB", "--devices", "2"]
-    assert plan(lengths, *flags, "--zero", "1") == 2
-    refused(capsys, "needs", "optimizer", "954 MiB less a margin of 10%", "ZeRO-3", "LoRA")
-    for more in ([], ["--zero", "3"]):  # all of it is shared already
-        assert plan(lengths, *flags, *more) == 2
-        message = refused(capsys, "needs", "use more devices, train LoRA adapters")
-        assert "ZeRO" not in message[message.index("change:") :]
-    assert plan(lengths, *flags, "--model.lora.rank", "8", "--memory.device", "200MB") == 2
-    assert "LoRA" not in refused(capsys, "use more devices, or use a smaller model")
+    flags = [*QUICK, "--devices", "2"]
+    assert plan(lengths, *flags, "--memory.device", "1GB") == 2
+    refused(capsys, "optimizer", "954 MiB less a margin of 10%", "start more processes", "LoRA")
+    assert plan(lengths, *flags, "--zero", "3") == 2
+    refused(capsys, "--zero 3 on several devices", "leave --zero out")
+
+
+def test_methods_that_make_chunks_of_their_own_take_no_dials(lengths, capsys):
+    flags = ["--devices", "2", "--chunks.method=places"]
+    assert plan(lengths, *flags, "--chunks.size=1024") == 2
+    refused(capsys, "chunks.size with chunks.method = places", "leave chunks.size out")
+    assert plan(lengths, *flags, "--parallel.pp=2") == 2
+    refused(capsys, "chunks.method = places with pp 2", "another method")
 
 
 @pytest.mark.slow
@@ -374,43 +331,11 @@ def test_sizes_that_do_not_multiply_show_the_arithmetic(lengths, capsys):
     refused(capsys, "dp 2 x sp 1 x pp 2, = 4 devices", "multiply to 8 devices", "use 4 devices")
 
 
-def test_sizes_that_do_not_divide_the_devices_leave_some_idle(lengths, capsys):
-    assert plan(lengths, "--devices", "7", "--parallel.sp", "2", "--method", "Ulysses") == 0
-    assert re.search(r"^idle +[1-5] devices? of 7$", capsys.readouterr().out, re.MULTILINE)
-
-
 def test_a_sequence_that_fits_nowhere_says_what_lacks_and_what_to_change(tmp_path, capsys):
     file = tmp_path / "lens.json"
     file.write_text('{"version": 1, "lengths": [4000000]}')
     assert plan(file, *QUICK, "--memory.device", "12GB") == 2
-    refused(capsys, "rank 0 needs", "K,V", "which lacks", "K,V on the host")
-
-
-def test_a_combination_that_no_method_offers_is_told(lengths, capsys):
-    for flags, given, change in (
-        (["SeCO", "--parallel.pp=2"], "SeCO on 2 devices with pp 2", "leave out parallel.pp"),
-        (["FlexSP", "--parallel.dp=2"], "FlexSP on 2 devices with dp 2", "leave out parallel.dp"),
-        (["ChunkFlow", "--chunks.keep=all"], "with keep all", "leave out chunks.keep"),
-        (["FlexSP", "--parallel.dp=2", "--chunks.keep=kv"], "with dp 2, keep kv", "give fewer"),
-    ):
-        assert plan(lengths, "--devices=2", "--method", *flags) == 2
-        refused(capsys, given, change)
-    # a change that a refusal names is one that leads to a plan
-    assert plan(lengths, "--devices=2", "--method=FlexSP") == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (["--runnable", "--devices=2"], ["the one of --runnable", "leave --runnable out, or"]),
-        (["--runnable"], ["on 1 device", "leave --runnable out and give several --devices, or"]),
-        ([], ["on 1 device\n", "give several --devices, or name another --method"]),
-    ],
-)
-def test_a_refusal_names_no_size_that_was_not_given(lengths, flags, parts, capsys):
-    assert plan(lengths, "--method", "InfiniPipe", *flags) == 2
-    message = refused(capsys, "InfiniPipe", *parts)
-    assert "dp 1" not in message and "pp 1" not in message
+    refused(capsys, "rank 0 needs", "K,V", "which lacks", "with memory.host: ")
 
 
 def test_flags_of_the_search_do_not_go_with_a_saved_plan(tmp_path, capsys):
@@ -528,10 +453,6 @@ def test_several_devices_keep_order_and_stage_layers(lengths, capsys):
         ),
         (["--memory.host=24XB"], ["'24XB'", "512MiB"]),
         (["--memory.disk=auto"], ["'auto'", "a whole number"]),
-        (
-            ["--devices=2", "--chunks.tier={attention: host}"],
-            ["attention on the host", "leave out chunks.tier"],
-        ),
     ],
 )
 def test_wrong_dials_are_told_in_four_parts(lengths, capsys, flags, parts):

@@ -17,7 +17,7 @@ from furlong.cli.main import main
 from furlong.cost.shape import known_models
 from furlong.report.patience import patience
 
-QUICK = ["--method", "ChunkFlow"]
+QUICK = ["--chunks.method", "chunkflow"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +31,7 @@ def plan(*flags: str) -> int:
     """A plan of 4 sequences of a preset, but for what the flags change."""
     given = {
         "--lengths": "wikipedia", "--sequences": "4", "--model.name": "Qwen2.5-0.5B",
-        "--hardware": "RTX4090", "--method": "ChunkFlow",
+        "--hardware": "RTX4090", "--chunks.method": "chunkflow",
     }  # fmt: skip
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
     return main(["plan", *(word for pair in given.items() for word in pair)])

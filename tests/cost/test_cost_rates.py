@@ -6,12 +6,12 @@ from math import inf
 import pytest
 
 from furlong.cost.machine import Efficiency, hardware
-from furlong.cost.memory import eager
+from furlong.cost.memory import stage_bytes
 from furlong.cost.model import CostModel, optimizer_s
 from furlong.cost.seconds import attended_keys, chunk_table
 from furlong.cost.training import Lora, Training
 from furlong.models.describe import describe
-from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Recompute, Slice
+from furlong.plan.plan import Backward, Chunk, ChunkPlan, Forward, Place, Recompute, Slice, Tiers
 
 SHAPE = describe({
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -69,9 +69,8 @@ def test_launches_add_to_work_or_hide_it():
 
 def test_kernels_pass_what_graphs_save_and_logits():
     found = seconds(activation_bytes_per_s=1.0)
-    saved = eager(4)
-    layer = saved.layer_bytes(SHAPE, 0, 4)
-    logits = saved.logit_bytes * SHAPE.vocab_size
+    cell = stage_bytes(SHAPE, (3,), 0, Training.in_dtype("float32"))
+    layer, logits = cell.graph_layers[0], cell.logit * SHAPE.vocab_size
     assert found[GRAPH] == pytest.approx(60 * 3 * layer)
     assert found[AGAIN] == pytest.approx(40 * 3 * layer)
     assert found[BACK] == pytest.approx(60 * (6 * layer + logits))
@@ -146,3 +145,22 @@ def test_experts_are_read_where_some_token_visits_them(num_tokens):
         own - other for own, other in zip(times(), times(layers=dense), strict=True)
     )
     assert [first, last, back_last, back_first] == pytest.approx([once, once, 2 * once, 2 * once])
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_seconds_without_a_plan_are_those_of_a_plan(kv):
+    """Of every cell of a pipeline on groups of two, layers recomputed, weights gathered."""
+    stages, again = (2, 1), (1, 0)
+    model = CostModel(SHAPE, hardware("A100-80"), Training(zero_stage=3))
+    pieces = (Slice(0, 0, 500, Place(0, 2)), Slice(0, 500, 700, Place(0, 2)))
+    chunks = tuple(Chunk((piece,)) for piece in pieces)
+    cells = [
+        tuple(a for c in (0, 1) for a in (Forward(c, s, "all", again[s]), Backward(c, s)))
+        for s in (0, 1)
+    ]
+    plan = ChunkPlan((700,), chunks, stages, tuple(cells), Tiers(kv=kv), sp_size=2)
+    costs = model.costs(plan)
+    found = model.cell_seconds(chunks, stages, sp_size=2, kv=kv, recompute_layers=again)
+    for rank, own in enumerate(cells):
+        expected = [costs.compute_s(action, rank) for action in own]
+        assert found[rank].ravel().tolist() == pytest.approx(expected)

@@ -12,7 +12,7 @@ from furlong.models.describe import describe
 from furlong.plan.check import check
 from furlong.plan.plan import Forward
 from furlong.plan.text import format_action
-from furlong.planners.auto.byte_bound import ByteBound
+from furlong.planners.candidates import ByteBound
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 

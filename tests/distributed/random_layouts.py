@@ -11,6 +11,7 @@ from distributed.layout_cases import Case
 from distributed.random_planners import MAY_FREEZE, PLANNERS, SIZE, Setting
 from helpers.decks import Deck
 from helpers.tiny_families import config_of
+from papers.published.in_step import join_in_step
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
@@ -144,8 +145,10 @@ def _plan(planner: str, batch: str, dp: int, setting: Setting) -> ChunkPlan:
     for plan in plans:
         ids.append(range(first, first + len(plan.seq_lens)))
         first += len(plan.seq_lens)
-    zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
-    return join_replicas(plans, ids, lens_of_all, zero_3 if planner == "ZeRO-3" else None)
+    if planner == "ZeRO-3":
+        zero_3 = CostModel(setting.shape, hardware("A100-80"), Training(zero_stage=3))
+        return join_in_step(plans, ids, lens_of_all, zero_3)
+    return join_replicas(plans, ids, lens_of_all)
 
 
 def _idle(like: ChunkPlan, setting: Setting) -> ChunkPlan:

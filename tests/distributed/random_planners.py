@@ -10,24 +10,18 @@ from typing import Any
 
 from helpers.pipeline_plans import layer_first_pipeline, row_of
 from helpers.random_chunks import random_chunks
+from papers.published.chunks import padded_groups
+from papers.published.flexsp import plan_flexsp
 
 from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.chunks import (
-    Groups,
-    group_chunks,
-    padded_groups,
-    shard,
-    shard_long,
-    sliced_groups,
-)
+from furlong.planners.chunks import Groups, group_chunks, shard, shard_long, sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_groups, plan_seq1f1b
 from furlong.planners.places import plan_places
-from furlong.planners.published.flexsp import plan_flexsp
 from furlong.planners.skrull import micro_batch_groups
 
 SIZE = 8

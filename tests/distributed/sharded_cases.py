@@ -17,6 +17,7 @@ from helpers.gradients import (
     worst_relative_error,
 )
 from helpers.tiny_families import build
+from papers.published.in_step import join_in_step
 from torch import Tensor, nn
 
 import furlong
@@ -101,7 +102,9 @@ class Step:
             for own in self.lens
         ]
         ids = [self.ids(replica) for replica in range(len(plans))]
-        return join_replicas(plans, ids, self.seq_lens, cost_of(model) if self.regathers else None)
+        if self.regathers:
+            return join_in_step(plans, ids, self.seq_lens, cost_of(model))
+        return join_replicas(plans, ids, self.seq_lens)
 
 
 def cost_of(model: Any) -> CostModel:

@@ -1,6 +1,8 @@
 """Skrull's own fitted forms: worked examples and printed numbers."""
 
+import pytest
 from papers import skrull_forms as skrull
+from papers.skrull import skrull_h100
 
 from furlong.plan.plan import Place
 
@@ -40,3 +42,24 @@ def test_skrulls_overlap_and_bucket():
     assert skrull.rank_s(fit, (100,), (2,), 2, 8, 2) == 16_000_005 + 1408
     assert skrull.bucket_tokens(80e9, 20e9, 3e6) == 20_000
     assert skrull.bucket_tokens(10e9, 20e9, 3e6) == 0
+
+
+def test_skrulls_links_are_its_table_3():
+    links = skrull_h100().links
+    for name in skrull.TABLE_3_US:
+        fit = skrull.table_3_fit(name)
+        for mb, us in zip(skrull.TABLE_3_MB, skrull.TABLE_3_US[name], strict=True):
+            if mb < 16:
+                continue
+            ours = skrull.communication_s(fit, mb * 1e6) * 1e6
+            assert ours == pytest.approx(us, rel=0.12), (name, mb)
+            assert links.collective_s(name, mb * 1e6, 8) * 1e6 == pytest.approx(ours, rel=0.01)
+
+
+def test_skrulls_fit_is_the_known_one():
+    known = {"all_gather": (6.35, 92), "all_to_all": (6.68, 60), "reduce_scatter": (6.11, 77),
+             "all_reduce": (11.80, 117)}  # fmt: skip
+    for name, (us_per_mb, us) in known.items():
+        fit = skrull.table_3_fit(name)
+        assert fit.seconds_per_byte * 1e12 == pytest.approx(us_per_mb, abs=0.02)
+        assert fit.transfer_constant_s * 1e6 == pytest.approx(us, abs=2)

@@ -12,21 +12,22 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import Tiers
-from furlong.planners.auto.byte_bound import ByteBound
-from furlong.planners.auto.candidates import Space
-from furlong.planners.auto.decide import Decision, decide
-from furlong.planners.auto.search import SLACK
-from furlong.planners.auto.steps import (
+from furlong.planners.budget import MARGIN
+from furlong.planners.candidates import (
+    ByteBound,
+    Space,
     busiest_groups,
     deal_steps,
     longest_step,
     one_list,
     plan_of,
 )
-from furlong.planners.budget import MARGIN
+from furlong.planners.decide import Decision, decide
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
+from furlong.planners.question import Limits
+from furlong.planners.search import SLACK
 from furlong.planners.spaco import Sampling
 
 GIB = 2**30
@@ -41,7 +42,13 @@ SHORT = count_lengths([5_000, 700, 30])
 
 def choose(model=CPU, lengths=LENS, budget_bytes=1000 * GIB, **changes):
     values = {"sequences_per_step": 8} | changes
-    return decide(lengths, model=model, budget_bytes=budget_bytes, **values)
+    tiers = {name: values.pop(name, 0) for name in ("host_bytes", "disk_bytes")}
+    limits = Limits(int(budget_bytes), **tiers, margin=values.pop("margin", MARGIN))
+    return decide(lengths, model=model, limits=limits, **values)
+
+
+def walk_of(options):
+    return options.order, options.stage_layers, options.tiers
 
 
 def groups_of(seq_lens, size, sequences_per_step):
@@ -57,7 +64,7 @@ def needs(options, lens, model=CPU):
 
 
 def test_the_last_percents_of_speed_are_not_bought_with_memory():
-    searched = choose().searched
+    searched = choose().answer
     fastest_s = min(tried.step_s for tried in searched.tried)
     best = searched.best
     assert best.step_s <= fastest_s * (1 + SLACK)
@@ -65,8 +72,7 @@ def test_the_last_percents_of_speed_are_not_bought_with_memory():
         tried
         for tried in searched.tried
         if tried.step_s <= fastest_s * (1 + SLACK)
-        and (tried.options.order, tried.options.stage_layers, tried.options.tiers)
-        == (best.options.order, best.options.stage_layers, best.options.tiers)
+        and walk_of(tried.candidate.options) == walk_of(best.candidate.options)
     ]
     assert len(alike) == searched.alike
     assert all(tried.needs >= best.needs for tried in alike)
@@ -127,12 +133,12 @@ def test_given_dials_hold():
         "tier": Tiers(kv="disk"),
     }  # fmt: skip
     for name, value in dials.items():
-        options = choose(dials={name: value}, lengths=SHORT, disk_bytes=10**15).options
+        options = choose(given={name: value}, lengths=SHORT, disk_bytes=10**15).options
         assert getattr(options, name) == value
         assert options.order == "layer-first" or name != "stage_layers"
-    given = choose(dials=dials, lengths=SHORT, disk_bytes=10**15).options
+    given = choose(given=dials, lengths=SHORT, disk_bytes=10**15).options
     assert given == ChunkOptions(**dials)
-    chunk_first = choose(dials={"order": "chunk-first"}, budget_bytes=20 * GIB).options
+    chunk_first = choose(given={"order": "chunk-first"}, budget_bytes=20 * GIB).options
     assert (chunk_first.order, chunk_first.stage_layers) == ("chunk-first", None)
 
 
@@ -169,7 +175,7 @@ def test_words_tell_why_and_what_the_next_best_would_have_cost():
 
 def test_where_nothing_fits_the_smallest_is_taken_unless_the_budget_is_given():
     decision = choose(budget_bytes=1 * GIB)
-    assert decision.searched is None
+    assert decision.answer is None
     assert decision.options == ChunkOptions(size=1024, num_retained=0, keep="kv")
     assert "no plan is predicted to fit 1 GiB" in decision.words
     with pytest.raises(ConfigError) as caught:
@@ -184,7 +190,7 @@ def test_the_message_names_the_smallest_budget_that_would_do(lower):
         choose(budget_bytes=1 * GIB, lengths=SHORT, must_fit=True, **lower)
     words = caught.value.change.rpartition("the smallest that would do is memory.device: ")[2]
     enough = int(words.removesuffix("MiB")) * 2**20
-    assert choose(budget_bytes=enough, lengths=SHORT, must_fit=True, **lower).searched is not None
+    assert choose(budget_bytes=enough, lengths=SHORT, must_fit=True, **lower).answer is not None
     with pytest.raises(ConfigError):
         choose(budget_bytes=int(0.994 * enough), lengths=SHORT, must_fit=True, **lower)
 
@@ -193,15 +199,15 @@ def test_the_message_names_the_smallest_budget_that_would_do(lower):
 def test_a_tier_without_room_names_its_budget():
     dials = {"tier": "disk"}
     with pytest.raises(ConfigError) as caught:
-        choose(lengths=SHORT, disk_bytes=2**20, must_fit=True, dials=dials)
+        choose(lengths=SHORT, disk_bytes=2**20, must_fit=True, given=dials)
     assert caught.value.source == "memory.disk"
     words = caught.value.change.rpartition("the smallest that would do is memory.disk: ")[2]
     enough = int(words.removesuffix("MiB")) * 2**20
-    assert choose(lengths=SHORT, disk_bytes=enough, must_fit=True, dials=dials).searched is not None
+    assert choose(lengths=SHORT, disk_bytes=enough, must_fit=True, given=dials).answer is not None
 
 
 def test_too_many_chunks_are_not_searched():
-    decision = choose(dials={"size": 3})
+    decision = choose(given={"size": 3})
     assert decision.options == replace(fixed_options(40_000), size=3)
     assert "by the fixed rule" in decision.words
 
@@ -210,7 +216,7 @@ def test_a_gpu_takes_larger_chunks_than_a_cpu():
     dials, lengths = {"num_retained": 0, "keep": "kv"}, count_lengths([60_000])
     sizes = [
         choose(
-            model, lengths, budget_bytes=40 * GIB, sequences_per_step=1, dials=dials
+            model, lengths, budget_bytes=40 * GIB, sequences_per_step=1, given=dials
         ).options.size
         for model in (H100, CPU)
     ]
@@ -224,11 +230,11 @@ def test_a_gpu_takes_larger_chunks_than_a_cpu():
 def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_len, per_step, most):
     drawn = []
 
-    def see(space, budgets):
-        drawn.append(len(space.seq_lens))
+    def see(question, tell):
+        drawn.append(len(question.seq_lens))
         raise ConfigError(given="", required="", source="", change="")
 
-    monkeypatch.setattr("furlong.planners.auto.decide.search_device", see)
+    monkeypatch.setattr("furlong.planners.decide.search", see)
     with pytest.raises(ConfigError):
         choose(lengths=count_lengths([seq_len] * 2000), sequences_per_step=per_step)
     assert drawn == [most]
@@ -237,8 +243,8 @@ def test_a_huge_batch_is_predicted_from_some_of_its_sequences(monkeypatch, seq_l
 def test_of_one_large_step_short_and_long_sequences_are_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "furlong.planners.auto.decide.search_device",
-        lambda space, _: drawn.extend(space.seq_lens) or 1 / 0,
+        "furlong.planners.decide.search",
+        lambda question, _: drawn.extend(question.seq_lens) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         choose(lengths=count_lengths([8_000] * 20 + [500] * 200), sequences_per_step=220)
@@ -255,8 +261,8 @@ def orders_of(budget_bytes, **changes):
     found = {}
     for order in ("chunk-first", "layer-first", "auto"):
         dials = {} if order == "auto" else {"order": order}
-        decision = choose(budget_bytes=budget_bytes, dials=dials, **changes)
-        found[order] = decision if decision.searched else None
+        decision = choose(budget_bytes=budget_bytes, given=dials, **changes)
+        found[order] = decision if decision.answer else None
     return found
 
 
@@ -271,9 +277,7 @@ def test_where_one_order_fits_it_is_taken():
 @pytest.mark.parametrize("budget_bytes", [16 * GIB, 24 * GIB, 60 * GIB])
 def test_where_both_fit_the_one_that_simulates_faster_is_taken(model, budget_bytes):
     found = orders_of(budget_bytes, model=model)
-    seconds = {
-        order: decision.searched.best.step_s for order, decision in found.items() if decision
-    }
+    seconds = {order: decision.answer.best.step_s for order, decision in found.items() if decision}
     assert len(seconds) == 3
     fastest = min(seconds["chunk-first"], seconds["layer-first"])
     assert seconds["auto"] <= fastest * (1 + SLACK)
@@ -290,8 +294,8 @@ def test_tiers_are_used_only_where_they_are_allowed():
     assert used[0] == {}
     assert set(used[1].values()) == {"host"}
     assert set(used[2].values()) == {"disk"} == set(used[3].values())
-    assert host.searched.best.step_s < alone.searched.best.step_s
-    needs = host.searched.best.needs
+    assert host.answer.best.step_s < alone.answer.best.step_s
+    needs = host.answer.best.needs
     assert 0 < needs.host_bytes <= 100 * GIB and needs.disk_bytes == 0
 
 
@@ -300,13 +304,13 @@ def test_each_tier_keeps_its_own_budget():
     budget = {"model": H100, "budget_bytes": int(10.5 * GIB), "sequences_per_step": 1}
     for host, disk in ((GIB, 0), (GIB // 2, 4 * GIB), (0, 2 * GIB)):
         decision = choose(host_bytes=host, disk_bytes=disk, **budget)
-        best = decision.searched.best.needs
+        best = decision.answer.best.needs
         assert best.device_bytes <= (1 - MARGIN) * 10.5 * GIB
         assert best.host_bytes <= host and best.disk_bytes <= disk
 
 
 def test_a_margin_leaves_room():
-    tight, wide = (choose(budget_bytes=12 * GIB, margin=m).searched.best for m in (0.0, 0.2))
+    tight, wide = (choose(budget_bytes=12 * GIB, margin=m).answer.best for m in (0.0, 0.2))
     assert 0.8 * 12 * GIB < tight.needs.device_bytes <= 12 * GIB
     assert wide.needs.device_bytes <= 0.8 * 12 * GIB
     assert tight.step_s < wide.step_s
@@ -355,49 +359,54 @@ def test_the_work_of_a_search_is_bounded(monkeypatch, model, longest, budget_byt
         estimated.append(options)
         return original(self, options)
 
-    monkeypatch.setattr("furlong.planners.auto.search.plan_of", see)
+    monkeypatch.setattr("furlong.planners.candidates.plan_of", see)
     monkeypatch.setattr(ByteBound, "needs", bound)
     priced = Costs(model_shape(model), hardware("H100"))
     lengths = count_lengths([longest])
     decision = choose(priced, lengths, budget_bytes=budget_bytes, sequences_per_step=1, **lower)
     assert decision.options.size >= 64
     # where nothing fits a finer search follows, and the walk of what lacks least
-    assert sum(walked) < (60_000 if decision.searched else 120_000), (sum(walked), len(estimated))
+    assert sum(walked) < (60_000 if decision.answer else 120_000), (sum(walked), len(estimated))
     assert len(estimated) < 2_500
 
 
 def test_the_message_proposes_what_leads_to_a_plan_that_fits():
     """No smaller chunks than the smallest, and every budget that is too small."""
     dials = {"size": 64, "order": "layer-first", "keep": "kv", "tier": {"inputs": "disk"}}
-    tight = {"lengths": SHORT, "must_fit": True, "dials": dials}
+    tight = {"lengths": SHORT, "must_fit": True, "given": dials}
     with pytest.raises(ConfigError) as caught:
         choose(budget_bytes=1 * GIB, disk_bytes=2**20, **tight)
     change = caught.value.change
     assert "smaller chunks" not in change
     device, disk = change.rpartition("memory.device: ")[2].split(", with memory.disk: ")
     enough = [int(words.removesuffix("MiB")) * 2**20 for words in (device, disk)]
-    assert choose(budget_bytes=enough[0], disk_bytes=enough[1], **tight).searched is not None
+    assert choose(budget_bytes=enough[0], disk_bytes=enough[1], **tight).answer is not None
 
 
 def test_the_seconds_of_a_sample_are_those_of_a_draw_and_its_memory_is_that_of_all():
     """Any draw may be of all chunks; the same draw is asked of every candidate."""
     dials = {"size": 1024}
-    exact = choose(dials=dials).searched
-    sampled = choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed")}).searched
-    exactly = {tried.options: tried for tried in exact.tried}
+    exact = choose(given=dials).answer
+    sampled = choose(given=dials | {"sample": Sampling(chunks=5, rule="fixed")}).answer
+    exactly = {tried.candidate.options: tried for tried in exact.tried}
     pairs = [
-        (tried, exactly[replace(tried.options, sample=None)])
+        (tried, exactly[replace(tried.candidate.options, sample=None)])
         for tried in sampled.tried
-        if replace(tried.options, sample=None) in exactly
+        if replace(tried.candidate.options, sample=None) in exactly
     ]
-    assert len(pairs) > 1 and all(tried.options.sampling is not None for tried, _ in pairs)
+    assert len(pairs) > 1 and all(
+        tried.candidate.options.sampling is not None for tried, _ in pairs
+    )
     for tried, whole in pairs:
         assert tried.needs == whole.needs
         assert tried.step_s < 0.8 * whole.step_s
     best = sampled.best
     assert best.step_s <= (1 + SLACK) * min(tried.step_s for tried in sampled.tried)
-    again = choose(dials=dials | {"sample": Sampling(chunks=5, rule="fixed", seed=9)}).searched
-    assert (again.best.options.keep, again.best.step_s) == (best.options.keep, best.step_s)
+    again = choose(given=dials | {"sample": Sampling(chunks=5, rule="fixed", seed=9)}).answer
+    assert (again.best.candidate.options.keep, again.best.step_s) == (
+        best.candidate.options.keep,
+        best.step_s,
+    )
 
 
 @pytest.mark.parametrize("order", [{}, {"order": "layer-first", "stage_layers": 12}])
@@ -416,5 +425,10 @@ def test_the_seconds_of_a_sample_are_those_of_its_plan(order):
 def test_a_search_with_a_sample_tries_what_exact_estimates_would_leave_out():
     """They are of whole backwards, far above the seconds of a draw."""
     dials = {"size": 4096, "sample": Sampling(chunks=2, rule="fixed")}
-    searched = choose(dials=dials).searched
-    assert {tried.options.keep for tried in searched.tried} == {"input", "kv", "attention", "all"}
+    searched = choose(given=dials).answer
+    assert {tried.candidate.options.keep for tried in searched.tried} == {
+        "input",
+        "kv",
+        "attention",
+        "all",
+    }

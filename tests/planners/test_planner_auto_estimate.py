@@ -11,8 +11,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.models.describe import describe
-from furlong.planners.auto.byte_bound import ByteBound
-from furlong.planners.auto.estimate import TimeEstimate
+from furlong.planners.candidates import ByteBound, TimeEstimate
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.published.chunks import deal_sequences
 from papers.whole_sequences import plan_ulysses
 
 from furlong.cost.lengths import sample_lengths
@@ -13,7 +14,6 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Forward
-from furlong.planners.chunks import deal_sequences
 from furlong.simulate.clock import time_actions
 
 K = 1024

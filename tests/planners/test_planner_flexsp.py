@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.published import flexsp
+from papers.published.flexsp import plan_flexsp
+from papers.published.hybrid_cp import plan_hybrid_cp
 from papers.whole_sequences import plan_ulysses, with_zero_3
 
 from furlong.cost.lengths import sample_lengths
@@ -16,9 +19,6 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.planners.budget import fit
 from furlong.planners.places import PoolBatch, Rates
-from furlong.planners.published import flexsp
-from furlong.planners.published.flexsp import plan_flexsp
-from furlong.planners.published.hybrid_cp import plan_hybrid_cp
 from furlong.simulate.clock import time_actions
 
 K = 1024

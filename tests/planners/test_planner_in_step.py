@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.in_step import join_in_step
 from papers.whole_sequences import plan_skrull, plan_ulysses, similar_meet
 
 from furlong.cost.machine import hardware
@@ -44,7 +45,7 @@ def test_any_replicas_on_one_stage_go_in_step(seq_lens, dp_size, option):
     plans = [
         plan_chunkflow([seq_lens[i] for i in own], option, stages=(NUM_LAYERS,)) for own in dealt
     ]
-    joined = join_replicas(plans, dealt, seq_lens, MODEL)  # checks it
+    joined = join_in_step(plans, dealt, seq_lens, MODEL)  # checks it
     ways = {tuple(filter(None, directions(joined, rank))) for rank in range(len(joined.actions))}
     assert len(ways) == 1
     for plan, actions in zip(plans, joined.actions, strict=True):
@@ -61,7 +62,7 @@ def _is_real(plan, action):
 def test_a_sequence_in_pieces_meets_short_ones_and_dummies():
     option = ChunkOptions(size=3, keep="kv", hybrid=False)
     plans = [plan_chunkflow(own, option, stages=(NUM_LAYERS,)) for own in ([9], [2, 2])]
-    joined = join_replicas(plans, [[0], [1, 2]], [9, 2, 2], MODEL)
+    joined = join_in_step(plans, [[0], [1, 2]], [9, 2, 2], MODEL)
     texts = [", ".join(map(format_action, own)) for own in joined.actions]
     assert texts == [
         "F0.0 kv, F1.0 kv, F2.0 all, B2.0, R1.0, B1.0, R0.0, B0.0, reduce 0",
@@ -78,7 +79,7 @@ def test_groups_without_room_for_each_other_run_one_after_the_other():
         plan_chunkflow([n], ChunkOptions(size=3, keep="kv", num_retained=k), stages=(NUM_LAYERS,))
         for n, k in ((6, 0), (12, 4))
     ]
-    joined = join_replicas(plans, [[0], [1]], [6, 12], MODEL)
+    joined = join_in_step(plans, [[0], [1]], [6, 12], MODEL)
     ways = ["".join(w[0] for w in directions(joined, rank) if w) for rank in range(2)]
     assert ways == ["ffffbbbb" + "ffbfb"] * 2
 
@@ -87,15 +88,15 @@ def test_pipelines_go_in_step_only_where_they_are_equal():
     option = ChunkOptions(size=4, keep="kv")
     halves = NUM_LAYERS // 2, NUM_LAYERS - NUM_LAYERS // 2
     plans = [plan_chunkflow(lens, option, stages=halves) for lens in ([8, 2], [7, 3], [2, 2, 2])]
-    assert join_replicas(plans[:2], [[0, 1], [2, 3]], [8, 2, 7, 3], MODEL).regathers
+    assert join_in_step(plans[:2], [[0, 1], [2, 3]], [8, 2, 7, 3], MODEL).regathers
     with pytest.raises(PlanError, match="run the same passes of a stage"):
-        join_replicas(plans[1:], [[0, 1], [2, 3, 4]], [7, 3, 2, 2, 2], MODEL)
+        join_in_step(plans[1:], [[0, 1], [2, 3, 4]], [7, 3, 2, 2, 2], MODEL)
 
 
 def test_replicas_that_keep_their_weights_run_freely():
     model = replace(MODEL, training=Training(zero_stage=2))
     plans = [plan_chunkflow(n, ChunkOptions(size=4), stages=(NUM_LAYERS,)) for n in ([8], [1])]
-    joined = join_replicas(plans, [[0], [1]], [8, 1], model)
+    joined = join_in_step(plans, [[0], [1]], [8, 1], model)
     assert joined == join_replicas(plans, [[0], [1]], [8, 1])
     assert not joined.regathers and not any(chunk.is_dummy for chunk in joined.chunks)
 

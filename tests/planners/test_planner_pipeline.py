@@ -8,12 +8,13 @@ from helpers.nightly import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.chunkflow_plan import plan_chunkflow
+from papers.published.chunks import packed_groups, padded_groups
 
 from furlong.errors import DataError
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, RebuildKV, Recompute, Recv, Reduce, Send
 from furlong.plan.text import format_action, format_chunk, load_plan, parse_chunk, save_plan
-from furlong.planners.chunks import longest_first, packed_groups, padded_groups, whole_groups
+from furlong.planners.chunks import longest_first, whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
 from furlong.simulate.clock import simulate

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.places_bound import lower_bound_s
+from papers.published.flexsp import plan_flexsp
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
 from furlong.cost.lengths import sample_lengths
@@ -22,7 +23,6 @@ from furlong.planners.budget import fit
 from furlong.planners.chunks import peak_bytes
 from furlong.planners.places import Division, PoolBatch, Spot, fastest_spots, plan_of, plan_places
 from furlong.planners.places import settings as settings_of
-from furlong.planners.published.flexsp import plan_flexsp
 from furlong.simulate.clock import time_actions
 
 K = 1024

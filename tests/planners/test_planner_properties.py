@@ -13,6 +13,7 @@ from helpers.nightly import SEED
 from helpers.toy_model import gradient, obey
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fpdt_plan import plan_fpdt
+from papers.published.chunks import packed_groups, padded_groups
 from papers.seco import plan_seco, plan_spaco
 from papers.whole_sequences import plan_skrull, plan_ulysses
 
@@ -23,7 +24,7 @@ from furlong.cost.shape import model_shape
 from furlong.plan.check import check
 from furlong.plan.plan import Backward, Forward, Reduce, Tier, Tiers
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.chunks import packed_groups, padded_groups, sliced_groups
+from furlong.planners.chunks import sliced_groups
 from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device, plan_seq1f1b, plan_two_phases

@@ -11,30 +11,39 @@ from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
+from furlong.errors import UserError
 from furlong.plan.check import check
-from furlong.plan.plan import ChunkPlan
-from furlong.planners.auto.rivals import CHUNKS, Rivals
-from furlong.planners.auto.search import SLACK
+from furlong.plan.plan import ChunkPlan, Layout
+from furlong.planners.candidates import CHUNKS
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.predict import step_s
+from furlong.planners.question import Limits, Question
+from furlong.planners.search import SLACK, BatchPlans
 
 LENS = (30_000, 9_000, 6_000, 2_500, 1_200, 900, 700, 500, 300, 200)
 SHORT = (2_000,) * 16 + (300,) * 40
 OPTIONS = ChunkOptions(size=8192)
 
 
-MODEL = CostModel(
-    model_shape("Qwen2.5-0.5B"), hardware("A100-80"), replace(Training(), zero_stage=1)
-)
-RIVALS = Rivals(MODEL, budget_bytes=40 * 2**30, options=OPTIONS, is_free=True)
+BASE = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training())
+LIMITS = Limits(40 * 2**30, margin=0.0)
+
+
+def planners(sp: int, pp: int, given: Any = None, **changes: Any) -> BatchPlans:
+    stages = (BASE.shape.num_layers // pp,) * pp if pp > 1 else ()
+    question = Question((), BASE, LIMITS, sp * pp, given=given or {}, stages=stages)
+    limits = changes.pop("limits", LIMITS)
+    method = changes.pop("method", "auto")
+    question = replace(question, limits=limits, method=method)
+    return BatchPlans(question, Layout(1, sp, pp), OPTIONS, **changes)
 
 
 def own_plan(
     seq_lens: tuple[int, ...], sp: int = 1, pp: int = 1, options: ChunkOptions = OPTIONS,
     **settings: Any,
 ) -> ChunkPlan:  # fmt: skip
-    num_layers = MODEL.shape.num_layers
+    num_layers = BASE.shape.num_layers
     stages = (num_layers // pp,) * pp if pp > 1 else ()
     return plan_replica(
         seq_lens, options, num_layers=num_layers, stages=stages, sp_size=sp, **settings
@@ -45,40 +54,58 @@ def own_plan(
     ("lens", "sp", "pp", "name"),
     [
         (LENS, 4, 1, "places"),
-        (LENS, 1, 4, "InfiniPipe"),
+        (LENS, 1, 4, "infinipipe"),
         (SHORT, 2, 2, "local sequences"),
         (SHORT, 1, 2, CHUNKS),  # what another one gains is less than a prediction may miss
     ],
 )
 def test_the_fastest_is_taken(lens, sp, pp, name):
     own = own_plan(lens, sp, pp)
-    found, plan = RIVALS.fastest(lens, own, OPTIONS)
+    asked = planners(sp, pp)
+    found, plan = asked.best_plan(lens, own, OPTIONS)
     assert found == name
-    check(plan, MODEL.memory(RIVALS.budget_bytes))
+    model = asked.question.model_of(asked.layout)
+    check(plan, model.memory(LIMITS.limit_bytes))
     assert (plan.seq_lens, plan.stages, plan.sp_size) == (own.seq_lens, own.stages, own.sp_size)
     assert len(plan.actions) == len(own.actions) and plan.tiers == own.tiers
     if name == CHUNKS:
         assert plan is own
     else:
-        assert step_s(MODEL, plan) < step_s(MODEL, own) * (1 - SLACK)
+        assert step_s(model, plan) < step_s(model, own) * (1 - SLACK)
 
 
 def test_chunks_are_those_of_dials_that_are_given_or_have_shrunk():
     smaller = replace(OPTIONS, size=4096)
-    for rivals, options in ((replace(RIVALS, is_free=False), OPTIONS), (RIVALS, smaller)):
+    for changes, options in (
+        ({"given": {"size": 8192}}, OPTIONS), ({}, smaller), ({"has_shrunk": True}, OPTIONS)
+    ):  # fmt: skip
         for sp, pp in ((4, 1), (1, 4)):
             own = own_plan(LENS, sp, pp, options)
-            name, plan = rivals.fastest(LENS, own, options)
+            name, plan = planners(sp, pp, **changes).best_plan(LENS, own, options)
             assert name in (CHUNKS, "local sequences")
             assert max(chunk.num_tokens for chunk in plan.chunks) <= options.size
 
 
 def test_none_is_taken_that_does_not_fit():
     own = own_plan(LENS, 4)
-    assert replace(RIVALS, budget_bytes=2**30).fastest(LENS, own, OPTIONS)[0] != "places"
+    small = replace(LIMITS, device_bytes=2**30)
+    assert planners(4, 1, limits=small).best_plan(LENS, own, OPTIONS)[0] != "places"
 
 
 def test_stages_that_train_nothing_stay_as_they_are():
     own = own_plan(LENS, 1, 4, frozen_layers=6)
     assert own.frozen_stages == 1
-    assert RIVALS.fastest(LENS, own, OPTIONS, frozen_layers=6) == (CHUNKS, own)
+    found = planners(1, 4).best_plan(LENS, own, OPTIONS, frozen_layers=6)
+    assert found == (CHUNKS, own)
+
+
+@pytest.mark.parametrize(("sp", "pp", "method"), [(4, 1, "places"), (1, 4, "infinipipe")])
+def test_a_method_that_is_named_is_what_runs(sp, pp, method):
+    """Also where the chunks of the dials are faster, or it has no plan."""
+    for lens in (LENS, SHORT):
+        own = own_plan(lens, sp, pp)
+        name, plan = planners(sp, pp, method=method).best_plan(lens, own, OPTIONS)
+        assert name == method and plan.chunks != own.chunks
+    small = replace(LIMITS, device_bytes=2**30)
+    with pytest.raises(UserError):
+        planners(sp, pp, method=method, limits=small).best_plan(LENS, own, OPTIONS)

@@ -10,13 +10,11 @@ from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
-from furlong.plan.plan import Backward, ChunkPlan, Forward, Layout, Tiers
+from furlong.plan.plan import Backward, ChunkPlan, Forward, Tiers
 from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.chunks import group_chunks, shard
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas, plan_1f1b, plan_on_device
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.longest import longest_sequence
 from furlong.report.picture import legend
 from furlong.report.report import Breakdown, report_plan
 from furlong.report.scene import choose_ranks, make_scenes, ranks_per_replica
@@ -241,7 +239,6 @@ def test_one_device_has_no_words_of_many_and_branches_are_told():
     figures = replace(report.figures, ranks=(replace(seconds, collectives_s=1e-3),))
     assert "adding gradients up" in format_figures(figures, alone=True)
     assert "bubble" not in scene.title
-    assert Dials(method="x").layout_words() == "one device"
 
 
 def test_equal_ranks_share_a_line_of_the_memory_table():
@@ -330,26 +327,3 @@ def test_what_takes_many_times_as_long_is_no_row_of_the_table():
     far = replace(report, figures=replace(report.figures, duration_s=53 * report.step_s))
     lines = format_comparison([Row("padded", report=far), Row("fast", report=report)]).splitlines()
     assert lines[1].startswith("fast") and lines[2:] == ["padded: 53x the time of the fastest"]
-
-
-def test_the_longest_sequence_fits_and_a_longer_one_does_not():
-    costs = model()
-    dials = Dials(
-        method="one", layout=Layout(pp=2), stages=(12, 12), size=4096, num_retained=0, keep="kv"
-    )
-    plan = build(size=4096, retained=0)
-    budget = 20 * 2**30
-    longest = longest_sequence(dials, plan, costs, budget_bytes=budget)
-    assert longest.limit == "memory"
-
-    def peak(num_tokens):
-        return report_plan(build((num_tokens,), size=4096, retained=0), costs).peak_bytes
-
-    assert peak(longest.num_tokens) <= budget < peak(longest.num_tokens * 102 // 100)
-    assert longest_sequence(dials, plan, costs, budget_bytes=2**20).num_tokens == 0
-    # memory has room for more than the model has positions
-    few = longest.num_tokens // 2
-    within = longest_sequence(dials, plan, costs, budget_bytes=budget, num_positions=few)
-    assert (within.num_tokens, within.limit) == (few, "positions")
-    many = longest_sequence(dials, plan, costs, budget_bytes=budget, num_positions=10**9)
-    assert many == longest

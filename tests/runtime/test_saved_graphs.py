@@ -49,6 +49,24 @@ def test_a_storage_goes_out_once_and_parameters_stay():
     pool.close()
 
 
+def test_a_compiler_sees_no_more_than_without():
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(x):
+        return (x[x > 0] * x.sum()).sin()  # what a mask takes is saved between two graphs
+
+    graphs, x = [], torch.randn(2000, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(run, backend=counting)(x)
+    num_graphs = len(graphs)
+    torch._dynamo.reset()
+    with SavedGraph(DevicePool(Arena(x.device))).saving([]):
+        torch.compile(run, backend=counting)(x)
+    assert 2 * num_graphs == len(graphs) > 0
+
+
 def test_what_is_changed_in_place_afterwards_comes_back_as_it_was_saved():
     pool = DevicePool(Arena(torch.device("cpu")))
     x = torch.randn(64, 64, requires_grad=True)

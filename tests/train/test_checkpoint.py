@@ -17,7 +17,7 @@ import torch
 
 from furlong.data.loader import LoaderState
 from furlong.errors import CheckpointError
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.train.checkpoints import checkpoint as module
 from furlong.train.checkpoints import folder as checkpoint_folder

@@ -272,7 +272,6 @@ def test_a_run_file_is_planned_with_its_sample(run_file: Path, capsys: Any) -> N
     [
         (["--devices", "2"], "2 devices, and a run with chunks.sample"),
         (["--compare"], "--compare, and a run"),
-        (["--method", "ChunkFlow"], "--method, and a run"),
         (["--chunks.size", "256"], "chunks.size = 256, and a longest sequence"),
     ],
 )

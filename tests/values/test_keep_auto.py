@@ -15,9 +15,9 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.models.describe import describe
-from furlong.planners.auto.candidates import KEEPS
-from furlong.planners.auto.keep import needs_beside_state
+from furlong.planners.candidates import KEEPS
 from furlong.planners.orders import plan_two_phases
+from furlong.planners.pairs import needs_beside_state
 from furlong.runtime.tokens import keep as keep_module
 
 AUTO = furlong.ChunkOptions(size=8, keep="auto")

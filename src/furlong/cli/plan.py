@@ -118,16 +118,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--devices", type=number("--devices", 1, MAX_DEVICES), metavar="N",
          help="how many (default: the product of the sizes of parallel)")
     flag("--zero", type=int, choices=range(4), metavar="0..3",
-         help="what replicas and sp ranks shard: 1 optimizer, 2 gradients too, 3 weights too"
-         " (default: 1; on one device 0)")
+         help="what replicas and sp ranks of a saved plan shard: 1 optimizer, 2 gradients too, 3"
+         " weights too (default: 1, as furlong train shards it; on one device 0)")
     flag("--no-calibration", action="store_true",
          help="predict with assumed figures, not with those that furlong calibrate has measured")
-    flag("--runnable", action="store_true",
-         help="the plan for which furlong train decides on so many devices")
     flag("--smallest", action="store_true",
          help="find the smallest known card that holds the batch, or how many of --hardware do")
-    flag("--method", metavar="NAME",
-         help="search the plans of one method only; --compare lists them all")
     flag = parser.add_argument_group("what comes out").add_argument
     flag("--compare", action="store_true",
          help="the same batch under every method, each with its best layout")
@@ -166,5 +162,5 @@ def _check_outputs(chosen: argparse.Namespace) -> None:
         raise refusal(
             f"--compare with {'--out' if chosen.out else '--trace'}",
             "one plan to write; --compare makes one per method",
-            "add --method NAME in the place of --compare",
+            "add --chunks.method=NAME in the place of --compare",
         )

@@ -133,6 +133,10 @@ class ChunksConfig(BaseModel):
     through a stage of some layers before the next: less memory, more work."""
     stage_layers: Positive | Literal["auto"] = Field(default="auto", examples=[4])
     """Most layers of a stage, with layer-first."""
+    method: Literal[
+        "auto", "chunkflow", "seco", "spaco", "infinipipe", "skrull", "fpdt", "places"
+    ] = Field(default="auto", examples=["chunkflow"])
+    """Published system whose plans are run, batch by batch; auto = the fastest that fits."""
     sample: SampleConfig | None = None
     """Backward for drawn chunks only, such as {rate: 0.25}; null = for all, exactly."""
 

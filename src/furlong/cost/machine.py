@@ -12,22 +12,19 @@ A bandwidth is what one device moves: `bytes_per_s` is a bus bandwidth in the se
 so that it does not depend on the size of the group. Between nodes it is one device's share of its
 node's adapters.
 
-Figures of devices by name, each with its source.
-
-Peaks are dense from the vendor's data sheets: of bfloat16, of float32 outside the tensor cores
+Devices by name, each figure with its source. Peaks are dense from the vendor's data sheets: of
+bfloat16, of float32 outside the tensor cores
 (torch's default; no TF32), and the best of float64. Bandwidths are per device and direction;
 memory is what the driver reports, a little less or more than a data sheet's round number.
 What a data sheet does not say (efficiencies, launch times, reserved memory, how a node is cabled)
 is an assumption and says so; `furlong calibrate` replaces it by measurements.
-
-The known device that a driver's name stands for.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -84,7 +81,7 @@ class HardwareSpec:
     """Whether a device computes while its host launches what comes next: then a pass takes the
     longer of the two, else both."""
     activation_bytes_per_s: float = inf
-    """Bytes of saved tensors (`memory.activations`) and of logits that pass per second through the
+    """Bytes of saved tensors and of logits that pass per second through the
     kernels beside products and attention; a layer's backward passes them twice."""
     tile_tokens: int = 0
     """Keys in a tile of attention: what the causal mask hides of one is computed all the same."""
@@ -121,42 +118,12 @@ class HardwareSpec:
 
 
 def hardware(name: str) -> HardwareSpec:
-    """A device by name: a key of `known_hardware.KNOWN`, or `cpu` for this machine, measured now.
+    """A device by name: one of KNOWN, or `cpu` for this machine, measured now.
 
     Raises ConfigError that names the nearest.
     """
-    makers: dict[str, Callable[[], HardwareSpec]] = {THIS_CPU: this_cpu}
-    for key, figures in KNOWN.items():
-        makers[key] = lambda key=key, figures=figures: _build(key, figures)  # type: ignore[misc]
-    return look_up(name, makers, kind="hardware", source="the hardware's name")()
-
-
-def _build(name: str, figures: Figures) -> HardwareSpec:
-    return HardwareSpec(
-        name=name,
-        peak_flops_per_s=figures.peak_flops_per_s,
-        wide_flops_per_s={
-            "float32": figures.float32_flops_per_s,
-            "float64": figures.float64_flops_per_s,
-        },
-        memory_bytes=figures.memory_bytes,
-        reserved_bytes=figures.reserved_bytes,
-        linear=Efficiency(figures.linear_best, figures.half_tokens),
-        attention_forward=Efficiency(figures.attention_forward_best, figures.half_tokens),
-        attention_backward=Efficiency(figures.attention_backward_best, figures.half_tokens),
-        layer_launch_s=figures.layer_launch_s,
-        optimizer_parameters_per_s=figures.memory_bytes_per_s / OPTIMIZER_STEP_BYTES,
-        links=ClusterLinks(
-            devices_per_node=figures.devices_per_node,
-            within_node=Link(figures.within_latency_s, figures.within_bytes_per_s),
-            between_nodes=Link(figures.between_latency_s, figures.between_bytes_per_s),
-            host=Link(figures.host_latency_s, figures.host_bytes_per_s),
-            disk=Link(1e-4, figures.disk_bytes_per_s),
-            collectives=figures.collectives,
-        ),
-        host_bytes=figures.host_bytes,
-        sources=figures.sources,
-    )
+    known: dict[str, HardwareSpec | None] = {THIS_CPU: None, **KNOWN}
+    return look_up(name, known, kind="hardware", source="the hardware's name") or this_cpu()
 
 
 def this_cpu(*, measured: bool = True) -> HardwareSpec:
@@ -340,7 +307,7 @@ GIB = 2**30
 MIB = 2**20
 
 _ASSUMED = {
-    "linear_best, attention_*_best": "assumed, from what FlashAttention-2 (50 to 73 % of an A100's "
+    "best of linear, attention_*": "assumed, from what FlashAttention-2 (50 to 73 % of an A100's "
     "peak) and Megatron-LM (52 %, everything included) report; calibrate",
     "half_tokens": "assumed: 5/3 of the roofline's balance (peak over memory bandwidth as tokens); "
     "gives an A100 the loss of small chunks in ChunkFlow's Table 6, and an RTX 3090 the 128 tokens "
@@ -349,189 +316,103 @@ _ASSUMED = {
     "optimizer_parameters_per_s": "the bytes that AdamW passes over the memory's bandwidth",
     "reserved_bytes": "assumed: context 0.5 GiB, and 3 % of gaps between allocated blocks",
     "*_latency_s": "assumed: some 20 us within a node, 30 us between nodes; calibrate",
-    "host_bytes_per_s": "assumed: four fifths of the PCIe rate, one link per device",
+    "host": "assumed: four fifths of the PCIe rate, one link per device",
     "host_bytes": "one of equal shares of the node's, less an assumed tenth for the system",
-    "disk_bytes_per_s": "assumed: one NVMe drive shared by the node",
+    "disk": "assumed: one NVMe drive shared by the node",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    peak_flops_per_s: float
-    float32_flops_per_s: float
-    float64_flops_per_s: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-    within_bytes_per_s: float
-    between_bytes_per_s: float
-    host_bytes_per_s: float
-    node_host_bytes: int
-    """Memory of a node's host."""
-    devices_per_node: int = 8
-    linear_best: float = 0.62
-    attention_forward_best: float = 0.55
-    attention_backward_best: float = 0.48
-    layer_launch_s: float = 1.5e-4
-    within_latency_s: float = 2e-5
-    between_latency_s: float = 3e-5
-    host_latency_s: float = 1e-5
-    disk_bytes_per_s: float = 5e8
-    collectives: Mapping[tuple[Collective, bool], Link] | None = None
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def half_tokens(self) -> float:
-        """A matrix in bf16 is read in the time in which peak / bandwidth tokens go through it."""
-        return 5 / 3 * self.peak_flops_per_s / self.memory_bytes_per_s
-
-    @property
-    def reserved_bytes(self) -> int:
-        return GIB // 2 + int(0.03 * self.memory_bytes)
-
-    @property
-    def host_bytes(self) -> int:
-        """A device's share of the host's memory, a tenth of which is the system's."""
-        return self.node_host_bytes * 9 // 10 // self.devices_per_node
-
-
-def _sources(sheet: str, node: str, host: str = "") -> dict[str, str]:
-    return {
-        "peak_flops_per_s, float*_flops_per_s, memory_bytes_per_s, within_bytes_per_s": sheet,
-        "memory_bytes": "nvidia-smi on such a device",
-        "between_bytes_per_s, devices_per_node": node,
-        "node_host_bytes": host or node,
-        **_ASSUMED,
-    }
-
-
-_SKRULL_GROUP = 8
-_SKRULL_US = {
-    "all_gather": (6.35, 92.0, 1), "all_to_all": (6.68, 60.0, 1),
-    "reduce_scatter": (6.11, 77.0, 1), "all_reduce": (11.80, 117.0, 2),
-}  # fmt: skip
-"""Table 3 of Skrull from 16 MB on: (us per MB, us, times a byte moves), relative least squares."""
-
-
-def _skrull_links() -> dict[tuple[Collective, bool], Link]:
-    """Skrull's profile as bus bandwidths: of a group of n, each device moves (n - 1) / n."""
-    share = (_SKRULL_GROUP - 1) / _SKRULL_GROUP
-    links: dict[tuple[Collective, bool], Link] = {}
-    for name, (us_per_mb, us, moves) in _SKRULL_US.items():
-        links[name, False] = Link(us * 1e-6, share * moves * 1e12 / us_per_mb)  # type: ignore[index]
-    return links
-
-
-def _in_pcie_5(card: Figures) -> Figures:
-    """`card` in the node of `_PC_5`."""
-    return replace(
-        card, within_bytes_per_s=40e9, between_bytes_per_s=6.25e9, host_bytes_per_s=50e9,
-        node_host_bytes=TIB,
-    )  # fmt: skip
-
-
-_A100 = Figures(
-    peak_flops_per_s=312e12, float32_flops_per_s=19.5e12, float64_flops_per_s=19.5e12,
-    memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
-    within_bytes_per_s=300e9, between_bytes_per_s=25e9, host_bytes_per_s=25e9,
-    node_host_bytes=2 * TIB,
+# bytes per second within a node of eight, between nodes, to the host; bytes of its host; source
+_Node = tuple[float, float, float, int, str]
+_DGX = "eight adapters of {} Gb/s for eight devices, 2 TB of memory"
+_DGX_A100: _Node = (300e9, 25e9, 25e9, 2 * TIB, f"DGX A100: {_DGX.format(200)}")
+_DGX_A100_40: _Node = (*_DGX_A100[:3], TIB, f"DGX A100: {_DGX.format(200)} (40 GB: 1 TB)")
+_DGX_H100: _Node = (450e9, 50e9, 50e9, 2 * TIB, f"DGX H100: {_DGX.format(400)}")
+_DGX_B200: _Node = (
+    900e9, 50e9, 50e9, 2 * TIB, "DGX B200: 400 Gb/s per device, 2 TB of memory (up to 4 TB)",
 )  # fmt: skip
-_H100 = Figures(
-    peak_flops_per_s=989e12, float32_flops_per_s=67e12, float64_flops_per_s=67e12,
-    memory_bytes=81559 * MIB, memory_bytes_per_s=3.35e12,
-    within_bytes_per_s=450e9, between_bytes_per_s=50e9, host_bytes_per_s=50e9,
-    linear_best=0.55, attention_forward_best=0.50, attention_backward_best=0.42,
-    node_host_bytes=2 * TIB,
+_INFINIPIPE: _Node = (
+    200e9, 6.25e9, 25e9, TIB,
+    "InfiniPipe, 5.1: NVLink 400 GB/s in both directions, one InfiniBand network of 400 Gb/s for "
+    "eight devices; assumed: 1 TB, as the smaller DGX A100 has",
 )  # fmt: skip
-_CARD = Figures(
-    peak_flops_per_s=165.2e12, float32_flops_per_s=82.6e12, float64_flops_per_s=1.29e12,
-    memory_bytes=24 * GIB, memory_bytes_per_s=1008e9,
-    within_bytes_per_s=20e9, between_bytes_per_s=1.25e9, host_bytes_per_s=25e9,
-    node_host_bytes=512 * GIB,
+_PC: _Node = (
+    20e9, 1.25e9, 25e9, 512 * GIB,
+    "assumed: a node of PCIe 4 cards without NVLink, one 100 Gb/s adapter and 512 GiB for eight",
 )  # fmt: skip
-_DGX_A100 = "DGX A100: eight adapters of 200 Gb/s for eight devices, 2 TB of memory (40 GB: 1 TB)"
-_DGX_H100 = "DGX H100: eight adapters of 400 Gb/s for eight devices, 2 TB of memory"
-_PC = "assumed: a node of PCIe 4 cards without NVLink, one 100 Gb/s adapter and 512 GiB for eight"
-_PC_5 = (
+_PC_5: _Node = (
+    40e9, 6.25e9, 50e9, TIB,
     "assumed: a node of PCIe 5 cards, one 400 Gb/s adapter and 1 TiB for eight; bridges of NVLink, "
-    "which join two, are left out"
-)
+    "which join two, are left out",
+)  # fmt: skip
+# best of matrices, of attention, of its backward
+_AMPERE, _HOPPER, _BLACKWELL = (0.62, 0.55, 0.48), (0.55, 0.50, 0.42), (0.50, 0.45, 0.38)
 _NO_FLOAT64 = "float64, which it does not tell: a 64th of float32"
-
-KNOWN: dict[str, Figures] = {
-    "A100-40": replace(
-        _A100, memory_bytes=40 * GIB, memory_bytes_per_s=1.555e12, node_host_bytes=TIB,
-        sources=_sources("NVIDIA A100 SXM4 40GB data sheet", _DGX_A100),
-    ),
-    "A100-80": replace(_A100, sources=_sources("NVIDIA A100 SXM4 80GB data sheet", _DGX_A100)),
-    "A800": replace(
-        _A100, within_bytes_per_s=200e9, between_bytes_per_s=6.25e9, node_host_bytes=TIB,
-        sources=_sources(
-            "as the A100 80GB, NVLink 400 GB/s in both directions (InfiniPipe, 5.1)",
-            "InfiniPipe, 5.1: one InfiniBand network of 400 Gb/s for eight devices",
-            "assumed: 1 TB, as the smaller DGX A100 has",
-        ),
-    ),
-    "H100": replace(_H100, sources=_sources("NVIDIA H100 SXM5 data sheet", _DGX_H100)),
-    "H100-PCIe": replace(
-        _in_pcie_5(_H100), peak_flops_per_s=756e12, float32_flops_per_s=51e12,
-        float64_flops_per_s=51e12, memory_bytes_per_s=2e12,
-        sources=_sources("NVIDIA H100 data sheet, column PCIe, halved: no sparsity", _PC_5),
-    ),
-    "H100-NVL": replace(
-        _in_pcie_5(_H100), peak_flops_per_s=835e12, float32_flops_per_s=60e12,
-        float64_flops_per_s=60e12, memory_bytes=95830 * MIB, memory_bytes_per_s=3.9e12,
-        sources=_sources("NVIDIA H100 data sheet, column NVL, halved: no sparsity", _PC_5),
-    ),
-    "H100-Skrull": replace(
-        _H100, collectives=_skrull_links(),
-        sources=_sources("NVIDIA H100 SXM5 data sheet", _DGX_H100) | {
-            "collectives": "Skrull, Table 3, from 16 MB on; the size of the group is not stated, "
-            "taken as 8",
-        },
-    ),
-    "H200": replace(
-        _H100, memory_bytes=143771 * MIB, memory_bytes_per_s=4.8e12,
-        sources=_sources("NVIDIA H200 SXM data sheet", _DGX_H100),
-    ),
-    "B200": replace(
-        _H100, peak_flops_per_s=2.25e15, float32_flops_per_s=75e12, float64_flops_per_s=37e12,
-        memory_bytes=183359 * MIB, memory_bytes_per_s=8e12,
-        within_bytes_per_s=900e9, linear_best=0.50, attention_forward_best=0.45,
-        attention_backward_best=0.38,
-        sources=_sources(
-            "NVIDIA DGX B200 data sheet, per device (float32, float64: HGX B200)",
-            "DGX B200: 400 Gb/s per device, 2 TB of memory (up to 4 TB)",
-        ),
-    ),
-    "RTX3090": replace(
-        _CARD, peak_flops_per_s=71e12, float32_flops_per_s=35.6e12, float64_flops_per_s=0.556e12,
-        memory_bytes_per_s=936e9,
-        sources=_sources("NVIDIA GA102 white paper, bf16 with float32 sums", _PC),
-    ),
-    "RTX4090": replace(
-        _CARD, sources=_sources("NVIDIA Ada white paper, bf16 with float32 sums", _PC)
-    ),
-    "RTX5090": replace(
-        _in_pcie_5(_CARD), peak_flops_per_s=209.5e12, float32_flops_per_s=104.8e12,
-        float64_flops_per_s=1.64e12, memory_bytes=32607 * MIB, memory_bytes_per_s=1792e9,
-        sources=_sources("NVIDIA RTX Blackwell white paper, bf16 with float32 sums", _PC_5),
-    ),
-    "L40S": replace(
-        _CARD, peak_flops_per_s=362.05e12, float32_flops_per_s=91.6e12,
-        float64_flops_per_s=1.43e12, memory_bytes=46068 * MIB, memory_bytes_per_s=864e9,
-        sources=_sources(f"NVIDIA L40S data sheet; {_NO_FLOAT64}", _PC),
-    ),
-    "L4": replace(
-        _CARD, peak_flops_per_s=121e12, float32_flops_per_s=30.3e12, float64_flops_per_s=0.473e12,
-        memory_bytes=23034 * MIB, memory_bytes_per_s=300e9,
-        sources=_sources(f"NVIDIA L4 data sheet, halved: no sparsity; {_NO_FLOAT64}", _PC),
-    ),
-    "A10G": replace(
-        _CARD, peak_flops_per_s=70e12, float32_flops_per_s=35e12, float64_flops_per_s=0.547e12,
-        memory_bytes=23028 * MIB, memory_bytes_per_s=600e9,
-        sources=_sources(f"NVIDIA A10G data sheet for AWS; {_NO_FLOAT64}", _PC),
-    ),
+# TFLOP/s in 16 bits, float32, float64; bytes of memory, TB/s of it; node; efficiencies; sheet
+_Row = tuple[float, float, float, int, float, _Node, tuple[float, float, float], str]
+_SHEETS: dict[str, _Row] = {
+    "A100-40": (312, 19.5, 19.5, 40 * GIB, 1.555, _DGX_A100_40, _AMPERE,
+                "NVIDIA A100 SXM4 40GB data sheet"),
+    "A100-80": (312, 19.5, 19.5, 80 * GIB, 2.039, _DGX_A100, _AMPERE,
+                "NVIDIA A100 SXM4 80GB data sheet"),
+    "A800": (312, 19.5, 19.5, 80 * GIB, 2.039, _INFINIPIPE, _AMPERE, "as the A100 80GB"),
+    "H100": (989, 67, 67, 81559 * MIB, 3.35, _DGX_H100, _HOPPER, "NVIDIA H100 SXM5 data sheet"),
+    "H100-PCIe": (756, 51, 51, 81559 * MIB, 2.0, _PC_5, _HOPPER,
+                  "NVIDIA H100 data sheet, column PCIe, halved: no sparsity"),
+    "H100-NVL": (835, 60, 60, 95830 * MIB, 3.9, _PC_5, _HOPPER,
+                 "NVIDIA H100 data sheet, column NVL, halved: no sparsity"),
+    "H200": (989, 67, 67, 143771 * MIB, 4.8, _DGX_H100, _HOPPER, "NVIDIA H200 SXM data sheet"),
+    "B200": (2250, 75, 37, 183359 * MIB, 8.0, _DGX_B200, _BLACKWELL,
+             "NVIDIA DGX B200 data sheet, per device (float32, float64: HGX B200)"),
+    "RTX3090": (71, 35.6, 0.556, 24 * GIB, 0.936, _PC, _AMPERE,
+                "NVIDIA GA102 white paper, bf16 with float32 sums"),
+    "RTX4090": (165.2, 82.6, 1.29, 24 * GIB, 1.008, _PC, _AMPERE,
+                "NVIDIA Ada white paper, bf16 with float32 sums"),
+    "RTX5090": (209.5, 104.8, 1.64, 32607 * MIB, 1.792, _PC_5, _AMPERE,
+                "NVIDIA RTX Blackwell white paper, bf16 with float32 sums"),
+    "L40S": (362.05, 91.6, 1.43, 46068 * MIB, 0.864, _PC, _AMPERE,
+             f"NVIDIA L40S data sheet; {_NO_FLOAT64}"),
+    "L4": (121, 30.3, 0.473, 23034 * MIB, 0.3, _PC, _AMPERE,
+           f"NVIDIA L4 data sheet, halved: no sparsity; {_NO_FLOAT64}"),
+    "A10G": (70, 35, 0.547, 23028 * MIB, 0.6, _PC, _AMPERE,
+             f"NVIDIA A10G data sheet for AWS; {_NO_FLOAT64}"),
 }  # fmt: skip
+
+
+def _device(name: str, row: _Row) -> HardwareSpec:
+    tflops, wide, widest, memory_bytes, bandwidth, node, best, sheet = row
+    within, between, host, node_host_bytes, node_source = node
+    # a matrix in 16 bits is read in the time in which peak / bandwidth tokens go through it
+    linear, forward, backward = (Efficiency(one, 5 / 3 * tflops / bandwidth) for one in best)
+    return HardwareSpec(
+        name=name,
+        peak_flops_per_s=tflops * 1e12,
+        wide_flops_per_s={"float32": wide * 1e12, "float64": widest * 1e12},
+        memory_bytes=memory_bytes,
+        reserved_bytes=GIB // 2 + int(0.03 * memory_bytes),
+        linear=linear,
+        attention_forward=forward,
+        attention_backward=backward,
+        layer_launch_s=1.5e-4,
+        optimizer_parameters_per_s=bandwidth * 1e12 / OPTIMIZER_STEP_BYTES,
+        links=ClusterLinks(
+            devices_per_node=8,
+            within_node=Link(2e-5, within),
+            between_nodes=Link(3e-5, between),
+            host=Link(1e-5, host),
+            disk=Link(1e-4, 5e8),
+        ),
+        host_bytes=node_host_bytes * 9 // 10 // 8,
+        sources={
+            "peak_flops_per_s, wide_flops_per_s, bandwidth of memory": sheet,
+            "memory_bytes": "nvidia-smi on such a device",
+            "within_node, between_nodes, devices_per_node, memory of the host": node_source,
+            **_ASSUMED,
+        },
+    )
+
+
+KNOWN = {name: _device(name, row) for name, row in _SHEETS.items()}
 
 
 # The driver's whole names: cards of one family and another form have other peaks.

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.shape import ModelShape, of_dtype
-from furlong.cost.training import Lora, Training
+from furlong.cost.training import Training
 from furlong.plan.liveness import input_frees, kv_frees
 from furlong.plan.passes import Pass, passes
 from furlong.plan.plan import (
@@ -150,36 +150,6 @@ class MemoryCurve:
         return {part: int(self.device[at, i]) for i, part in enumerate(PARTS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Tensors that a graph saves: those of transformers' own modules, as they were measured."""
-
-    adapters: int = 0
-    """0 where all weights are trained; 1, 2, 3: adapters in attention, in the MLP, in both."""
-    logit_bytes: float = 0.0
-    """Bytes of one logit at the peak of the loss, its gradient included."""
-
-    def layer_bytes(self, shape: ModelShape, layer: int, element_bytes: int) -> float:
-        """Bytes per token of one layer's graph."""
-        return of_dtype(shape.layers[layer].saved, element_bytes, self.adapters)
-
-    def end_bytes(self, shape: ModelShape, element_bytes: int) -> float:
-        """Bytes per token behind the last layer."""
-        return of_dtype(shape.final_saved, element_bytes, self.adapters)
-
-
-def eager(element_bytes: int, lora: Lora | None = None) -> Activations:
-    """Saved tensors of transformers' own modules around chunk attention.
-
-    Logits exist for a tile: in compute dtype and in float32, with their log-softmax and both
-    gradients.
-    """
-    adapters = 0 if lora is None else lora.attention + 2 * lora.mlp
-    loss = 3 * max(element_bytes, _FLOAT32)
-    narrow = 2 * element_bytes if element_bytes < _FLOAT32 else 0
-    return Activations(adapters, loss + narrow)
-
-
 TOKEN_BYTES = 24
 """Bytes of one token's id, position and label, int64 each."""
 _FLOAT32 = 4
@@ -246,9 +216,13 @@ def stage_bytes(
     training: Training,
     factor: float = 1.0,
 ) -> StageBytes:
-    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's)."""
+    """Bytes per token of the cells of `stage`; `factor` multiplies the graphs (a calibration's).
+
+    Graphs are those of transformers' own modules around chunk attention. Logits exist for a tile:
+    in compute dtype and in float32, with their log-softmax and both gradients.
+    """
     element = training.compute_bytes
-    saved = eager(element, training.lora)
+    adapters = 0 if training.lora is None else training.lora.attention + 2 * training.lora.mlp
     first = sum(stages[:stage])
     layers = range(first, first + stages[stage])
     is_last = stage == len(stages) - 1
@@ -260,9 +234,10 @@ def stage_bytes(
     scans = [layer.scan_saved[element > 2] * max(1, element // 4) / element for layer in own]
     at_work = max(3 * widest, 2 * shape.q_size + 2 * shape.kv_size, *(n / 2 for n in scans))
     makes_one = is_last and training.lora is None
+    logit = 3 * wide + (2 * element if element < _FLOAT32 else 0)
     return StageBytes(
         input=TOKEN_BYTES if stage == 0 else hidden + TOKEN_BYTES,
-        graph_layers=tuple(factor * saved.layer_bytes(shape, i, element) for i in layers),
+        graph_layers=tuple(factor * of_dtype(each.saved, element, adapters) for each in own),
         checkpointed=hidden,
         attention_layers=tuple(
             element * layer.output_size + lse if layer.attends else 0.0 for layer in own
@@ -275,8 +250,8 @@ def stage_bytes(
         state=shape.state_bytes(layers, element),
         largest_state=max(shape.state_bytes(range(i, i + 1), element) for i in layers),
         widest_saved=max(element * max(widest, shape.q_size), wide * shape.hidden_size),
-        ends=factor * saved.end_bytes(shape, element) if is_last else 0.0,
-        logit=saved.logit_bytes if is_last else 0.0,
+        ends=factor * of_dtype(shape.final_saved, element, adapters) if is_last else 0.0,
+        logit=logit if is_last else 0.0,
         head_gradient=shape.embedding_parameters * element if makes_one else 0.0,
     )
 

@@ -219,6 +219,9 @@ class PlanCosts:
             )
             for stage in range(len(plan.stages))
         ]  # fmt: skip
+        firsts: dict[tuple[Any, ...], int] = {}
+        self._alike = [firsts.setdefault(own.kind, i) for i, own in enumerate(self._stages)]
+        """The first stage of each one's kind."""
         shared = [stage for stage, ranks in members.items() if len(ranks) > 1]
         if not plan.regathers and any(self._stages[stage].passes_gather for stage in shared):
             raise not_in_step()
@@ -322,9 +325,9 @@ class PlanCosts:
 
     def _seconds(self, part: PassPart, stage: int) -> list[float]:
         """Seconds of one part of a pass for every chunk: those of the slowest process."""
-        key = part, stage
+        key = part, self._alike[stage]
         if key not in self._part_s:
-            (seconds,) = self.process_seconds((part,), stage, self._table)
+            (seconds,) = self.process_seconds(key[:1], key[1], self._table)
             self._part_s[key] = seconds.max(axis=0).tolist()
         return self._part_s[key]
 

@@ -39,13 +39,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.cost.machine import Collective, Efficiency, HardwareSpec, Link
-from furlong.cost.memory import eager
+from furlong.cost.memory import stage_bytes
 from furlong.cost.shape import ModelShape
 from furlong.cost.training import Training
 from furlong.plan.passes import Pass
@@ -149,10 +149,10 @@ class StageSeconds:
         lora = training.lora
         self._lora = 2 * sum(lora.layer_parameters(shape, i) for i in layers) if lora else 0
         """Forward FLOPs per token of the stage's adapters."""
-        saved = eager(element, lora)
-        self._saved = [saved.layer_bytes(shape, i, element) for i in layers]
+        cell = stage_bytes(shape, stages, stage, training)
+        self._saved = cell.graph_layers
         """Bytes per token that the graph of each layer saves."""
-        self._logits = saved.logit_bytes * shape.vocab_size
+        self._logits = cell.logit * shape.vocab_size
         """Bytes per token of logits, with their gradients."""
         self._rate = hardware.peak_flops_per_s * hardware.linear.best
         self._windows = tuple(dict.fromkeys(self._flops.windows))
@@ -163,6 +163,14 @@ class StageSeconds:
         self.passes_gather = training.regathers and not unsharded
         """Whether every pass gathers its weights, and every backward reduces."""
         self._gathers = self.passes_gather and "gathers" not in free
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal in stages through which every pass takes the same time."""
+        links, gathered = tuple(self._sp_links.items()), (0.0, 0.0)
+        if self._gathers:
+            gathered = self._gathered_s(backward=False), self._gathered_s(backward=True)
+        return self._flops, self._saved, self._logits, self._lora, links, gathered
 
     def pass_seconds(self, parts: tuple[PassPart, ...], table: ChunkTable) -> Array:
         """(P, S, C) parts of a pass over the stage, on every process."""

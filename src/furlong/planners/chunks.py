@@ -1,45 +1,25 @@
-"""Ways to make groups of chunks.
+"""Groups of chunks: which tokens run together, on which processes of a pool.
 
 A group is all pieces of one sequence in order, branches included, or one packed chunk. Groups run
 in the order in which they are listed; these functions list the one with most tokens first, since a
 short sequence before a long one interrupts the steady phase of a pipeline (InfiniPipe, III-C).
 
-Cuts long sequences into pieces of equal tokens or of equal work.
+    split_long           pieces of equal tokens (ChunkFlow, Algorithm 1, first half)
+    split_equal_work     pieces of equal work (InfiniPipe, Seq1F1B)
+    pack                 whole sequences in as few chunks as best-fit-decreasing finds
+    branch_chunks        sequences that branch, such as one prompt with several answers
+    by_cost              the sequences of a global batch dealt to data-parallel replicas
+    place_by_load        each sequence on one process or on all (Skrull, Algorithm 1)
+    shard, shard_long    slices on all processes of a pool, or whole sequences on one
+    chunk_by_chunk       a plan in which every chunk runs forward and backward before the next
+    fitting_tokens       tokens that a device can hold at a time then
 
-Packs whole sequences into as few chunks as best-fit-decreasing finds.
+ChunkFlow tries bin counts upwards until a packing succeeds. Opening a bin only when no open one has
+room gives the same count in one pass: with fewer bins the same pass would have failed.
 
-ChunkFlow (Algorithm 1) tries bin counts upwards until a packing succeeds. Opening a bin only when
-no open one has room gives the same count in one pass: with fewer bins the same pass would have
-failed.
-
-Chunks of sequences that branch, such as one prompt with several answers (`plan.trees`).
-
-Each stretch between two forks is cut by itself. Last stretches of branches that go on from one
-token share chunks where they fit: attention then reads their prefix once for all of their rows.
-
-Deals the sequences of a global batch to data-parallel replicas.
-
-A step is as slow as its slowest replica, and whatever is balanced decides which that is: tokens
-balance memory and matrices, work also the attention that grows with the square of a length.
-
-Skrull's placement of the sequences of one micro-batch (Xu et al., arXiv 2505.19609, Alg. 1).
-
-A sequence is local to one process of a context-parallel group or sharded over all of them. Short
-ones stay local as long as memory allows; where it does not, the shortest local one of the fullest
-rank is sharded after all. The paper's RollBack (Alg. 3) has a wrong sign and leaves the other ranks
-out; as corrected here places are found exactly where all tokens fit into all buckets.
-
-Rooms are counted in tokens times the number of ranks, so that a share of a sequence is whole.
-
-Places of a chunk's slices within a pool: sharded over all of it, or on one process.
-
-Sharding everything is Ulysses' way. Skrull leaves short sequences on one process, where they need
-no all-to-all; here the same is done inside chunks, whose pieces of long sequences stay sharded.
-
-Plans of whole sequences on one stage: every chunk runs forward and backward before the next.
-
-What data parallelism, Ulysses and Skrull have in common. A device holds one chunk at a time, so its
-memory says how many tokens that may have; checkpointed layers buy more tokens with time.
+Skrull's RollBack (Algorithm 3) has a wrong sign and leaves the other ranks out; as corrected here
+places are found exactly where all tokens fit into all buckets. Rooms are counted in tokens times
+the number of ranks, so that a share of a sequence is whole.
 """
 
 from __future__ import annotations
@@ -52,7 +32,6 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import count, pairwise
 from math import sqrt
-from typing import Literal
 
 from furlong.cost.memory import PlanMemory
 from furlong.cost.model import CostModel
@@ -66,7 +45,6 @@ from furlong.plan.plan import (
     ChunkPlan,
     Forward,
     Place,
-    RebuildKV,
     Reduce,
     Slice,
 )
@@ -107,35 +85,6 @@ def group_chunks(
 def whole_groups(seq_lens: Sequence[int]) -> list[list[Chunk]]:
     """A group of one chunk for every sequence."""
     return sliced_groups(seq_lens, num_slices=1)
-
-
-def padded_groups(
-    seq_lens: Sequence[int], *, pad_to: int | None = None
-) -> tuple[tuple[int, ...], list[list[Chunk]]]:
-    """A group of one chunk for every sequence, padded to `pad_to` tokens (None: to the longest).
-
-    Returns the padded lengths too: for a plan a padding token is a token, only without a label.
-    """
-    longest = max(seq_lens, default=0)
-    target = longest if pad_to is None else pad_to
-    if target < longest:
-        raise DataError(
-            given=f"a sequence of {count_words(longest, 'token')} that is to be padded to {target}",
-            required=f"at least {count_words(longest, 'token')}",
-            source="the lengths of the global batch",
-            change="pad to more tokens, or cut the sequence",
-        )
-    padded = (target,) * len(seq_lens)
-    return padded, whole_groups(padded)
-
-
-def packed_groups(seq_lens: Sequence[int], chunk_size: int) -> list[list[Chunk]]:
-    """Whole sequences packed into chunks of at most `chunk_size` tokens; none is cut."""
-    refuse_unusable(seq_lens)
-    bins = pack(dict(enumerate(seq_lens)), chunk_size)
-    return longest_first(
-        [Chunk(tuple(Slice(seq_id, 0, seq_lens[seq_id]) for seq_id in seq_ids))] for seq_ids in bins
-    )
 
 
 def sliced_groups(
@@ -279,35 +228,6 @@ def branch_chunks(
     return sorted(chunks, key=lambda chunk: chunk.slices[0].start)
 
 
-def without_unread(plan: ChunkPlan) -> ChunkPlan:
-    """The plan without the RebuildKV of chunks that nobody reads: the last ones of branches."""
-    if not plan.trees:
-        return plan
-    kept = (
-        tuple(a for a in own if not isinstance(a, RebuildKV) or plan.continues[a.chunk])
-        for own in plan.actions
-    )
-    return replace(plan, actions=tuple(kept))
-
-
-Balance = Literal["none", "tokens", "flops", "time"]
-"""Ways to deal sequences to replicas: in turn, of equal tokens, of equal work; or, by who plans
-them, of equal time (`by_speed`), which begins with equal work."""
-
-
-def deal_sequences(
-    seq_lens: Sequence[int], shape: ModelShape, dp_size: int, balance: Balance
-) -> list[list[int]]:
-    """The seq_ids of each replica."""
-    match balance:
-        case "none":
-            return by_order(len(seq_lens), dp_size)
-        case "tokens":
-            return by_cost(seq_lens, dp_size)
-        case "flops" | "time":
-            return by_cost(sequence_work(seq_lens, shape), dp_size)
-
-
 def by_order(num_sequences: int, dp_size: int) -> list[list[int]]:
     """The seq_ids of each replica, dealt in turn as a plain distributed sampler does."""
     refuse_idle(num_sequences, dp_size)
@@ -330,27 +250,6 @@ def by_cost(costs: Sequence[float], dp_size: int) -> list[list[int]]:
         # of equal sums the one with fewer sequences, so that costs of zero leave nobody idle
         heapreplace(lightest, (total + costs[seq_id], count + 1, replica))
     return replicas
-
-
-def by_speed(
-    work: Sequence[float], dealt: Sequence[Sequence[int]], seconds: Sequence[float]
-) -> list[list[int]]:
-    """The sequences dealt anew, longest processing time first, where a unit of work takes each
-    replica as long as in `dealt`, whose replicas took `seconds`.
-
-    The sequence of most work stays, or replicas would only change their roles.
-    """
-    rates = [s / sum(work[i] for i in own) for own, s in zip(dealt, seconds, strict=True)]
-    first, *others = sorted(range(len(work)), key=lambda i: (-work[i], i))
-    home = next(replica for replica, own in enumerate(dealt) if first in own)
-    replicas: list[list[int]] = [[] for _ in dealt]
-    loads_s = [0.0] * len(dealt)
-    for seq_id in (first, *others):
-        ends_s = [load + work[seq_id] * rate for load, rate in zip(loads_s, rates, strict=True)]
-        replica = home if seq_id == first else ends_s.index(min(ends_s))
-        replicas[replica].append(seq_id)
-        loads_s[replica] = ends_s[replica]
-    return replicas if all(replicas) else [list(own) for own in dealt]
 
 
 def sequence_work(seq_lens: Sequence[int], shape: ModelShape) -> list[float]:

@@ -45,6 +45,7 @@ from furlong.plan.plan import (
     Chunk,
     ChunkPlan,
     Forward,
+    Layout,
     Place,
     Slice,
     Tiers,
@@ -52,6 +53,7 @@ from furlong.plan.plan import (
 from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.layouts import cut_layers, mean_attended_keys
+from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
     assemble,
     backward_places,
@@ -61,6 +63,7 @@ from furlong.planners.orders import (
     seq1f1b_cells,
     with_messages,
 )
+from furlong.planners.question import Candidate, Question
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 
@@ -72,6 +75,8 @@ Part = tuple[range, tuple[int, ...]]
 
 _PATIENCE = 3
 """Slice numbers in a row that bring nothing before the search ends."""
+_FEW_SLICE_NUMBERS = 4
+"""Slice numbers that a search works out: a plan is made while a step runs."""
 _MAX_REPAIRS = 3
 _ROUNDING_BYTES = 8
 """Bytes of slack: the memory simulation rounds each part. What that hides, that of the plan itself
@@ -103,6 +108,22 @@ class InfiniPipePlan:
     def recomputed_layers(self) -> int:
         """Sum of the layers of all diagonals (Eq. 17)."""
         return sum(sum(layers) for _, layers in self.pipelines)
+
+
+def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+    """One for a pipeline: its plans search by themselves, and have to beat `question.beat_s`."""
+    if layout.pp == 1:
+        return
+    model, stages = question.model_of(layout), question.stages_of(layout)
+
+    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
+        return plan_infinipipe(
+            seq_lens, model, num_stages=layout.pp, sp_size=layout.sp, stages=stages,
+            budget_bytes=question.limits.limit_bytes, max_tried=_FEW_SLICE_NUMBERS,
+            beat_s=question.beat_s,
+        ).plan  # fmt: skip
+
+    yield Candidate("infinipipe", layout, ChunkOptions(), 0.0, plan_of)
 
 
 def plan_infinipipe(
@@ -155,6 +176,7 @@ def plan_infinipipe(
             if found.predicted_s < beat_s:
                 best, beat_s, without_gain = found, found.predicted_s, 0
                 best = replace(best, num_slices=num_slices)
+            least_s = min(least_s, found.predicted_s)
         else:
             lacking.append((*found, num_slices, groups))
     if best is not None:

@@ -1,7 +1,7 @@
 """The dials of a plan, and the rule that sets them where there is nothing to search with.
 
-`auto` in a run file is the search of `planners.auto`. The rule here stands in for it where no data
-set is at hand, and for models whose work cannot be counted.
+`auto` in a run file is the search of `planners.search`. The rule here stands in for it where no
+data set is at hand, and for models whose work cannot be counted.
 """
 
 from __future__ import annotations

@@ -1,75 +1,40 @@
-"""The order of actions for one group of chunks at one stage (ChunkFlow, Algorithm 2, corrected).
+"""Orders of actions, and the plans that they make of groups of chunks.
 
-Forwards ascend, and all but the last `num_retained` chunks drop their graphs; then backwards
-descend and recompute what was dropped. The paper's listing retains the wrong chunks and recomputes
-in ascending order, where dK,dV of a chunk would be incomplete; its text has it right.
+    schedule_group       chunk-first, one group at one stage (ChunkFlow, Algorithm 2, corrected)
+    state_aware_lists    a pipeline in state-aware 1F1B (ChunkFlow, Figures 6 and 7)
+    walk_layer_first     one stage for all chunks of a group, then the next (SeCO, FPDT)
+    seq1f1b_cells        a pipeline in token-level 1F1B (Seq1F1B, InfiniPipe)
+    plan_on_device       one device, in the order that `ChunkOptions` say
+    plan_replica         one replica of a run: all layers on one pool, or a pipeline of pools
+    plan_two_phases      every forward, then, for a loss that the caller makes, the rest
+    join_replicas        one plan of a global batch from those of its data-parallel replicas
 
-State-aware 1F1B: pipelines over groups of chunks, one stage per rank.
+Chunk-first: forwards ascend, and all but the last `num_retained` chunks drop their graphs; then
+backwards descend and recompute what was dropped. Groups run one after another, each through all
+stages and back. The other order, every stage over all groups, would hold the hidden states of the
+whole batch at every stage at once; it would only gather sharded parameters less often.
 
-ChunkFlow (Yuan et al., ICML 2025) shows this order in its Figures 6 and 7 without an algorithm; the
-rule here is the one that gives the figures' numbers. All chunks are forwarded in the order of their
-groups. The backwards of a group, with the recomputes of what was dropped, are bound to the place of
-its last chunk. Stage s of P runs P - 1 - s forwards ahead, then a forward and what is bound to its
-place in turn. Where every group is one chunk this is plain 1F1B, the order of Megatron-LM.
+State-aware 1F1B: all chunks are forwarded in the order of their groups. The backwards of a group,
+with the recomputes of what was dropped, are bound to the place of its last chunk. Stage s of P runs
+P - 1 - s forwards ahead, then a forward and what is bound to its place in turn, and holds at most
+P - 1 - s + num_retained graphs. Where every group is one chunk this is plain 1F1B, the order of
+Megatron-LM. Data dependencies never close a circle, and neighbours agree on the order of messages
+per direction, so a Send that does not wait and a queue per direction are all it needs.
 
-Data dependencies never close a circle, and neighbours agree on the order of messages per direction,
-so a Send that does not wait and a queue per direction are all it needs. A stage s holds at most
-P - 1 - s + num_retained graphs.
+Token-level 1F1B: forwards in the order of the groups; backwards last in, first out within a group,
+first in, first out across groups. Stage s of P runs P - 1 - s + N - 1 forwards ahead, N chunks
+being the longest group, then one forward and one backward in turn. Every chunk keeps its graph; a
+stage holds those of at most P - 1 - s + N chunks, its window. Places start at 0.
 
-The layer-first walk: one stage for all chunks of a group, then the next; back in reverse.
+Layer-first: all stages are on one rank (or one sp group), so nothing is sent. Between forward and
+backward a cell keeps its stage input; K,V live for one stage at a time, and are rebuilt when the
+backward comes to it. The last stage turns around on the spot: its K,V are still there. With one
+stage this is SeCO's walk, with one layer per stage FPDT's. In between, a stage of h of L layers
+holds L/h hidden states and h layers of K,V with their gradients per token: the peak is lowest near
+h = sqrt(L * hidden bytes / K,V bytes per layer).
 
-All stages are on one rank (or one sp group), so nothing is sent. Between forward and backward a
-cell keeps its stage input; K,V live for one stage at a time, and are rebuilt when the backward
-comes to it. The last stage turns around on the spot: its K,V are still there.
-
-With one stage this is SeCO's walk, with one layer per stage FPDT's (Yao et al., 2024), whose own
-backward walks K,V outside and queries inside; here chunks descend, with the same gradients, and
-grouped heads spare the backward's loads too. In between, a stage of h of L
-layers holds L/h hidden states and h layers of K,V with their gradients per token: the peak is
-lowest near h = sqrt(L * hidden bytes / K,V bytes per layer).
-
-The plan of a batch on one device, in either order: what `ChunkOptions` say is what it does.
-
-    plan_on_device([9000, 300], ChunkOptions(order="layer-first", stage_layers=2), num_layers=8)
-
-Chunk-first is ChunkFlow's walk over one stage. Layer-first finishes a stage for all chunks of a
-group before the next (`orders.layer_first`), with the same chunks: hybrid ones too, which FPDT, the
-published method, does not have.
-
-Groups run one after another, each through all stages and back. The other order, every stage over
-all groups, would hold the hidden states of the whole batch at every stage at once; it would only
-gather sharded parameters less often.
-
-Token-level 1F1B: one forward, one backward, over the slices of sequences (Seq1F1B).
-
-The order of Seq1F1B (Sun et al.) and of one pipeline of InfiniPipe (its 3.3.3): forwards
-in the order of the groups; backwards last in, first out within a group, first in, first out across
-groups. Stage s of P runs P - 1 - s + N - 1 forwards ahead, N chunks being the longest group, then
-one forward and one backward in turn. Every chunk keeps its graph; a stage holds those of at most
-P - 1 - s + N chunks, its window. Compare `orders.pipeline`, which holds fewer and recomputes.
-
-The paper counts chunks and stages from 1; here all places start at 0.
-
-The plan of token values: every forward first, then, for a loss that the caller makes, the rest.
-
-    F0 F1 F2 F3 | K0 K1 R2 B2 R1 B1 R0 B0 R3 B3 | reduce       chunks 0 to 2 of one sequence, and 3
-
-Between the phases live the K,V and what `keep` says of all sequences, but no graph. A plan that
-keeps the input alone is a second forward. The group that was forwarded last goes back first.
-
-The plan of one replica of a run: all layers on one pool, or a pipeline of stages on pools.
-
-Lists of replicas that go in step: similar groups meet, and dummies fill shorter lists up.
-
-Where weights are gathered with every pass, replicas must run the same sequence of forwards and
-backwards, and each pass takes as long as its slowest. A list is cut into its groups (a micro-batch,
-or all chunks of a cut sequence), each with its pattern: `fb` for a micro-batch, `fffbfbfb` for a
-sequence of three chunks of which one is retained. The groups of each replica are sorted, so that
-the longest patterns come first and of equal ones the slowest; the first of all replicas meet, then
-the next. Where a pattern is shorter, further groups of the replica go into the same place, and
-dummies run whatever passes are left.
-
-One plan of a global batch from the plans of its data-parallel replicas.
+Two phases: F0 F1 F2 F3 | K0 K1 R2 B2 R1 B1 R0 B0 R3 B3 | reduce, for chunks 0 to 2 of one sequence,
+and 3. Between them live the K,V and what `keep` says of all sequences, but no graph.
 
 Replica d of plans with p ranks each becomes the ranks d * p and following. The replicas share the
 Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all passes.
@@ -77,19 +42,15 @@ Reduce of each stage, which all ranks of that stage join, and under ZeRO-3 all p
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from furlong.cost.model import CostModel
 from furlong.cost.shape import ModelShape
 from furlong.errors import ConfigError
 from furlong.plan.check import check
-from furlong.plan.passes import directions
 from furlong.plan.plan import (
-    COMPUTING,
     ON_DEVICE,
     Action,
     Backward,
@@ -114,7 +75,6 @@ from furlong.planners.chunks import (
     refuse_idle,
     shard,
     shard_long,
-    without_unread,
 )
 from furlong.planners.options import ChunkOptions
 
@@ -275,29 +235,22 @@ def assemble(
     seq_lens: Sequence[int],
     groups: Groups,
     stages: Sequence[int],
-    lists: Iterable[list[Action]],
+    lists: Iterable[Sequence[Action]],
     *,
     tiers: Tiers = ON_DEVICE,
     sp_size: int = 1,
     frozen_stages: int = 0,
+    two_phases: bool = False,
     checked: bool = True,
 ) -> ChunkPlan:
-    """The plan of every rank's list, checked unless told otherwise; a Reduce ends each that has a
-    Backward. K,V that no later chunk reads are not built again: a group's chunks need not be pieces
-    of one sequence."""
-    chunks: list[Chunk] = [chunk for group in groups for chunk in group]
+    """The plan of every rank's list, checked unless told otherwise; a Reduce of each stage that has
+    a Backward and none ends its list. K,V that no later chunk reads are not built again: those of
+    the last ones of branches, and a group's chunks need not be pieces of one sequence."""
     plan = ChunkPlan(
-        seq_lens=tuple(seq_lens),
-        chunks=tuple(chunks),
-        stages=tuple(stages),
-        actions=tuple(
-            (*actions, Reduce(stage)) if _trains(actions) else tuple(actions)
-            for stage, actions in enumerate(lists)
-        ),
-        tiers=tiers,
-        sp_size=sp_size,
-        frozen_stages=frozen_stages,
-    )
+        tuple(seq_lens), tuple(chunk for group in groups for chunk in group), tuple(stages),
+        tuple((*actions, *_missing_reduces(actions)) for actions in lists), tiers, sp_size,
+        frozen_stages=frozen_stages, two_phases=two_phases,
+    )  # fmt: skip
     if any(_is_for_nobody(action, plan) for own in plan.actions for action in own):
         needed = (
             tuple(action for action in own if not _is_for_nobody(action, plan))
@@ -311,10 +264,6 @@ def assemble(
 
 def _is_for_nobody(action: Action, plan: ChunkPlan) -> bool:
     return isinstance(action, RebuildKV) and not plan.continues[action.chunk]
-
-
-def _trains(actions: Iterable[Action]) -> bool:
-    return any(isinstance(action, Backward) for action in actions)
 
 
 def stage_heights(num_layers: int, stage_layers: int) -> tuple[int, ...]:
@@ -423,14 +372,10 @@ def plan_groups(
             numbers, stages, options, frozen_stages=frozen_stages, backward=backward,
             reduces=numbers is numbered[-1],
         )  # fmt: skip
-    plan = ChunkPlan(
-        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
-        stages=stages, actions=(tuple(actions),), tiers=options.tiers, sp_size=sp_size,
+    return assemble(
+        seq_lens, groups, stages, [actions], tiers=options.tiers, sp_size=sp_size,
         frozen_stages=frozen_stages,
     )  # fmt: skip
-    plan = without_unread(plan)
-    check(plan)
-    return plan
 
 
 def stages_of(num_layers: int, options: ChunkOptions) -> tuple[int, ...]:
@@ -477,8 +422,7 @@ def plan_seq1f1b(
     layers of the cell are checkpointed, each by its own input (default none). The first
     `frozen_stages`, with nothing to train in them or below, only run forward.
     """
-    numbered = number_chunks(groups)
-    lists = token_level_lists(numbered, stages, recompute_layers, frozen_stages)
+    lists = token_level_lists(number_chunks(groups), stages, recompute_layers, frozen_stages)
     return assemble(
         seq_lens, groups, stages, lists, tiers=tiers, sp_size=sp_size, frozen_stages=frozen_stages
     )
@@ -575,13 +519,9 @@ def plan_two_phases(
             actions += [RebuildKV(chunk, 0) for chunk in group[:-1]]
         for chunk in reversed(group):
             actions += [Recompute(chunk, 0, layers), Backward(chunk, 0)]
-    plan = ChunkPlan(
-        tuple(seq_lens), tuple(chunk for group in groups for chunk in group), (num_layers,),
-        ((*actions, Reduce(0)),), tiers=options.tiers, two_phases=True,
-    )  # fmt: skip
-    plan = without_unread(plan)
-    check(plan)
-    return plan
+    return assemble(
+        seq_lens, groups, (num_layers,), [actions], tiers=options.tiers, two_phases=True
+    )
 
 
 def require_two_phases(options: ChunkOptions) -> None:
@@ -642,163 +582,27 @@ def plan_replica(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Consecutive actions whose chunks no other ones depend on."""
-
-    actions: tuple[Computing, ...]
-    ways: tuple[str, ...]
-    """Direction of each action through the layers: f, b, or nothing."""
-    pattern: str
-    """The directions in one word."""
-    seconds: float
-
-
-def fill_up(plans: Sequence[ChunkPlan], model: CostModel) -> list[ChunkPlan]:
-    """The plans of replicas with one stage on one rank each, sorted and filled up with dummies so
-    that all run the same sequence of forwards and backwards."""
-    left = [deque(_groups(plan, model)) for plan in plans]
-    rows: list[list[tuple[list[_Group], str]]] = [[] for _ in plans]
-    while any(left):
-        wanted = _common(groups[0].pattern for groups in left if groups)
-        for own, groups in zip(rows, left, strict=True):
-            own.append((_take(groups, wanted), wanted))
-    return [_filled(plan, own) for plan, own in zip(plans, rows, strict=True)]
-
-
-def _groups(plan: ChunkPlan, model: CostModel) -> list[_Group]:
-    """The groups of a plan's only list, longest patterns first, then the slowest."""
-    costs = model.costs(plan)
-    walked = [
-        (action, way[0] if way else "")
-        for action, way in zip(plan.actions[0], directions(plan, 0), strict=True)
-        if isinstance(action, COMPUTING)
-    ]
-    last = {action.chunk: index for index, (action, _) in enumerate(walked)}
-    for group in plan.groups.values():
-        last |= dict.fromkeys(group, max(last.get(chunk, -1) for chunk in group))
-    found, start, end = [], 0, 0
-    for index, (action, _) in enumerate(walked):
-        end = max(end, last[action.chunk])
-        if index == end:
-            actions, ways = zip(*walked[start : end + 1], strict=True)
-            seconds = sum(costs.compute_s(a, 0) for a in actions)
-            found.append(_Group(actions, ways, "".join(ways), seconds))
-            start = end = index + 1
-    return sorted(found, key=lambda group: (-len(group.pattern), group.pattern, -group.seconds))
-
-
-def _common(patterns: Iterable[str]) -> str:
-    """A pattern into which each of `patterns` fits: the longest, where all fit into that."""
-    common = ""
-    for pattern in sorted(set(patterns), key=lambda one: (-len(one), one)):
-        if _places(pattern, common) is None:
-            common += pattern
-    return common
-
-
-def _take(groups: deque[_Group], wanted: str) -> list[_Group]:
-    """Removes and returns groups that fit into `wanted` one after the other, first ones first."""
-    taken: list[_Group] = []
-    left: list[_Group] = []
-    pattern = ""
-    while groups and len(pattern) + len(groups[-1].pattern) <= len(wanted):
-        group = groups.popleft()
-        is_tried = bool(left) and left[-1].pattern == group.pattern
-        if is_tried or _places(pattern + group.pattern, wanted) is None:
-            left.append(group)
-        else:
-            taken.append(group)
-            pattern += group.pattern
-    groups.extendleft(reversed(left))
-    return taken
-
-
-def _places(pattern: str, wanted: str) -> list[int] | None:
-    """Places of the passes of `pattern` in `wanted`, so that dummies can do the rest: there, each
-    backward has a forward before it. As late as may be, for extra forwards come first."""
-    for stop in range(len(wanted), len(pattern) - 1, -1):
-        places: list[int] = []
-        for way in reversed(pattern):
-            places.append(wanted.rfind(way, 0, places[-1] if places else stop))
-            if places[-1] < 0:
-                return None
-        balance, taken = 0, set(places)
-        for place, way in enumerate(wanted):
-            balance += 0 if place in taken else 1 if way == "f" else -1
-            if balance < 0:
-                break
-        else:
-            return places[::-1]
-    return None
-
-
-def _filled(plan: ChunkPlan, rows: Iterable[tuple[Sequence[_Group], str]]) -> ChunkPlan:
-    """The plan with its groups in this order, those of each row filled up to its pattern."""
-    actions: list[Action] = []
-    num_chunks = len(plan.chunks)
-    for groups, wanted in rows:
-        places = _places("".join(group.pattern for group in groups), wanted)
-        assert places is not None
-        dummies = _dummies(wanted, places, num_chunks)
-        num_chunks += len({dummy.chunk for dummy in dummies.values()})
-        own = (pair for group in groups for pair in zip(group.actions, group.ways, strict=True))
-        for place in range(len(wanted)):
-            if place in dummies:
-                actions.append(dummies[place])
-                continue
-            for action, way in own:
-                actions.append(action)
-                if way:
-                    break
-        actions += [action for action, _ in own]
-    added = (Chunk(()),) * (num_chunks - len(plan.chunks))
-    others = [a for a in plan.actions[0] if not isinstance(a, Computing)]
-    return replace(plan, chunks=plan.chunks + added, actions=((*actions, *others),), regathers=True)
-
-
-def _dummies(wanted: str, places: Sequence[int], first: int) -> dict[int, Forward | Backward]:
-    """The passes of `wanted` at no one's place, by dummy chunks from number `first` on: a backward
-    takes the latest dummy that has none, and those that get none only run forward."""
-    passes: dict[int, Forward | Backward] = {}
-    waiting: list[int] = []
-    for place in sorted(set(range(len(wanted))) - set(places)):
-        if wanted[place] == "f":
-            waiting.append(place)
-            passes[place] = Forward(first, 0, "input")
-            first += 1
-        else:
-            chunk = passes[waiting[-1]].chunk
-            passes[waiting.pop()] = Forward(chunk, 0, "all")
-            passes[place] = Backward(chunk, 0)
-    return passes
-
-
 def join_replicas(
     plans: Sequence[ChunkPlan],
     seq_ids: Sequence[Sequence[int]],
     seq_lens: Sequence[int],
-    model: CostModel | None = None,
+    *,
+    regathers: bool = False,
 ) -> ChunkPlan:
     """A checked plan of the global batch `seq_lens`.
 
     `plans[d]` is the plan of replica d for the sequences `seq_ids[d]` of the batch, numbered from 0
     in that order. All have the same stages, as many of them frozen, and the same ranks, sp_size and
     tiers. A rank with a Backward whose plan left out the Reduce of a stage gets it at its end.
-    `model`: where its ZeRO-3 gathers weights with every pass, the replicas go in step. On one rank
-    with one stage each, their groups are sorted and filled up for it (`in_step`); pipelines and
-    layer-first walks stay as they are, and must have equal passes.
+    `regathers`: weights are gathered with every pass, and the replicas' passes must be equal.
     A replica without sequences has the plan of a dummy (`idle_plan`).
     Raises ConfigError where there is no sequence, ValueError for plans that
-    differ or do not belong to the sequences, and PlanError for unequal passes in step.
+    differ or do not belong to the sequences, and PlanError for unequal passes.
     """
     refuse_idle(len(seq_lens), sum(bool(plan.seq_lens) for plan in plans))
     _refuse_different(plans, seq_ids, seq_lens)
     first = plans[0]
     num_ranks = len(first.actions)
-    regathers = model is not None and model.training.regathers
-    if model is not None and regathers and num_ranks == len(first.stages) == 1:
-        plans = fill_up(plans, model)
     chunks: list[Chunk] = []
     actions: list[tuple[Action, ...]] = []
     for replica, (plan, own) in enumerate(zip(plans, seq_ids, strict=True)):

@@ -41,12 +41,16 @@ from furlong.planners.chunks import (
     fitting_tokens,
     refuse_unusable,
 )
+from furlong.planners.options import ChunkOptions
+from furlong.planners.question import Candidate, Question
 
 _NUM_IMPROVED = 6
 """Starts, the best ones, that are improved a little; then the best of them goes on."""
 _FEW_TRIES = 240
 _NUM_TRIES = 2400
 """Sequences that it tries to move or swap."""
+_NUM_TRIES_OF_A_STEP = 60
+"""The same while a step runs: far more would make the steps wait, and gain a percent."""
 _MOST_SPOTS = 2**18
 """Most sequences times processes times micro-batches for which every spot of each is looked at,
 unless there is no other start."""
@@ -60,6 +64,21 @@ class _Start:
     spots: Spots
     is_roomy: bool = False
     """Whether no process holds half of what it could."""
+
+
+def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+    """One for a pool of several devices on one stage: its plans fit by themselves."""
+    if layout.pp > 1 or layout.sp == 1:
+        return
+    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
+
+    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
+        return plan_places(
+            seq_lens, model, pool_size=layout.sp, budget_bytes=limit_bytes,
+            num_tries=_NUM_TRIES_OF_A_STEP,
+        )  # fmt: skip
+
+    yield Candidate("places", layout, ChunkOptions(), 0.0, plan_of)
 
 
 def plan_places(

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 from furlong.cost.memory import MemoryCurve
@@ -84,6 +86,14 @@ class Question:
     seed: int = 0
     mean_keys: float = 0.0
     """Keys that a token of the data attends on average; 0: that of `seq_lens`."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline that is cut already."""
+    beat_s: float = inf
+    """Seconds of a step that is there: planners that search need find none that is slower."""
+    most_chunks: int = 512
+    """Most chunks of the longest sequence."""
+    most_cells: int = 2048
+    """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
 
     def __post_init__(self) -> None:
         if not self.longest:
@@ -99,14 +109,19 @@ class Question:
         return {name: value for name, value in self.given.items() if name not in SIZES}
 
     def layouts(self) -> list[Layout]:
-        """The layouts with the given sizes. Raises ConfigError where there is none."""
+        """The layouts with the given sizes, among them pools without a pipeline that do not divide
+        the heads, which gather K,V. Raises ConfigError where there is none."""
         dp, sp, pp = (self.given.get(name) for name in SIZES)
-        return layouts(self.num_devices, self.model.shape, dp=dp, sp=sp, pp=pp)
+        find = partial(layouts, self.num_devices, self.model.shape, dp=dp, sp=sp, pp=pp)
+        found = find()
+        return found + [one for one in find(gathers=True) if one.pp == 1 and one not in found]
 
     def stages_of(self, layout: Layout) -> tuple[int, ...]:
         """Layers of each stage of a pipeline; empty without one."""
         if layout.pp == 1:
             return ()
+        if len(self.stages) == layout.pp:
+            return self.stages
         return cut_layers(self.model.shape, layout.pp, self.mean_keys)
 
     def model_of(self, layout: Layout) -> CostModel:
@@ -134,6 +149,11 @@ class Candidate:
     least: Needs | None = None
     """Bytes of a device below which no step with the longest sequence gets, where they are known
     without its plan."""
+    longest: Sequence[int] = ()
+    """Sequences of one replica's step that needs most memory; empty: those of the question."""
+    busiest_s: Callable[[], float] | None = None
+    """Seconds of all steps of the busiest replica, where there is a shorter way to them than the
+    clock over its plans."""
 
 
 Candidates = Callable[[Question, Layout], Iterable[Candidate]]
@@ -162,9 +182,10 @@ class Answer:
     refused: tuple[Trial, ...]
     """The plans that do not fit after all, the one that lacks least first."""
     too_large: tuple[tuple[Layout, int], ...] = ()
-    """Layouts whose state alone does not fit, with its bytes on one device."""
+    """Layouts of which nothing fits, and was not walked, with the bytes that a device lacks at
+    least."""
     slower: tuple[tuple[Layout, float], ...] = ()
-    """Layouts that were not opened, with seconds below which no step of theirs gets."""
+    """Layouts of which no plan was timed, with the seconds that a step takes, about or at least."""
     alike: int = 1
     """Plans like the chosen one within the slack of its time."""
     num_pruned: int = 0
@@ -175,3 +196,13 @@ class Answer:
     @property
     def best(self) -> Trial:
         return self.tried[0]
+
+    @property
+    def dials(self) -> Trial:
+        """The plan of dials in the chosen layout, which a run needs beside a method's own chunks:
+        the chosen one, or the fastest there."""
+        layout = self.best.candidate.layout
+        return next(
+            trial for trial in self.tried
+            if trial.candidate.layout == layout and trial.candidate.longest
+        )  # fmt: skip

@@ -1,15 +1,26 @@
-"""Skrull: micro-batches of whole sequences, local to one rank or sharded over a group (Xu et al.,
-arXiv 2505.19609).
+"""Skrull: micro-batches of whole sequences, local to one device or shared by a group.
 
-Global data scheduling (Alg. 2) balances the work over the replicas and cuts each replica's
-sequences into as few micro-batches as memory allows, long ones paired with short ones. Placement
-(Alg. 1, `dacp`) then decides for every micro-batch which sequences stay local. A micro-batch is one
+Xu et al., NeurIPS 2025 (arXiv 2505.19609). Global data scheduling (GDS, Algorithm 2) balances the
+work over the replicas and cuts each replica's sequences into as few micro-batches as memory allows,
+long ones paired with short ones: every m-th of those that come by rising length. Placement (DACP,
+Algorithm 1: `chunks.place_by_load`) then decides for each micro-batch which sequences stay local:
+each on the process with the least work, or the most room, and where none has room, the shortest
+local one of the fullest is shared after all. Work is the model's FLOPs (Eq. 13, with the model's
+own constants, and causal attention halved), room what memory leaves (Eq. 12). A micro-batch is one
 chunk of a one-stage plan; replicas may have different numbers of them.
+
+Errata: RollBack (Algorithm 3) prints a wrong sign and leaves the other ranks out: as printed it
+fails in every case in which it happens. As corrected here places are found exactly where all tokens
+fit into all buckets. Algorithm 2 restarts its loop where it should leave it; micro-batches are
+tried from the ceiling of tokens over room up to one for each sequence.
+
+Ours: places are improved by the seconds of the cost model (`faster_places`): launches, latencies
+and exposed all-to-alls too, which FLOPs leave out. As few layers are recomputed as let it fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +28,61 @@ import numpy as np
 from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array
 from furlong.errors import DataError
-from furlong.plan.plan import Chunk, Place, Slice
-from furlong.planners.chunks import by_cost, by_place, place_by_load, sequence_work
+from furlong.plan.check import check
+from furlong.plan.plan import Chunk, ChunkPlan, Layout, Place, Slice
+from furlong.planners.chunks import (
+    by_cost,
+    by_place,
+    chunk_by_chunk,
+    does_not_fit,
+    fitting_tokens,
+    place_by_load,
+    recompute_choices,
+    sequence_work,
+)
+from furlong.planners.options import ChunkOptions
 from furlong.planners.places import TOKENS, PoolBatch, Rates
+from furlong.planners.question import Candidate, Question
 from furlong.units import count_words
 
 _MOST_CHANGED = 8
 """Sequences of a kind that are tried on another place at a time."""
+
+
+def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
+    """One for a pool of several devices on one stage: its plans fit by themselves."""
+    if layout.pp > 1 or layout.sp == 1:
+        return
+    model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
+
+    def plan_of(seq_lens: Sequence[int]) -> ChunkPlan:
+        return plan_skrull(seq_lens, model, sp_size=layout.sp, budget_bytes=limit_bytes)
+
+    yield Candidate("skrull", layout, ChunkOptions(), 0.0, plan_of)
+
+
+def plan_skrull(
+    seq_lens: Sequence[int], model: CostModel, *, sp_size: int, budget_bytes: int
+) -> ChunkPlan:
+    """A checked plan of one replica, a pool, with as few recomputed layers as fit. Raises
+    ConfigError where it does not fit with all of them."""
+    memory, num_layers = model.memory(budget_bytes), model.shape.num_layers
+    sizes = {"dp_size": 1, "sp_size": sp_size}
+    for layers in recompute_choices(num_layers):
+        tokens = fitting_tokens(model, budget_bytes, recompute_layers=layers, **sizes)
+        if tokens * sp_size < max(seq_lens):
+            continue
+        groups = micro_batch_groups(
+            seq_lens, model, sp_size=sp_size, bucket_tokens=tokens, recompute_layers=layers
+        )
+        plan = chunk_by_chunk(
+            seq_lens, [[chunk for group in groups for chunk in group]], num_layers=num_layers,
+            sp_size=sp_size, recompute_layers=layers,
+        )  # fmt: skip
+        if max(memory.peak_bytes_of_actions(plan, 0)) <= budget_bytes:
+            check(plan, memory)
+            return plan
+    raise does_not_fit(seq_lens, model, budget_bytes, recompute_layers=num_layers, **sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import nn
 from furlong.config.schema import RunConfig
 from furlong.data.loader import Batch
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import Prediction
 from furlong.report.measured import MEASURED, MeasuredStep

@@ -22,7 +22,7 @@ from furlong.train.processes.alike import check_alike
 from furlong.train.processes.together import ALONE, Processes
 from furlong.train.resumable import run_resumable
 from furlong.train.run_folder import RunFolder, create_run_folder
-from furlong.train.setup.decide import cost_model, rivals_of
+from furlong.train.setup.decide import batch_plans_of, cost_model
 from furlong.train.setup.prepare import (
     build_run_model,
     check_batches,
@@ -88,7 +88,7 @@ def _train(
     model_cost = cost_model(
         config, device, rope=rope, num_processes=launch.num_processes, num_local=num_local
     )
-    rivals = rivals_of(config, device, decision, rope=rope, num_local=num_local)
+    rivals = batch_plans_of(config, device, decision, rope=rope, num_local=num_local)
     torch.manual_seed(config.train.seed + launch.number)
     ranks = ranks_of(decision.layout, device)
     build = partial(build_run_model, config, layers_of(decision.stages, ranks))

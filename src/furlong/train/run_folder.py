@@ -15,7 +15,7 @@ from typing import Any
 from furlong.config.schema import RunConfig
 from furlong.config.sources import build_run, load_run
 from furlong.errors import CheckpointError, ConfigError
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.report.measured import MEASURED
 from furlong.train.checkpoints.folder import (
     DAMAGED,

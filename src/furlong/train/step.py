@@ -71,7 +71,7 @@ class TrainedStep:
     """Seconds in which the first process waited for the step's plan; None where it plans as it
     goes, alone."""
     plan_method: str | None = None
-    """Names of the plan's planners (`planners.auto.rivals`), those of all replicas; None for one
+    """Names of the plan's planners (`planners.search`), those of all replicas; None for one
     process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other figures of the loss, by name: of pairs, means over those of the global batch."""

@@ -13,8 +13,7 @@ from furlong.config.schema import ModelConfig, RunConfig
 from furlong.models.folders.build import model_of_config, read_config
 from furlong.models.folders.folder import check_folder
 from furlong.models.small.shrink import LONGEST_TOKENS, shrink_config
-from furlong.planners.auto.decide import given_dials
-from furlong.planners.auto.words import dials_in_words
+from furlong.planners.decide import dials_in_words, given_dials
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.runtime.memory.pools import Storage
 from furlong.units import format_seconds

@@ -19,7 +19,7 @@ from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.models.small.shrink import LONGEST_TOKENS
 from furlong.ops.loss import IGNORE_INDEX
-from furlong.planners.auto.decide import given_dials
+from furlong.planners.decide import given_dials
 from furlong.planners.options import fixed_options
 from furlong.planners.spaco import (
     Factors,

@@ -22,14 +22,7 @@ from furlong.cli.planning.question import (
     spec_of,
     subject_of,
 )
-from furlong.cli.planning.search import (
-    OURS,
-    decision_of,
-    found_of,
-    has_given,
-    methods_named,
-    search_with,
-)
+from furlong.cli.planning.search import Found, find
 from furlong.config.sources import RunFlags
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
@@ -37,16 +30,13 @@ from furlong.plan.check import check
 from furlong.plan.lengths import read_lengths
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
-from furlong.planners.auto.pairs import check_dials, decide_pairs
-from furlong.planners.auto.words import dials_in_words
 from furlong.planners.budget import fit
+from furlong.planners.decide import dials_in_words
+from furlong.planners.longest import Longest, longest_sequence
 from furlong.planners.options import dials_of
 from furlong.planners.orders import plan_two_phases
-from furlong.planners.published.catalogue import SEARCHED, Method
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.longest import Longest, longest_sequence
-from furlong.planners.published.problem import Found
-from furlong.planners.question import Limits
+from furlong.planners.pairs import check_dials, decide_pairs
+from furlong.planners.search import METHODS
 from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.patience import Tell
@@ -67,8 +57,6 @@ from furlong.simulate.figures import measure
 from furlong.simulate.unit_costs import UnitCosts
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
-_SAME = 1 + 1e-6
-"""Ratio of two times up to which they are equal."""
 _SLOWEST = 2
 """Most seconds of a panel, in those of the fastest one: more would squeeze all others."""
 _UNITS = "units"
@@ -83,15 +71,13 @@ _ABOUT_PEAKS = (
 
 def show_search(flags: RunFlags, tell: Tell) -> None:
     """The fastest plan that fits of what the command line asks for. Raises ConfigError."""
-    name = flags.own.method
-    methods = SEARCHED if name is None else methods_named(name)
     tell("reading what is to be planned")
     subject = subject_of(flags)
     tell("")
     if subject.config.train.loss == "dpo":
         _show_pair(flags, subject)
     else:
-        _show_found(flags, subject, methods, tell)
+        _show_found(flags, subject, tell)
 
 
 def _show_page(
@@ -140,61 +126,50 @@ def _writing(path: Path) -> Iterator[None]:
         raise refusal(given, "a file that can be written", "choose another place") from error
 
 
-def _show_found(
-    flags: RunFlags, subject: PlanSubject, methods: Mapping[str, Method], tell: Tell
-) -> None:
-    chosen, problem, sampling = flags.own, subject.problem, subject.dials.get("sample")
-    decision = decision_of(subject, chosen.method)
-    if decision is not None and decision.searched is not None:
-        found = found_of(decision, subject)
-    else:
-        found = search_with(subject, methods, strict=True, tell=tell)
-    best = found.best
+def _show_found(flags: RunFlags, subject: PlanSubject, tell: Tell) -> None:
+    chosen, question = flags.own, subject.question
+    sampling = question.given.get("sample")
+    found = find(subject, tell=tell)
+    decision, plan = found.decision, found.plan
     tell("a plan is found, it is measured")
     report = report_plan(
-        best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens),
-        num_processes=1 if decision is None else problem.num_devices,
+        plan, found.model, question.limits.device_bytes, sum(question.seq_lens),
+        num_processes=question.num_devices,
     )  # fmt: skip
-    if report.missing and chosen.runnable:
-        given = f"a plan that needs {report.missing}, with --runnable"
-        raise refusal(given, "a plan that this release runs", "name another method, or none")
     tell("looking for the longest sequence that would fit")
-    positions, own = subject.num_positions, max(problem.seq_lens)
+    positions, own = subject.num_positions, max(question.seq_lens)
     longest = longest_sequence(
-        best.dials, best.plan, best.model, budget_bytes=problem.limit_bytes, start=own,
+        found.answer, start=own,
         num_positions=None if positions is None or positions < own else positions,
     )  # fmt: skip
-    auto, parallel = (decision.words, decision.layout_words) if decision else ("", "")
-    idle = problem.num_idle(best.dials.layout)
-    values = subject.to_json() | _found_json(found) | report.to_json() | {
-        "num_idle_devices": idle,
+    values = subject.to_json() | found.to_json() | report.to_json() | {
         "longest_of_data_fits": _longest_fits(longest, subject),
         "longest_sequence_tokens": longest.num_tokens,
         "longest_sequence_limit": longest.limit,
+        "auto": decision.words,
     }  # fmt: skip
-    values |= {key: text for key, text in (("auto", auto), ("parallel", parallel)) if text}
+    if decision.layout_words:
+        values["parallel"] = decision.layout_words
     if sampling is not None:
-        drawn = {"num_drawn": num_drawn(best.plan), "num_chunks": len(best.plan.chunks)}
+        drawn = {"num_drawn": num_drawn(plan), "num_chunks": len(plan.chunks)}
         values["sample"] = asdict(sampling) | drawn
-    note = ", ".join([best.dials.layout_words(), *best.dials.words()])
+    words = found.words()
     above = {
-        "plan": str(best.dials),
-        "sample": "" if sampling is None else _sample_words(best.plan, sampling),
+        "plan": words,
+        "sample": "" if sampling is None else _sample_words(plan, sampling),
     }
     below = {
-        "idle": f"{count_words(idle, 'device')} of {problem.num_devices}" if idle else "",
         "longest": _longest_words(longest, subject),
-        "runs here": runs_words(report, problem.model.hardware.name if auto else ""),
-        "next best": "" if auto else _next_words(found),
-        "auto": auto,
-        "parallel": parallel,
+        "runs here": runs_words(report, question.model.hardware.name),
+        "auto": decision.words,
+        "parallel": decision.layout_words,
         "search": _search_words(found),
     }
     tell("drawing it")
     _show_page(
         report, chosen, head=subject.words() + "\n", above=above, below=below, values=values,
-        title=best.dials.method, note=note,
-        made_for=subject.made_for(best.model) | {"title": best.dials.method, "note": note},
+        title=found.method, note=words,
+        made_for=subject.made_for(found.model) | {"title": found.method, "note": words},
     )  # fmt: skip
 
 
@@ -209,7 +184,7 @@ def _sample_words(plan: ChunkPlan, sampling: Sampling) -> str:
 
 
 def _longest_words(longest: Longest, subject: PlanSubject) -> str:
-    tokens, own = subject.batch.longest_tokens, max(subject.problem.seq_lens)
+    tokens, own = subject.batch.longest_tokens, max(subject.question.seq_lens)
     fits = "fits" if _longest_fits(longest, subject) else "does not fit"
     where = "in the batch" if tokens == own else f"the batch has {own:,}"
     words = f"{count_words(tokens, 'token')} in the data ({where}): {fits}\nalone "
@@ -228,98 +203,46 @@ def _longest_words(longest: Longest, subject: PlanSubject) -> str:
 
 def _longest_fits(longest: Longest, subject: PlanSubject) -> bool:
     tokens = subject.batch.longest_tokens
-    return tokens <= max(longest.num_tokens, *subject.problem.seq_lens)
-
-
-def _rivals(found: Found) -> tuple[int, list[tuple[float, bool, Dials]]]:
-    """How many are as fast as the best, and the slower ones, fastest first: seconds, whether they
-    are of the whole batch, dials. Other seconds are of the busiest of several replicas: the step
-    takes at least so long."""
-    planned = [(o.step_s, True, o.dials) for o in found.others]
-    seen = {dials for _, _, dials in planned} | {found.best.dials}
-    tried = [
-        (t.bound_s, t.dials.layout.dp == 1, t.dials) for t in found.trials if t.dials not in seen
-    ]
-    every = sorted([*planned, *tried], key=lambda rival: rival[0])
-    slower = [rival for rival in every if rival[0] > found.best.step_s * _SAME]
-    return len(every) - len(slower), slower
-
-
-def _next_words(found: Found) -> str:
-    ties, slower = _rivals(found)
-    words = f"{count_words(ties, 'candidate')} within a millionth of its time; " if ties else ""
-    if not slower:
-        return f"{words}none of the others fits, or their bounds are above its time"
-    seconds, is_whole, dials = slower[0]
-    least = "" if is_whole else "at least "
-    slower_by = seconds / found.best.step_s - 1
-    share = f"{slower_by:.1%}" if slower_by >= 1e-3 else "less than 0.1%"
-    return f"{words}{dials}: {least}{format_seconds(seconds)}, {share} slower"
+    return tokens <= max(longest.num_tokens, *subject.question.seq_lens)
 
 
 def _search_words(found: Found) -> str:
+    answer = found.answer
     return (
-        f"{count_words(len(found.trials), 'candidate')} fit on one replica,"
-        f" {len(found.others) + 1} planned whole; {len(found.refused)} did not fit,"
-        f" {found.num_pruned} were left out by their bounds"
-        f" ({format_seconds(found.seconds)})"
+        f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
+        f" {len(answer.refused)} did not fit, {answer.num_pruned} were left out by their bounds"
+        f" ({format_seconds(answer.seconds)})"
     )
-
-
-def _found_json(found: Found) -> dict[str, Any]:
-    _, slower = _rivals(found)
-    next_best = [
-        _dials_json(dials) | {"step_s": seconds, "is_bound": not is_whole}
-        for seconds, is_whole, dials in slower[:1]
-    ]
-    return _dials_json(found.best.dials) | {
-        "next_best": next_best[0] if next_best else None,
-        "search": {
-            "num_tried": len(found.trials),
-            "num_planned": len(found.others) + 1,
-            "num_refused": len(found.refused),
-            "num_pruned": found.num_pruned,
-            "seconds": found.seconds,
-        },
-    }
-
-
-def _dials_json(dials: Dials) -> dict[str, Any]:
-    layout = {"pool": dials.layout.num_devices} if dials.is_pool else asdict(dials.layout)
-    return {"method": dials.method, "layout": layout, "dials": dials.values()}
 
 
 def _show_pair(flags: RunFlags, subject: PlanSubject) -> None:
     """The plan of one call of a run on pairs, which takes the longest pair in two phases."""
-    problem = subject.problem
+    question, limits = subject.question, subject.question.limits
     _require_one_pair(flags, subject)
     check_dials(subject.config.chunks)
-    hardware = problem.model.hardware
-    budget_bytes = problem.budget_bytes or hardware.budget_bytes
-    budgets = Limits(budget_bytes, subject.host_bytes, subject.disk_bytes, problem.margin)
-    first, second = problem.seq_lens
+    hardware, (first, second) = question.model.hardware, question.seq_lens
+    is_own = subject.config.memory.device == "auto"
     decision = decide_pairs(
-        [(first, second)], model=problem.model, budgets=budgets,
-        budget_words="memory.device" if problem.budget_bytes else hardware.name,
-        dials=subject.dials,
+        [(first, second)], model=question.model, budgets=limits,
+        budget_words=hardware.name if is_own else "memory.device", dials=question.dials,
     )  # fmt: skip
     if decision is None:
         raise refusal(
             f"a pair of {first:,} tokens each, of which no plan fits",
             "what both keep between forward and backward, within"
-            f" {format_bytes(budgets.limit_bytes)}",
+            f" {format_bytes(limits.limit_bytes)}",
             "raise memory.device, set chunks.keep: input, lower data.max_seq_len, or use LoRA",
             "the search over plans in two phases",
         )
     options, words = decision.options, dials_in_words(decision.options)
-    plan = plan_two_phases((first, second), options, num_layers=problem.model.shape.num_layers)
-    report = report_plan(plan, problem.model, problem.budget_bytes, first + second, num_processes=1)
+    plan = plan_two_phases((first, second), options, num_layers=question.model.shape.num_layers)
+    report = report_plan(plan, question.model, limits.device_bytes, first + second, num_processes=1)
     own = {"method": "two phases", "dials": dials_of(options), "auto": decision.words}
     _show_page(
         report, flags.own, head=subject.words() + "\n", above={"plan": f"two phases, {words}"},
         below={"runs here": runs_words(report, hardware.name), "auto": decision.words},
         values=subject.to_json() | own | report.to_json(), title="two phases", note=words,
-        made_for=subject.made_for(problem.model),
+        made_for=subject.made_for(question.model),
     )  # fmt: skip
 
 
@@ -327,10 +250,10 @@ def _require_one_pair(flags: RunFlags, subject: PlanSubject) -> None:
     """Raise ConfigError for training on pairs, asked for more than one pair on one device."""
     if subject.config.train.loss == "sft":
         return
-    own, count = flags.own, subject.problem.num_devices
+    own, count = flags.own, subject.question.num_devices
     for given in (
         f"{count} devices" if count > 1 else "", own.compare and "--compare",
-        own.method and f"--method {own.method}", own.sequences and f"--sequences {own.sequences}",
+        own.sequences and f"--sequences {own.sequences}",
     ):  # fmt: skip
         if given:
             raise refusal(
@@ -344,37 +267,31 @@ def show_comparison(flags: RunFlags, tell: Tell) -> None:
     """One batch under every method, each with its own best plan: a table, and panels. Raises
     ConfigError where no method has a plan."""
     chosen = flags.own
-    methods = methods_named(chosen.method)
     subject = subject_of(flags)
     _require_one_pair(flags, subject)
     found: dict[str, Found] = {}
     rows: list[Row] = []
-    for name, method in methods.items():
+    for name in ("auto", *METHODS):
         try:
-            found[name] = search_with(
-                subject, {name: method}, strict=name == OURS, tell=_telling(name, tell)
-            )
+            found[name] = find(subject, name, _telling(name, tell))
         except (UserError, PlanError) as error:
             rows.append(Row(name, refusal=_reason(error)))
-    # our search is over the plans of all methods that have the given dials
-    having = [one for one in reversed(found.values()) if has_given(subject, one.best.dials)]
-    if having and OURS in methods:
-        found[OURS] = min(having, key=lambda one: one.best.step_s)
-        rows = [row for row in rows if row.method != OURS]
-    problem, panels = subject.problem, []
-    fastest_s = min((one.best.step_s for one in found.values()), default=0.0)
+    question, panels = subject.question, []
+    reports = {
+        name: report_plan(
+            one.plan, one.model, question.limits.device_bytes, sum(question.seq_lens),
+            num_processes=question.num_devices,
+        )
+        for name, one in found.items()
+    }  # fmt: skip
+    fastest_s = min((report.step_s for report in reports.values()), default=0.0)
     for name, one in found.items():
-        best, dials = one.best, one.best.dials
-        report = report_plan(best.plan, best.model, problem.budget_bytes, sum(problem.seq_lens))
-        layout = f"{dials.layout.dp} x {dials.layout.sp} x {dials.layout.pp}"
-        layout = dials.layout_words() if dials.is_pool else layout
-        if idle := problem.num_idle(dials.layout):
-            layout += f" ({idle} idle)"
-        words = ", ".join(dials.words())
-        chosen_from = "" if dials.method == name else f"{dials.method}: "
-        rows.append(Row(name, layout, chosen_from + words, report))
-        if not chosen_from and report.step_s <= _SLOWEST * fastest_s:
-            panels.append(report.panel(name, f"{dials.layout_words()}, {words}"))
+        report, layout = reports[name], one.decision.layout
+        words = dials_in_words(one.decision.options)
+        own = f"{one.method}: " if one.method != name else ""
+        rows.append(Row(name, f"{layout.dp} x {layout.sp} x {layout.pp}", own + words, report))
+        if name != "auto" and report.step_s <= _SLOWEST * fastest_s:
+            panels.append(report.panel(name, one.words()))
     if chosen.json:
         print(json.dumps({**subject.to_json(), "methods": comparison_json(rows)}, indent=1))
     else:

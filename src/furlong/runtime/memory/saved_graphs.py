@@ -45,6 +45,7 @@ class SavedGraph:
         sent: dict[tuple[int, int, torch.dtype], tuple[Handle, Tensor]] = {}
         # The table holds the tensors: an address that is free could be another tensor's next.
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers call it too
         def pack(x: Tensor) -> Tensor | _Away:
             storage = x.untyped_storage()
             small = storage.nbytes() < _MIN_BYTES or not x.is_floating_point()

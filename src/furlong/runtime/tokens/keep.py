@@ -14,8 +14,8 @@ from furlong.cost.memory import PlanMemory
 from furlong.cost.training import Training
 from furlong.errors import UserError
 from furlong.models.describe import describe
-from furlong.planners.auto.keep import with_keep
 from furlong.planners.options import ChunkOptions
+from furlong.planners.pairs import with_keep
 from furlong.planners.question import Limits
 from furlong.runtime.checks.surroundings import Autocast
 from furlong.runtime.followed_model import FollowedModel

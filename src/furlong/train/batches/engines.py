@@ -16,8 +16,8 @@ from torch import Tensor
 from furlong.data.loader import Batch
 from furlong.plan.plan import Layout
 from furlong.plan.text import format_action
-from furlong.planners.auto.rivals import Rivals
 from furlong.planners.options import ChunkOptions
+from furlong.planners.search import BatchPlans
 from furlong.runtime.parallel.recovery import made_together
 from furlong.train.batches.draws import with_draw
 from furlong.train.batches.plans import BatchPlan, SharedPlans, Wanted, plan_batch, plan_own
@@ -47,7 +47,7 @@ class Engines:
         processes: Processes = ALONE,
         work: Callable[[Sequence[int]], Sequence[float]] = _tokens,
         stages: Sequence[int] = (),
-        rivals: Rivals | None = None,
+        rivals: BatchPlans | None = None,
     ) -> None:
         """`work`: what is dealt out evenly over the replicas, for each sequence. `stages`: layers
         of each stage of a pipeline. `rivals`: other plans than those of the dials, which the first

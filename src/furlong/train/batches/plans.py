@@ -23,10 +23,11 @@ from furlong.errors import ElsewhereError
 from furlong.plan.check import check
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.auto.rivals import CHUNKS, Rivals
+from furlong.planners.candidates import CHUNKS
 from furlong.planners.chunks import by_cost
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_kept, plan_replica
+from furlong.planners.search import BatchPlans
 from furlong.runtime.parallel.recovery import reason_of
 from furlong.train.processes.together import Processes
 
@@ -57,7 +58,7 @@ class BatchPlan:
 
     plan: ChunkPlan
     method: str = ""
-    """Names of the planners of its replicas, see `planners.auto.rivals`."""
+    """Names of the planners of its replicas, see `planners.search`."""
 
 
 def plan_batch(
@@ -96,7 +97,7 @@ def plan_own(
     num_layers: int,
     stages: Sequence[int] = (),
     frozen_layers: int = 0,
-    rivals: Rivals | None = None,
+    rivals: BatchPlans | None = None,
 ) -> BatchPlan:
     """The plan of the sequences that a replica is dealt, numbered from 0. `stages`: layers of each
     stage of a pipeline."""
@@ -110,7 +111,7 @@ def plan_own(
     )  # fmt: skip
     if rivals is None or not wanted.backward:
         return BatchPlan(plan, CHUNKS)
-    method, plan = rivals.fastest(seq_lens, plan, wanted.options, frozen_layers=frozen)
+    method, plan = rivals.best_plan(seq_lens, plan, wanted.options, frozen_layers=frozen)
     return BatchPlan(plan, method)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from furlong import __version__
 from furlong.data.dataset import SEQUENCES
 from furlong.errors import CheckpointError
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.train.checkpoints.checkpoint import load_tensors, save_checkpoint, stored_tensors
 from furlong.train.checkpoints.fingerprints import check_base, check_reference
 from furlong.train.loop import Progress

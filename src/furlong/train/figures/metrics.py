@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from furlong.planners.auto.rivals import CHUNKS
+from furlong.planners.candidates import CHUNKS
 from furlong.planners.predict import Prediction
 from furlong.train.evaluation import HELD_OUT, Evaluation
 from furlong.train.figures.trackers import Tracker

@@ -45,7 +45,7 @@ def build_meter(
 ) -> MfuMeter | None:
     """A meter for a transformers config; None where the peak or the model's work is not known.
 
-    The peaks that are known are those of bfloat16 on the devices of `known_hardware`.
+    The peaks that are known are those of bfloat16 on the devices of `cost.machine`.
     """
     if device_name not in EXACT_NAMES or dtype != torch.bfloat16:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from furlong.config.schema import RunConfig
 from furlong.errors import ConfigError
-from furlong.planners.auto.pairs import check_dials
+from furlong.planners.pairs import check_dials
 
 
 def check_pairs(config: RunConfig, num_processes: int) -> None:

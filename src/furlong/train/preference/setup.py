@@ -10,8 +10,8 @@ from furlong.api import Engine
 from furlong.config.schema import RunConfig
 from furlong.data.cache import cache_folder
 from furlong.data.dataset import DataSet
-from furlong.planners.auto.decide import Decision
-from furlong.planners.auto.rivals import Rivals
+from furlong.planners.decide import Decision
+from furlong.planners.search import BatchPlans
 from furlong.train.batches.engines import Engines
 from furlong.train.batches.fitting import Fitting
 from furlong.train.preference.engines import PairEngines
@@ -26,7 +26,7 @@ def engines_of(
     processes: Processes,
     work: Callable[[Sequence[int]], Sequence[float]],
     stages: Sequence[int],
-    rivals: Rivals | None,
+    rivals: BatchPlans | None,
 ) -> Engines:
     """The engines of a run, for global batches of sequences or of pairs."""
     settings = config.train

@@ -25,7 +25,8 @@ from furlong.models.describe import describe
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
-from furlong.planners.auto.decide import (
+from furlong.planners.budget import MARGIN
+from furlong.planners.decide import (
     FREE_RAM,
     SEARCHED_DIALS,
     Decision,
@@ -33,12 +34,11 @@ from furlong.planners.auto.decide import (
     given_dials,
     training_of,
 )
-from furlong.planners.auto.pairs import decide_pairs
-from furlong.planners.auto.rivals import Rivals
-from furlong.planners.budget import MARGIN
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
-from furlong.planners.question import Limits
+from furlong.planners.pairs import decide_pairs
+from furlong.planners.question import Limits, Question
+from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
 from furlong.runtime.memory.pools import Storage
 from furlong.train.processes.launch import layout_of, sizes_of
@@ -74,16 +74,18 @@ def decide_options(
         model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError as error:
         return _uncounted(config, train, given, num_processes, error, rope=rope)
-    sizes = sizes_of(config.parallel)
+    sizes, method = sizes_of(config.parallel), config.chunks.method
     some = layouts(num_processes, model.shape, dp=sizes["dp"], sp=sizes["sp"], pp=sizes["pp"])
+    whole = given
     if all(layout.pp > 1 for layout in some):
-        given.setdefault("order", "chunk-first")
-    nothing_left = _are_all(given) and budget == "auto" and len(some) == 1
+        whole = {"order": "chunk-first"} | given
+    is_free = method == "auto"
+    nothing_left = is_free and _are_all(whole) and budget == "auto" and len(some) == 1
     figures = calibrated(model, config.model.dtype)
     if nothing_left and not is_lowered:
         stages = stages_of_run(config, train, some[0], rope=rope)
         return Decision(
-            ChunkOptions(**given), "", model=figures.model, layout=some[0], stages=stages
+            ChunkOptions(**whole), "", model=figures.model, layout=some[0], stages=stages
         )
     _, free_bytes, free_words = _device(device, num_local)
     if nothing_left:  # but the lower tiers must hold it
@@ -92,19 +94,21 @@ def decide_options(
     decision = decide(
         count_lengths(train.epoch_lens(seed)),
         sequences_per_step=config.train.sequences_per_step * train.rows_per_record,
+        model=figures.model,
+        limits=Limits(
+            free_bytes if budget == "auto" else budget, storage.host_bytes, storage.disk_bytes,
+            figures.margin(MARGIN),
+        ),
+        budget_words=free_words if budget == "auto" else "memory.device",
+        num_devices=num_processes,
         seed=seed,
         longest=train.longest,
-        model=figures.model,
-        layouts=some,
-        budget_bytes=free_bytes if budget == "auto" else budget,
-        budget_words=free_words if budget == "auto" else "memory.device",
-        host_bytes=storage.host_bytes,
-        disk_bytes=storage.disk_bytes,
-        margin=figures.margin(MARGIN),
-        must_fit=is_lowered or budget != "auto",
-        dials=given,
-    )
-    return replace(decision, words="" if _are_all(given) else decision.words, figures=figures.words)
+        given=given | {name: size for name, size in sizes.items() if size is not None},
+        method=method,
+        must_fit=is_lowered or budget != "auto" or not is_free,
+    )  # fmt: skip
+    words = "" if is_free and _are_all(whole) else decision.words
+    return replace(decision, words=words, figures=figures.words)
 
 
 def _of_pairs(
@@ -209,11 +213,11 @@ def cost_model(
     return calibrated(model, config.model.dtype).model
 
 
-def with_rivals(
+def with_budget(
     decision: Decision, config: RunConfig, device: torch.device, num_local: int
 ) -> Decision:
-    """The decision with the bytes that rivals may use, where there are any. Call it before the
-    model takes memory."""
+    """The decision with the bytes that planners of single batches may use, where there are any.
+    Call it before the model takes memory."""
     if decision.layout.sp == decision.layout.pp == 1:
         return decision
     budget = config.memory.device
@@ -221,32 +225,29 @@ def with_rivals(
     return replace(decision, budget_bytes=budget_bytes)
 
 
-def rivals_of(
+def batch_plans_of(
     config: RunConfig,
     device: torch.device,
     decision: Decision,
     *,
     rope: dict[str, Any] | None = None,
     num_local: int = 1,
-) -> Rivals | None:
-    """Other plans than those of the dials, for a run with pools or a pipeline; None where there
-    are none, or where the model's work cannot be counted."""
-    layout = decision.layout
+) -> BatchPlans | None:
+    """The planners of single batches, for a run with pools or a pipeline; None where there are
+    none, or where the model's work cannot be counted."""
     if decision.budget_bytes is None:
         return None
     try:
         model = _model(config, device, rope=rope, num_local=num_local)
     except ConfigError:
         return None
-    figures = calibrated(model, config.model.dtype)
-    training = figures.model.training
-    training = replace(training, zero_stage=1, gathers=True, replicas=layout.dp)
-    return Rivals(
-        replace(figures.model, training=training),
-        budget_bytes=int(decision.budget_bytes * (1 - figures.margin(MARGIN))),
-        options=decision.options,
-        is_free=not given_dials(config.chunks) and not decision.has_shrunk,
-    )
+    figures, layout = calibrated(model, config.model.dtype), decision.layout
+    question = Question(
+        (), figures.model, Limits(decision.budget_bytes, margin=figures.margin(MARGIN)),
+        layout.num_devices, given=given_dials(config.chunks), method=config.chunks.method,
+        stages=decision.stages,
+    )  # fmt: skip
+    return BatchPlans(question, layout, decision.options, decision.has_shrunk)
 
 
 def _model(

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from furlong.plan.plan import Layout
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.planners.options import ChunkOptions
 
 

@@ -30,8 +30,8 @@ from furlong.models.folders.build import build_model, read_config
 from furlong.models.folders.check import check_model
 from furlong.models.folders.folder import check_folder
 from furlong.plan.plan import Layout
-from furlong.planners.auto.decide import Decision
 from furlong.planners.chunks import sequence_work
+from furlong.planners.decide import Decision
 from furlong.runtime.memory.pools import Storage
 from furlong.runtime.parallel.ranks import Ranks, make_ranks
 from furlong.train.checkpoints.state import check_data
@@ -40,7 +40,7 @@ from furlong.train.processes.launch import Launch
 from furlong.train.processes.together import Processes
 from furlong.train.run_folder import CHECKPOINTS, RunFolder
 from furlong.train.setup.architecture import architecture_of, check_architecture
-from furlong.train.setup.decide import decide_options, with_rivals
+from furlong.train.setup.decide import decide_options, with_budget
 from furlong.train.setup.decided import decision_of, values_of
 from furlong.train.setup.kernels import put_kernels
 from furlong.train.setup.start import source_of
@@ -105,7 +105,7 @@ def decided(
             num_processes=launch.num_processes, num_local=launch.num_local,
         )  # fmt: skip
         check_free(storage, decision)
-        return with_rivals(decision, config, device, launch.num_local)
+        return with_budget(decision, config, device, launch.num_local)
 
     if processes.num_processes == 1:
         return decide()

@@ -15,7 +15,7 @@ from furlong.config.schema import RunConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folders.folder import check_files
-from furlong.planners.auto.decide import given_dials
+from furlong.planners.decide import given_dials
 from furlong.train.checkpoints.folder import read_state
 from furlong.train.figures.report import TrainReport
 from furlong.train.figures.trackers import check_packages

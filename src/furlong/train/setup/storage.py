@@ -13,7 +13,7 @@ from furlong.config.tiers import names_tier
 from furlong.cost.machine import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
-from furlong.planners.auto.decide import Decision
+from furlong.planners.decide import Decision
 from furlong.planners.tier_budgets import tier_budgets
 from furlong.runtime.memory.pools import Storage
 from furlong.units import format_bytes
@@ -37,9 +37,9 @@ def storage_of(config: RunConfig, device: torch.device, *, num_local: int = 1) -
 
 def check_free(storage: Storage, decision: Decision) -> None:
     """Raises ConfigError if the disk has less room than what was decided is predicted to need."""
-    if decision.searched is None or not decision.searched.tried:
+    if decision.answer is None:
         return
-    disk_bytes = decision.searched.best.needs.disk_bytes
+    disk_bytes = decision.answer.best.needs.disk_bytes
     if not disk_bytes:
         return
     folder = _existing(Path(storage.disk_dir or "."))

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 
 from furlong.plan.plan import Layout
 from furlong.planners.layouts import round_numbers
-from furlong.planners.published.catalogue import Method, combined, flexsp, hybrid_cp
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.problem import Problem
-from furlong.planners.published.room import Room
+from papers.published.catalogue import Method, combined, flexsp, hybrid_cp
+from papers.published.dials import Dials
+from papers.published.problem import Problem
+from papers.published.room import Room
 
 _METHODS = (combined, flexsp, hybrid_cp)
 """The methods that know a pool."""

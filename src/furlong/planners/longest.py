@@ -1,16 +1,17 @@
-"""The longest sequence that a plan's dials could still train: memory only, one sequence alone."""
+"""The longest sequence that a decision could still train: memory only, one sequence alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import ChunkPlan
-from furlong.planners.budget import fit
-from furlong.planners.published.build import build, replica_model, settled
-from furlong.planners.published.dials import Dials
+from furlong.planners.orders import plan_replica
+from furlong.planners.predict import needs_of
+from furlong.planners.question import Answer
 
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
@@ -31,29 +32,34 @@ class Longest:
 
 
 def longest_sequence(
-    dials: Dials,
-    plan: ChunkPlan,
-    model: CostModel,
-    *,
-    budget_bytes: int | None = None,
-    start: int = 1024,
-    num_positions: int | None = None,
+    answer: Answer, *, start: int = 1024, num_positions: int | None = None
 ) -> Longest:
-    """By bisection, to 1 % or a token, with the dials of `plan` and what it has recomputed.
+    """By bisection, to 1 % or a token, with the chosen method and with the dials of its layout.
 
     `start`: a length to try first; `num_positions`: the most that the model has, None where that is
     unknown. The other replicas share the state and hold less.
     """
-    fixed, one_of = settled(dials, plan), replica_model(dials, model)
+    question, layout = answer.question, answer.best.candidate.layout
+    model, stages = question.model_of(layout), question.stages_of(layout)
+    memory, options = model.memory(), answer.dials.candidate.options
+
+    def plans(num_tokens: int) -> Iterator[ChunkPlan]:
+        yield plan_replica(
+            [num_tokens], options, num_layers=model.shape.num_layers, stages=stages,
+            sp_size=layout.sp,
+        )  # fmt: skip
+        if answer.best is not answer.dials:
+            with suppress(UserError):
+                yield answer.best.candidate.plan_of([num_tokens])
 
     def try_length(num_tokens: int) -> ChunkPlan | None:
         """The plan, or None where there is none that fits."""
-        try:
-            tried = build(fixed, [num_tokens], one_of, budget_bytes)
-            fit(tried, one_of, budget_bytes)
-        except (UserError, PlanError):
-            return None
-        return tried
+        with suppress(PlanError):
+            for plan in plans(num_tokens):
+                curves = (memory.curve(plan, rank) for rank in range(len(plan.actions)))
+                if all(question.limits.hold(needs_of(curve)) for curve in curves):
+                    return plan
+        return None
 
     most = num_positions or MAX_TOKENS
     low, high = 0, min(max(1, start), most)

@@ -9,10 +9,11 @@ from typing import Any
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Layout, Tier
-from furlong.planners.chunks import Balance, recompute_choices
+from furlong.planners.chunks import recompute_choices
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
-from furlong.planners.published.dials import Dials, Ladder
-from furlong.planners.published.problem import Problem
+from papers.published.chunks import Balance
+from papers.published.dials import Dials, Ladder
+from papers.published.problem import Problem
 
 MOST_CHUNKS = 512
 """Most chunks of the longest sequence: more only make the search slower."""

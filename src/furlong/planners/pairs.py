@@ -2,24 +2,29 @@
 
 The longest pair must fit, with what both of its sequences keep from one phase to the other. Times
 are those of a few pairs, evenly spread over their lengths.
+
+Between the phases lives what the chunks of all sequences keep, so the keep that is fastest for a
+pair of them may not fit for a batch. `attention` runs no attention again, `kv` all of it once more,
+`input` every forward: work rises and memory falls in this order, whatever the lengths are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from furlong.cost.memory import PARTS, PlanMemory
 from furlong.cost.model import CostModel
 from furlong.errors import ConfigError
 from furlong.plan.plan import ChunkPlan, Keep, Tiers
-from furlong.planners.auto.candidates import KEEPS, Space, sizes
-from furlong.planners.auto.decide import Decision
-from furlong.planners.auto.search import SLACK
-from furlong.planners.auto.words import dials_in_words, needs_in_words
+from furlong.planners.candidates import KEEPS, Space, sizes
+from furlong.planners.decide import Decision, dials_in_words, needs_in_words
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.predict import Needs, needs_of, step_s
 from furlong.planners.question import Limits
+from furlong.planners.search import SLACK
 from furlong.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]
 """Tokens of both sequences."""
 _NUM_TIMED = 3
+_STATE = ("weights", "gradients", "optimizer")
 
 
 def decide_pairs(
@@ -71,6 +77,7 @@ def check_dials(chunks: ChunksConfig) -> None:
         ("order", chunks.order, chunks.order == "layer-first", "remove it"),
         ("stage_layers", chunks.stage_layers, chunks.stage_layers != "auto", "remove it"),
         ("num_retained", retained, retained not in ("auto", 0), "remove it, or set it to 0"),
+        ("method", chunks.method, chunks.method != "auto", "remove it"),
         ("sample", "{...}", chunks.sample is not None, "remove it"),
     ):
         if is_odd:
@@ -104,3 +111,27 @@ def _plan(model: CostModel, pair: Pair, options: ChunkOptions) -> ChunkPlan:
 
 def _needs(model: CostModel, pair: Pair, options: ChunkOptions) -> Needs:
     return needs_of(model.memory().curve(_plan(model, pair, options), 0))
+
+
+def with_keep(
+    seq_lens: Sequence[int], options: ChunkOptions, memory: PlanMemory, budgets: Limits
+) -> ChunkOptions:
+    """The options with a keep in the place of auto: the first of `KEEPS` whose plan the budgets
+    hold beside weights, gradients and optimizer; where none does the last one, which needs least.
+    """
+    for keep in KEEPS:
+        found = replace(options, keep=keep)
+        plan = plan_two_phases(seq_lens, found, num_layers=memory.shape.num_layers)
+        if budgets.hold(needs_beside_state(plan, memory)):
+            break
+    return found
+
+
+def needs_beside_state(plan: ChunkPlan, memory: PlanMemory) -> Needs:
+    """Most bytes that a plan in two phases needs of each tier, besides weights, gradients and
+    optimizer; with the final hidden states that it gives out, and their gradient."""
+    curve = memory.curve(plan, 0)
+    columns = [index for index, part in enumerate(PARTS) if part not in _STATE]
+    per_token = 2 * memory.shape.hidden_size * memory.training.compute_bytes
+    device = int(curve.device[:, columns].sum(axis=1).max()) + per_token * sum(plan.seq_lens)
+    return Needs(device, int(curve.host.max()), int(curve.disk.max()))

@@ -8,6 +8,12 @@ from statistics import mean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.published.build import build
+from papers.published.catalogue import SEARCHED
+from papers.published.dials import Dials
+from papers.published.group_order import improve_order, simple_order
+from papers.published.problem import Problem
+from papers.published.search import search
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import hardware
@@ -19,17 +25,13 @@ from furlong.planners.budget import fit
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_seq1f1b
-from furlong.planners.published.build import build
-from furlong.planners.published.catalogue import SEARCHED
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.group_order import improve_order, simple_order
-from furlong.planners.published.problem import Problem
-from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 from furlong.simulate.unit_costs import UnitCosts
 
 MODEL = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"), Training(zero_stage=1))
 LENS = [60_000, 31_000, 22_000, 9_000, 7_000, 5_000, 3_000, 2_000, 1_500]
+
+pytestmark = pytest.mark.slow
 
 
 def random_cases(number, seed=0):

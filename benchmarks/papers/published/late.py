@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.errors import PlanError, UserError
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.replicas import Outcome, ReplicaPlans
+from papers.published.dials import Dials
+from papers.published.replicas import Outcome, ReplicaPlans
 
 _IMPROVED_LATE: tuple[tuple[str, str], ...] = (("balance", "time"), ("group_order", "searched"))
 """Dials, and values of them that are tried late, one after the other."""

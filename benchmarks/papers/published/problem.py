@@ -10,9 +10,9 @@ from furlong.cost.training import ZeroStage
 from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.plan import Layout, Tier
 from furlong.planners.budget import MARGIN, DoesNotFitError, advice
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.replicas import Outcome
 from furlong.units import count_words, format_bytes
+from papers.published.dials import Dials
+from papers.published.replicas import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Dials: one way to plan a batch, as a value that can be compared, printed and built.
 
 dials = Dials(method="ChunkFlow", stages=(14, 14), layout=Layout(pp=2), size=8192, num_retained=2)
-plan = build(dials, seq_lens, model)        # furlong.planners.published.build
+plan = build(dials, seq_lens, model)        # papers.published.build
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Literal
 
 from furlong.cost.training import ZeroStage
 from furlong.plan.plan import Keep, Layout, Tier
-from furlong.planners.chunks import Balance
 from furlong.planners.infinipipe import Mode
 from furlong.planners.options import ChunkOptions, dials_of, value_in_words
-from furlong.planners.published.group_order import GroupOrder
+from papers.published.chunks import Balance
+from papers.published.group_order import GroupOrder
 
 Cut = Literal[
     "tokens", "time", "slices", "packed", "padded", "placed",

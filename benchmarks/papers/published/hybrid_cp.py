@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from furlong.cost.model import CostModel
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.places import by_length
-from furlong.planners.published.fastest import plan_fastest
+from papers.published.fastest import plan_fastest
 
 
 def plan_hybrid_cp(

@@ -3,12 +3,24 @@
 import random
 from dataclasses import replace
 from itertools import product
-from time import process_time
 
 import pytest
 from helpers.nightly import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.published.build import build, replica_model
+from papers.published.catalogue import (
+    PUBLISHED,
+    SEARCHED,
+    chunkflow,
+    combined,
+)
+from papers.published.chunks import deal_sequences
+from papers.published.dials import Dials
+from papers.published.problem import Problem
+from papers.published.replicas import ReplicaPlans
+from papers.published.room import Room, chunk_sizes, retained_numbers, stage_heights
+from papers.published.search import search
 
 from furlong.cost.lengths import sample_lengths
 from furlong.cost.machine import hardware
@@ -20,28 +32,15 @@ from furlong.plan.check import check
 from furlong.plan.plan import Layout
 from furlong.plan.text import load_plan, save_plan
 from furlong.planners.budget import DoesNotFitError, advice, fit
-from furlong.planners.chunks import deal_sequences
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders import join_replicas
-from furlong.planners.published.build import build, replica_model, settled
-from furlong.planners.published.catalogue import (
-    PUBLISHED,
-    SEARCHED,
-    chunkflow,
-    combined,
-    infinipipe,
-)
-from furlong.planners.published.dials import Dials
-from furlong.planners.published.longest import longest_sequence
-from furlong.planners.published.problem import Problem
-from furlong.planners.published.replicas import ReplicaPlans
-from furlong.planners.published.room import Room, chunk_sizes, retained_numbers, stage_heights
-from furlong.planners.published.search import search
 from furlong.simulate.clock import time_actions
 
 GIB = 2**30
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=1))
 LENS = (40_000, 9_000, 3_000, 3_000, 1_000, 700, 500, 300)
+
+pytestmark = pytest.mark.slow
 
 
 def problem(**changes):
@@ -207,34 +206,6 @@ def test_numbers_of_retained_chunks():
     assert {6, 8} < set(retained_numbers(17))  # of the paper
     many = retained_numbers(512)
     assert many[-1] == 512 and len(many) < 50
-
-
-def test_the_longest_sequence_keeps_what_is_recomputed():
-    """InfiniPipe would recompute more for a longer sequence; its dials are those of the plan."""
-    batch = problem(pp=2, dp=1)
-    best = search(batch, {"InfiniPipe": infinipipe}).best
-    fixed = settled(best.dials, best.plan)
-    assert fixed.recompute_layers and not any(fixed.recompute_layers)
-    most = longest_sequence(best.dials, best.plan, best.model, budget_bytes=batch.limit_bytes)
-    model = replica_model(best.dials, best.model)
-    plan = build(fixed, [most.num_tokens], model)
-    assert {a.recompute_layers for own in plan.actions for a in own if hasattr(a, "keep")} == {0}
-    assert fit(plan, model, batch.limit_bytes) <= batch.limit_bytes
-
-
-@pytest.mark.parametrize("cut", ["places", "disjoint places", "places by length"])
-def test_the_longest_sequence_of_a_pool_is_what_any_number_of_checkpointed_layers_allows(cut):
-    model = CostModel(model_shape("Qwen2.5-0.5B"), hardware("H100"), Training(zero_stage=3))
-    dials = Dials(
-        method="furlong", walk="token-level", cut=cut, zero=3, layout=Layout(sp=8), stages=(24,)
-    )
-    plan, started_s = build(dials, [4096], model), process_time()
-    most = longest_sequence(dials, plan, model)
-    assert process_time() - started_s < 5
-    assert most.limit == "memory"
-    fit(build(dials, [most.num_tokens], model), model)
-    with pytest.raises(ConfigError):
-        build(dials, [int(1.02 * most.num_tokens)], model)
 
 
 def test_equal_dials_have_equal_chunks():

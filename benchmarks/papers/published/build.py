@@ -10,15 +10,7 @@ from typing import Any
 
 from furlong.cost.model import CostModel
 from furlong.plan.plan import Action, Chunk, ChunkPlan, Forward, Tiers
-from furlong.planners.chunks import (
-    Groups,
-    group_chunks,
-    packed_groups,
-    padded_groups,
-    shard,
-    shard_long,
-    sliced_groups,
-)
+from furlong.planners.chunks import Groups, group_chunks, shard, shard_long, sliced_groups
 from furlong.planners.infinipipe import cut_and_pack, fit_work, plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import (
@@ -30,11 +22,12 @@ from furlong.planners.orders import (
     token_level_lists,
 )
 from furlong.planners.places import plan_places
-from furlong.planners.published.dials import Cut, Dials
-from furlong.planners.published.flexsp import plan_flexsp
-from furlong.planners.published.group_order import choose_order
-from furlong.planners.published.hybrid_cp import plan_hybrid_cp
 from furlong.planners.skrull import micro_batch_groups
+from papers.published.chunks import packed_groups, padded_groups
+from papers.published.dials import Cut, Dials
+from papers.published.flexsp import plan_flexsp
+from papers.published.group_order import choose_order
+from papers.published.hybrid_cp import plan_hybrid_cp
 
 POOLED: dict[Cut, Callable[..., ChunkPlan]] = {
     "places": plan_places,

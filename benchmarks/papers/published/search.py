@@ -24,16 +24,16 @@ from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
 from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe import NotFasterError
-from furlong.planners.published.bounds import stage_bounds_s
-from furlong.planners.published.build import replica_model
-from furlong.planners.published.catalogue import SHARING_WHOLE, Method
-from furlong.planners.published.dials import Dials, Ladder
-from furlong.planners.published.late import improve
-from furlong.planners.published.pools import pool_dials
-from furlong.planners.published.problem import Found, Problem, Refusal, TriedDials, nothing_fits
-from furlong.planners.published.replicas import Outcome, ReplicaPlans
-from furlong.planners.published.room import Room, rooms_of
 from furlong.units import format_seconds
+from papers.published.bounds import stage_bounds_s
+from papers.published.build import replica_model
+from papers.published.catalogue import SHARING_WHOLE, Method
+from papers.published.dials import Dials, Ladder
+from papers.published.late import improve
+from papers.published.pools import pool_dials
+from papers.published.problem import Found, Problem, Refusal, TriedDials, nothing_fits
+from papers.published.replicas import Outcome, ReplicaPlans
+from papers.published.room import Room, rooms_of
 
 _LEAST_TOKENS = (1024, 256, 64)
 """Least tokens of a chunk per device: smaller ones are tried where none of those before fits, or

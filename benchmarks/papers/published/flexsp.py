@@ -21,7 +21,7 @@ from furlong.cost.model import CostModel
 from furlong.cost.seconds import Array
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.places import Division, Rates, Setting, Spot, Spots
-from furlong.planners.published.fastest import plan_fastest
+from papers.published.fastest import plan_fastest
 
 _AT_A_TIME = 32
 """Partitions that are filled together."""

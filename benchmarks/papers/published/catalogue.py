@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from furlong.plan.plan import Keep
-from furlong.planners.published.dials import Cut, Dials, Ladder
-from furlong.planners.published.room import Room
+from papers.published.dials import Cut, Dials, Ladder
+from papers.published.room import Room
 
 Method = Callable[[Room], Iterator[Ladder]]
 

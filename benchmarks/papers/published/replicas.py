@@ -12,20 +12,14 @@ from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
 from furlong.planners.budget import fit
-from furlong.planners.chunks import (
-    Balance,
-    by_cost,
-    by_speed,
-    deal_sequences,
-    fitting_tokens,
-    sequence_work,
-)
-from furlong.planners.orders import join_replicas
+from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
 from furlong.planners.places import PoolBatch, Rates
-from furlong.planners.published.bounds import least_s
-from furlong.planners.published.build import build, groups_of, replica_model
-from furlong.planners.published.dials import Dials, Ladder
 from furlong.simulate.clock import time_actions
+from papers.published.bounds import least_s
+from papers.published.build import build, groups_of, replica_model
+from papers.published.chunks import Balance, by_speed, deal_sequences
+from papers.published.dials import Dials, Ladder
+from papers.published.in_step import join_in_step
 
 _MOST_PLANS = 24
 """Plans of replicas that are made while they are dealt by the time of their plans, for each measure
@@ -185,7 +179,7 @@ class ReplicaPlans:
                 for own, one in zip(dealt, plans, strict=True)
                 for seq_id, seq_len in zip(own, one.seq_lens, strict=True)  # padded in some
             }
-            plan = join_replicas(plans, dealt, [planned[i] for i in range(len(planned))], model)
+            plan = join_in_step(plans, dealt, [planned[i] for i in range(len(planned))], model)
         elif training.regathers and plan.sp_size > 1:
             plan = replace(plan, regathers=True)
         peak_bytes = fit(plan, model, self._limit_bytes)

@@ -1,1 +1,0 @@
-"""The dials of a run on one device: what `auto` means in `furlong train`."""

@@ -1,0 +1,675 @@
+"""Plans of chunks, as candidates of a search: all values of the dials that may be worth a try.
+
+    for candidate in chunks(question, layout):          # rising in candidate.estimate_s
+        candidate.options, candidate.plan_of(seq_lens)
+
+Each has closed forms: `TimeEstimate`, about the seconds of its walk, and `ByteBound`, the least
+bytes of the longest sequence. Dials that are given hold. What is left out needs as much memory as
+another candidate and takes more time, or has more cells than can be walked.
+
+Where the given dials sample, seconds are those of a draw, which is the same for all candidates; but
+memory must hold the exact plan, for any draw may be of all chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from furlong.cost.memory import TOKEN_BYTES, StageBytes
+from furlong.cost.model import CostModel, PlanCosts
+from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
+from furlong.errors import ConfigError
+from furlong.plan.passes import passes
+from furlong.plan.plan import (
+    ONE_DEVICE,
+    Action,
+    Backward,
+    Chunk,
+    ChunkPlan,
+    Forward,
+    Keep,
+    Layout,
+    RebuildKV,
+    Recompute,
+    Slice,
+    Tier,
+    Tiers,
+)
+from furlong.plan.segments import NUM_HOT, segment_tokens
+from furlong.planners.chunks import Groups, by_cost, group_chunks, sequence_work, shard
+from furlong.planners.layouts import first_alike
+from furlong.planners.options import ChunkOptions
+from furlong.planners.orders import (
+    number_chunks,
+    plan_replica,
+    schedule_group,
+    stages_of,
+    state_aware_lists,
+    walk_group,
+)
+from furlong.planners.predict import Needs, count_kinds, one_draw, simulated_s, step_s
+from furlong.planners.question import Candidate, Question
+from furlong.units import count_words
+
+CHUNKS = "chunks"
+"""The name of the plans of dials that no published system has fixed."""
+SMALLEST_CHUNK, LARGEST_CHUNK = 64, 65_536
+KEEPS: tuple[Keep, ...] = ("attention", "kv", "input")
+"""The keeps without a graph, of which the first takes least work and the last least memory."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """A model, a batch, a layout, and the dials that are given."""
+
+    model: CostModel
+    seq_lens: Sequence[int]
+    """Sequences of the steps whose time is compared."""
+    sequences_per_step: int
+    longest: int
+    """Tokens of the longest sequence, which must fit."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    most_chunks: int = 512
+    """Most chunks of the longest sequence."""
+    most_cells: int = 2048
+    """Most cells of the longest sequence, layer-first: more take longer to walk than all else."""
+    layout: Layout = ONE_DEVICE
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline; empty without one."""
+    mean_keys: float = 0.0
+    """Keys that a token of the data attends on average: pipelines are cut for them."""
+
+
+def space_of(question: Question, layout: Layout) -> Space:
+    """The question in one layout."""
+    return Space(
+        question.model_of(layout), question.seq_lens, question.sequences_per_step,
+        question.longest, question.dials, question.most_chunks, question.most_cells, layout,
+        question.stages_of(layout),
+    )  # fmt: skip
+
+
+def chunks(
+    question: Question, layout: Layout, method: str = CHUNKS, **fixed: Any
+) -> Iterator[Candidate]:
+    """The plans of chunks in a layout, as of the `method` that has the dials `fixed`; none where
+    another value of one of them is given."""
+    given = question.dials
+    if any(given.get(name, value) != value for name, value in fixed.items()):
+        return
+    if layout.pp > 1 and (given | fixed).get("order") == "layer-first":
+        return
+    space = replace(space_of(question, layout), given=given | fixed)
+    dealt = deal_steps(space)
+    share = question.sequences_per_step / len(question.seq_lens)
+    found = []
+    for size in sizes(space):
+        groups = busiest_groups(space, dealt, size)
+        estimate = TimeEstimate(
+            space.model, one_list(groups), sp_size=layout.sp, stages=space.stages,
+            num_steps=len(groups),
+        )  # fmt: skip
+        longest, bounds = longest_step(space, size), bounds_of(space, size)
+        for options in options_of(space, size, question.limits.lower_tiers):
+            each = zip(*(bound.needs(options) for bound in bounds), strict=True)
+            least, about_s = Needs(*map(max, each)), share * estimate.seconds(options)
+            found.append(
+                Candidate(
+                    method,
+                    layout,
+                    options,
+                    about_s,
+                    partial(plan_of, space, options),
+                    least,
+                    longest,
+                    partial(busiest_s, space, groups, options),
+                )
+            )
+    found.sort(key=lambda c: (c.estimate_s, num_lowered(c.options.tiers), c.least))
+    yield from found
+
+
+def bounds_of(space: Space, size: int) -> list[ByteBound]:
+    """Bounds of the bytes of a device; of a pipeline those of the first and the last stage."""
+    layout, stages = space.layout, space.stages
+    longest, *others = longest_step(space, size)
+    share = -longest % size and others.pop(0) if others else 0
+    first = Share(stages=stages, sp_size=layout.sp, group_size=layout.dp * layout.sp)
+    shares = [first]
+    if stages:
+        ahead = sum(others) // layout.sp
+        shares = [replace(first, ahead_tokens=ahead), replace(first, stage=len(stages) - 1)]
+    return [ByteBound(space.model, longest, size, share, one) for one in shares]
+
+
+def num_lowered(tiers: Tiers) -> int:
+    """Number of kinds of memory that leave the device: of two plans as fast, fewer are better."""
+    kinds = (tiers.kv, tiers.inputs, tiers.attention, tiers.graphs)
+    return sum(tier != "device" for tier in kinds)
+
+
+def least_s(
+    seq_lens: Sequence[int], stages: tuple[int, ...], sp_size: int, model: CostModel
+) -> float:
+    """Seconds below which no plan of one replica with these stages gets, however it cuts and
+    places: all tokens in one chunk, at the efficiency of endless ones, and nothing waited for."""
+    hardware = model.hardware
+    endless = {
+        name: replace(getattr(hardware, name), half_tokens=0.0)
+        for name in ("linear", "attention_forward", "attention_backward")
+    }
+    hardware = replace(hardware, **endless, slice_launch_s=0.0, tile_tokens=0)
+    free: tuple[Hidden, ...] = ("all-to-all",)
+    whole = [[Chunk(tuple(Slice(i, 0, n) for i, n in enumerate(seq_lens)))]]
+    seconds = replace(model, hardware=hardware).cell_seconds(
+        shard(whole, sp_size)[0], stages, sp_size=sp_size, free=free
+    )
+    return float(seconds.sum(axis=(1, 2)).max())
+
+
+def state_of(space: Space) -> int:
+    """Bytes of weights, gradients and optimizer on the device that has most of them."""
+    model, layout = space.model, space.layout
+    stages = space.stages or (model.shape.num_layers,)
+    state = model.training.state_bytes
+    return max(
+        state(model.shape, stages, frozenset((stage,)), layout.dp * layout.sp).total
+        for stage in range(len(stages))
+    )
+
+
+def sizes(space: Space) -> list[int]:
+    """Chunk sizes: the given one, or powers of two of tokens per process of a pool, up to one that
+    holds the longest sequence."""
+    if "size" in space.given:
+        return [space.given["size"]]
+    sp_size = space.layout.sp
+    found = [SMALLEST_CHUNK * sp_size]
+    while found[-1] < min(space.longest, LARGEST_CHUNK * sp_size):
+        found.append(2 * found[-1])
+    few = [size for size in found if space.longest <= space.most_chunks * size]
+    return few or found[-1:]
+
+
+def options_of(space: Space, size: int, lower: Sequence[Tier]) -> Iterator[ChunkOptions]:
+    """All options with chunks of one size that may be worth a try."""
+    given, num_layers = space.given, space.model.shape.num_layers
+    num_chunks = -(-space.longest // size)
+    seen: set[ChunkOptions] = set()
+    for order in _orders(space, num_chunks):
+        for keep, num_retained in _kept(space, num_chunks, layer_first=bool(order)):
+            is_chunk_first = order.get("stage_layers", 0) >= num_layers and keep != "input"
+            if is_chunk_first and "order" not in given and "stage_layers" not in given:
+                continue
+            values = {"size": size, "keep": keep, "num_retained": num_retained, **order}
+            plain = ChunkOptions(**(values | {k: v for k, v in given.items() if k != "tier"}))
+            stages = space.stages or stages_of(num_layers, plain)
+            for tiers in _tiers(plain, num_chunks, stages, given, lower):
+                options = replace(plain, tier=tiers)
+                if options not in seen:
+                    seen.add(options)
+                    yield options
+
+
+def _orders(space: Space, num_chunks: int) -> Iterator[dict[str, Any]]:
+    """Orders: chunk-first, then layer-first with stages of 1, 2, 4, ... layers. One stage of all
+    layers is chunk-first, but for keep=input, whose K,V it need not rebuild. A pipeline, with its
+    own stages, is chunk-first."""
+    given, num_layers = space.given, space.model.shape.num_layers
+    order = given.get("order", "layer-first" if "stage_layers" in given else None)
+    if order != "layer-first":
+        yield {}
+    if order == "chunk-first" or space.stages:
+        return
+    heights = [given["stage_layers"]] if "stage_layers" in given else [
+        *(1 << bits for bits in range((num_layers - 1).bit_length())), num_layers
+    ]  # fmt: skip
+    if space.model.shape.whole:
+        heights = [height for height in heights if height >= num_layers]
+        if not heights:
+            raise _not_in_stages(space, given["stage_layers"])
+    for height in heights:
+        is_small = num_chunks * -(-num_layers // height) <= space.most_cells
+        if is_small or (order == "layer-first" and height == heights[-1]):
+            yield {"order": "layer-first", "stage_layers": height}
+
+
+def _not_in_stages(space: Space, height: int) -> ConfigError:
+    shape = space.model.shape
+    return ConfigError(
+        given=f"stages of {count_words(height, 'layer')}, for a {shape.family},"
+        f" which {shape.whole}",
+        required="one stage of all layers: its decoder is not divided between them",
+        source="chunks.order, chunks.stage_layers and the model's layers",
+        change="set chunks.order to chunk-first",
+    )
+
+
+def _kept(space: Space, num_chunks: int, *, layer_first: bool) -> Iterator[tuple[Keep, int]]:
+    """(keep, num_retained): a cell at a time has its graph anyway, so one is retained for nothing;
+    layer-first retains at the last stage, where more are worth little."""
+    given = space.given
+    most = num_chunks - 1
+    numbers = [1] if layer_first else [
+        1, *(1 << bits for bits in range(2, most.bit_length() + 1, 2) if 1 << bits <= most)
+    ]  # fmt: skip
+    if "num_retained" in given:
+        numbers = [given["num_retained"]]
+    if num_chunks == 1 and not layer_first:
+        yield given.get("keep", "attention"), numbers[0]
+        return
+    keeps: Sequence[Keep] = [given["keep"]] if "keep" in given else ("all", *KEEPS)
+    for keep in keeps:
+        for number in numbers[:1] if keep == "all" else numbers:
+            yield keep, number
+
+
+def _tiers(
+    options: ChunkOptions,
+    num_chunks: int,
+    stages: Sequence[int],
+    given: Mapping[str, Any],
+    lower: Sequence[Tier],
+) -> Iterator[Tiers]:
+    """The given tiers; else all on the device, or what is written and read least often first:
+    attention, stage inputs, then K,V. Graphs stay: to recompute them moves fewer bytes."""
+    if "tier" in given:
+        yield ChunkOptions(tier=given["tier"]).tiers
+        return
+    yield Tiers()
+    kinds = []
+    if options.keep == "attention" and (num_chunks > 1 or len(stages) > 1):
+        kinds.append("attention")
+    if options.keep != "all" and len(stages) > 1:
+        kinds.append("inputs")
+    if num_chunks > 1:
+        kinds.append("kv")
+    make: Callable[..., Tiers] = Tiers
+    for tier in lower:
+        for count in range(1, len(kinds) + 1):
+            yield make(**dict.fromkeys(kinds[:count], tier))
+        if kinds and kinds[-1] == "kv" and len(kinds) > 1:
+            yield make(kv=tier)
+    if len(lower) > 1 and len(kinds) > 1:
+        yield make(**{kinds[0]: "disk"}, **dict.fromkeys(kinds[1:], "host"))
+
+
+Dealt = list[list[list[int]]]
+"""Places of the sequences among all, by step and by replica; the replica with most work first."""
+
+
+def deal_steps(space: Space) -> Dealt:
+    """The sequences of each step, dealt to its replicas by their work, as a run deals them."""
+    work = sequence_work(space.seq_lens, space.model.shape)
+    steps = []
+    for first in range(0, len(work), space.sequences_per_step):
+        own = work[first : first + space.sequences_per_step]
+        replicas = by_cost(own, min(space.layout.dp, len(own)))
+        most_first = sorted(replicas, key=lambda some: -sum(own[i] for i in some))
+        steps.append([[first + i for i in sorted(some)] for some in most_first])
+    return steps
+
+
+def busiest_groups(space: Space, dealt: Dealt, size: int) -> list[list[list[Chunk]]]:
+    """For each step the groups of chunks of the replica with most work."""
+    found = []
+    for step in dealt:
+        groups = group_chunks([space.seq_lens[i] for i in step[0]], ChunkOptions(size=size))
+        shared = groups if space.layout.sp == 1 else shard(groups, space.layout.sp)
+        found.append([[_renamed(chunk, step[0]) for chunk in group] for group in shared])
+    return found
+
+
+def _renamed(chunk: Chunk, seq_ids: Sequence[int] | Mapping[int, int]) -> Chunk:
+    """The chunk with `seq_ids[i]` for the sequence i."""
+    return Chunk(tuple(replace(piece, seq_id=seq_ids[piece.seq_id]) for piece in chunk.slices))
+
+
+def longest_step(space: Space, size: int) -> list[int]:
+    """The longest sequence, and as many tokens of others as may share its last chunk; in a pipeline
+    also chunks of others, which its first stages have begun by then."""
+    left = -(-space.sequences_per_step // space.layout.dp) - 1
+    others = min(-space.longest % size, left * space.longest)
+    found = [space.longest]
+    for _ in range(max(1, len(space.stages))):
+        found += [others] if others else []
+        left -= -(-others // space.longest)
+        others = min(size, left * space.longest)
+    return found
+
+
+def plan_of(space: Space, options: ChunkOptions, seq_lens: Sequence[int]) -> ChunkPlan:
+    """The plan of one replica."""
+    return plan_replica(
+        seq_lens, options, num_layers=space.model.shape.num_layers, stages=space.stages,
+        sp_size=space.layout.sp,
+    )  # fmt: skip
+
+
+def busiest_s(space: Space, steps: Sequence[Groups], options: ChunkOptions) -> float:
+    """Seconds of all steps of the replicas with most work, without the gradients' reduction, which
+    takes as long under all options."""
+    if space.stages:
+        plans = (_pipeline(space, groups, options) for groups in steps)
+        return sum(step_s(space.model, one_draw(plan, options)) for plan in plans)
+    seq_lens, groups = _numbered(space.seq_lens, one_list(steps))
+    return simulated_s(space.model, seq_lens, groups, options, sp_size=space.layout.sp)
+
+
+def _numbered(seq_lens: Sequence[int], groups: Groups) -> tuple[Sequence[int], list[list[Chunk]]]:
+    """The lengths of the sequences that groups have, which are numbered by them from 0."""
+    found = {piece.seq_id for group in groups for chunk in group for piece in chunk.slices}
+    numbers = {seq_id: number for number, seq_id in enumerate(sorted(found))}
+    return [seq_lens[seq_id] for seq_id in numbers], [
+        [_renamed(chunk, numbers) for chunk in group] for group in groups
+    ]
+
+
+def _pipeline(space: Space, groups: Groups, options: ChunkOptions) -> ChunkPlan:
+    """The plan of some of the sequences, not checked: for its seconds."""
+    seq_lens, groups = _numbered(space.seq_lens, groups)
+    lists = state_aware_lists(
+        number_chunks(groups), space.stages, num_retained=options.num_retained,
+        keep=options.kept, recompute_layers=options.recompute_layers,
+    )  # fmt: skip
+    return ChunkPlan(
+        seq_lens=tuple(seq_lens), chunks=tuple(chunk for group in groups for chunk in group),
+        stages=space.stages, actions=tuple(map(tuple, lists)), tiers=options.tiers,
+        sp_size=space.layout.sp,
+    )  # fmt: skip
+
+
+def one_list(steps: Sequence[Groups]) -> list[Sequence[Chunk]]:
+    """The groups of all steps."""
+    return [group for groups in steps for group in groups]
+
+
+class TimeEstimate:
+    """Seconds of one set of chunks under any options with their size.
+
+    Chunks of a group take the same passes but for the last one, which nobody reads, and those that
+    are retained. So a walk of two or three chunks tells the passes of all, and a sum of the cost
+    model's seconds of a pass for all chunks at once their time.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        groups: Groups,
+        *,
+        sp_size: int = 1,
+        stages: tuple[int, ...] = (),
+        num_steps: int = 1,
+    ) -> None:
+        """`sp_size`: processes of the pool on whose places the slices are; `stages`: those of a
+        pipeline, which each of the `num_steps` fills and drains."""
+        self._model, self._num_layers = model, model.shape.num_layers
+        self._sp_size, self._stages, self._num_steps = sp_size, stages, num_steps
+        behind = np.array([len(group) - 1 - i for group in groups for i in range(len(group))])
+        order = np.argsort(behind, kind="stable")
+        chunks = [chunk for group in groups for chunk in group]
+        chunks = [chunks[i] for i in order]
+        self._behind = behind[order]
+        """Chunks behind each one in its group, ascending."""
+        tile_tokens = model.hardware.tile_tokens
+        self._table = chunk_table(chunks, model.shape, sp_size, tile_tokens)
+        self._tokens = sum(chunk.num_tokens for chunk in chunks) / sp_size
+        self._prefix_tokens = sum(chunk.slices[0].start for chunk in chunks) / sp_size
+        self._costs: dict[tuple[int, ...], PlanCosts] = {}
+        self._sums: dict[tuple[tuple[int, ...], int, PassPart], list[float]] = {}
+        self._compute: dict[ChunkOptions, float] = {}
+
+    def seconds(self, options: ChunkOptions) -> float:
+        """Seconds of the step, about: what computes, or what is copied if that is longer."""
+        on_device = replace(options, tier="device", sample=None)
+        if on_device not in self._compute:
+            compute_s = self._pipeline_s if self._stages else self._compute_s
+            self._compute[on_device] = compute_s(on_device)
+        return max(self._compute[on_device], self._copies_s(options))
+
+    def _compute_s(self, options: ChunkOptions) -> float:
+        """Seconds of all passes."""
+        stages = stages_of(self._num_layers, options)
+        counts, walked = count_kinds(self._model.shape, stages)
+        some, few = self._some(options)
+        seconds = self._stage_seconds(
+            walk_group(some, stages, few, only=walked), some, stages, options
+        )
+        return sum(count * seconds[stage] for stage, count in counts.items())
+
+    def _pipeline_s(self, options: ChunkOptions) -> float:
+        """Seconds of the slowest stage, and those in which a pipeline fills and drains."""
+        stages = self._stages
+        some, few = self._some(options)
+        actions = [
+            action
+            for stage in dict.fromkeys(first_alike(self._model.shape, stages))
+            for action in schedule_group(
+                some, num_retained=few.num_retained, keep=few.kept, stage=stage
+            )
+        ]
+        slowest_s = max(self._stage_seconds(actions, some, stages, options).values())
+        return slowest_s * (1 + self._num_steps * (len(stages) - 1) / len(self._behind))
+
+    def _some(self, options: ChunkOptions) -> tuple[range, ChunkOptions]:
+        """Few chunks, and options under which they take all passes that there are."""
+        few = replace(options, num_retained=min(options.num_retained, 2))
+        return range(2 if options.num_retained < 2 else 3), few
+
+    def _stage_seconds(
+        self,
+        actions: Sequence[Action],
+        some: range,
+        stages: tuple[int, ...],
+        options: ChunkOptions,
+    ) -> dict[int, float]:
+        """Seconds of each stage over all chunks, where a walk of `some` has these actions."""
+        pieces = tuple(Chunk((Slice(0, i, i + 1),)) for i in some)
+        plan = ChunkPlan((len(some),), pieces, stages, (tuple(actions),))
+        # of the chunks by those behind them: the last ones of groups, the retained ones, the others
+        ends = np.searchsorted(self._behind, (0, 1, max(1, options.num_retained), inf)).tolist()
+        firsts = {some[-1]: 0, some[-2]: 1, 0: 2}
+        total: dict[int, float] = defaultdict(float)
+        for action, what in zip(actions, passes(plan, 0), strict=True):
+            if isinstance(action, Forward | Recompute | Backward | RebuildKV):
+                at = firsts[action.chunk]
+                for part in parts_of(what, stages[action.stage]):
+                    sums = self._sums_of(stages, action.stage, part)
+                    total[action.stage] += sums[ends[at + 1]] - sums[ends[at]]
+        return total
+
+    def _sums_of(self, stages: tuple[int, ...], stage: int, part: PassPart) -> list[float]:
+        """Seconds of a part of a pass for the first n chunks, by n."""
+        key = stages, stage, part
+        if key not in self._sums:
+            if stages not in self._costs:
+                self._costs[stages] = self._model.costs(
+                    ChunkPlan((), (), stages, ((),), sp_size=self._sp_size)
+                )
+            costs = self._costs[stages]
+            seconds = costs.process_seconds((part,), stage, self._table)[0].max(axis=0)
+            self._sums[key] = [0.0, *np.cumsum(seconds).tolist()]
+        return self._sums[key]
+
+    def _copies_s(self, options: ChunkOptions) -> float:
+        """Least seconds of the busiest link in its busier direction; operations take none."""
+        cell = self._model.memory().cell((self._num_layers,), 0)
+        layers = self._num_layers / max(1, len(self._stages))
+        num_stages = len(stages_of(self._num_layers, options))
+        tiers, keep = options.tiers, options.keep
+        read: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        written = dict(read)
+        if keep == "attention":
+            remembered = self._tokens * (1 - 1 / num_stages) * cell.attention(range(round(layers)))
+            read[tiers.attention] += remembered
+            written[tiers.attention] += remembered
+        if keep != "all":
+            delivered = self._tokens * (num_stages - 1) * cell.message
+            read[tiers.inputs] += 3 * delivered
+            written[tiers.inputs] += 2 * delivered
+        if tiers.kv != "device":
+            attending = layers / self._num_layers
+            attending *= sum(layer.attends for layer in self._model.shape.layers)
+            times = {"input": 3, "kv": 3, "attention": 2, "all": 2}[keep]
+            each = segment_tokens(cell.kv_layer, self._model.device_type)
+            cold = max(0.0, self._prefix_tokens - NUM_HOT * each * len(self._behind))
+            gradients = cold * attending * cell.kv_gradient_layer
+            read[tiers.kv] += times * self._prefix_tokens * max(0, attending - 1) * cell.kv_layer
+            read[tiers.kv] += gradients
+            written[tiers.kv] += gradients
+        host, disk = self._model.hardware.links.host, self._model.hardware.links.disk
+        return max(
+            max(moved["host"] / host.bytes_per_s, moved["disk"] / disk.bytes_per_s)
+            for moved in (read, written)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a model and of its chunks that one device has."""
+
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline; empty without one."""
+    stage: int = 0
+    """Its stage of them."""
+    sp_size: int = 1
+    """Devices that share every chunk."""
+    group_size: int = 1
+    """Devices that share the optimizer's state."""
+    ahead_tokens: int = 0
+    """Tokens of chunks of other sequences that its stage has begun meanwhile."""
+
+
+_ALL = Share()
+
+
+class ByteBound:
+    """Least bytes of the longest sequence alone, in chunks of one size: those at the first backward
+    of the last stage, when everything that the forward has kept is there."""
+
+    def __init__(
+        self, model: CostModel, longest: int, size: int, others: int = 0, share: Share = _ALL
+    ) -> None:
+        """`others`: tokens of short sequences that share the last chunk."""
+        memory, shape, sp_size = model.memory(), model.shape, share.sp_size
+        self._memory, self._size, self._share = memory, max(1, size // sp_size), share
+        self._cells: dict[tuple[int, ...], StageBytes] = {}
+        self._num_chunks = -(-longest // size)
+        self._stored = (self._num_chunks - 1) * self._size
+        self._last = (longest - (self._num_chunks - 1) * size + others) // sp_size
+        own = share.stages or (shape.num_layers,)
+        first = sum(own[: share.stage])
+        self._num_layers = own[share.stage]
+        self._windows = tuple(
+            None if window is None else -(-window // sp_size)
+            for window in shape.windows[first : first + self._num_layers]
+        )
+        self._attends = tuple(layer.attends for layer in shape.layers[first:][: self._num_layers])
+        """Whether each layer has attention."""
+        held = frozenset((share.stage,))
+        state = model.training.state_bytes(shape, own, held, share.group_size)
+        self._static_bytes = state.total + memory.overhead_bytes
+        self._segment = segment_tokens(self._cell((self._num_layers,)).kv_layer, memory.device_type)
+
+    def _cell(self, stages: tuple[int, ...]) -> StageBytes:
+        """The cells of the last of these stages, or of a pipeline's."""
+        if stages not in self._cells:
+            share = self._share
+            whole, stage = (share.stages, share.stage) if share.stages else (stages, -1)
+            self._cells[stages] = self._memory.cell(whole, stage % len(whole))
+        return self._cells[stages]
+
+    def needs(self, options: ChunkOptions) -> Needs:
+        """Bytes in each tier, of which no plan with these options needs less."""
+        moments = [self._at(options, self._last, done=0)]
+        if self._num_chunks > 1 and self._last < self._size:
+            # the chunk before is larger
+            moments.append(self._at(options, self._size, done=self._last))
+        segment = self._segment
+        if (
+            options.tiers.kv != "device"
+            and self._stored >= 5 * segment
+            and segment % self._size == 0
+        ):
+            # a chunk at the border of two segments: its own gradients are there too
+            done = self._last + -(-2 * segment // self._size) * self._size
+            moments.append(self._at(options, self._size, done=done, num_hot=NUM_HOT + 1))
+        return Needs(*map(max, zip(*moments, strict=True)))
+
+    def _at(
+        self, options: ChunkOptions, current: int, *, done: int, num_hot: int = NUM_HOT
+    ) -> Needs:
+        """Bytes while the last stage's backward of a chunk of `current` tokens runs, when those of
+        `done` tokens have run."""
+        num_layers, tokens = self._num_layers, self._stored + self._last
+        stages = stages_of(num_layers, options)
+        cell, num_below = self._cell(stages), len(stages) - 1
+        tiers, keep, height = options.tiers, options.keep, stages[-1]
+        used: dict[Tier, float] = {"device": self._static_bytes, "host": 0.0, "disk": 0.0}
+        used["device"] += (tokens - done) * TOKEN_BYTES
+        used["device"] += current * (cell.working + cell.message)
+        used["device"] += self._memory.loss_bytes(cell, current, backward=True)
+        if keep == "all":
+            whole = self._cell((num_layers,))
+            again = min(num_layers, options.recompute_layers * len(stages))
+            graphs = sum(sorted(whole.graph_layers)[: num_layers - again])
+            used[tiers.graphs] += (tokens - done) * (graphs + again * whole.checkpointed)
+        else:
+            num_done = -(-done // self._size)
+            num_retained = max(0, min(options.num_retained, self._num_chunks) - num_done)
+            graph_tokens = current + max(0, num_retained - 1) * self._size
+            graph = cell.graph(min(options.recompute_layers, height))
+            used[tiers.graphs if num_retained > 0 else "device"] += graph_tokens * graph
+            if num_below:
+                # the inputs of cells whose graph is there are its leaves
+                used[tiers.inputs] += (num_below * tokens - graph_tokens) * cell.message
+                used["device"] += graph_tokens * cell.message
+            if keep == "attention":
+                dropped = max(0, tokens - done - graph_tokens)
+                whole, own = (self._cell((num_layers,)), num_layers - height)
+                known = tokens * whole.attention(range(own))
+                known += dropped * whole.attention(range(own, num_layers - 1))
+                used[tiers.attention] += known
+        if keep == "all" or options.num_retained:
+            ahead_tokens, again = self._share.ahead_tokens, min(options.recompute_layers, height)
+            used[tiers.graphs] += ahead_tokens * cell.graph(again)
+        held = height if num_below and keep in ("input", "attention") else num_layers
+        used[tiers.kv] += self._stored_tokens(held) * cell.kv_layer
+        used[tiers.kv] += max(0, self._num_chunks - 1 - -(-done // self._size)) * cell.state
+        sent_back = self._stored_tokens(height, seen=True)
+        if tiers.kv == "device":
+            used["device"] += sent_back * cell.kv_gradient_layer
+        else:
+            # the newest segments of gradients stay, others and those of K,V pass by
+            each, prefix = self._segment, tokens - done - current
+            cold = max(0.0, sent_back - num_hot * height * each)
+            used[tiers.kv] += cold * cell.kv_gradient_layer
+            used["device"] += min(2 * each, prefix) * cell.kv_layer
+            hot = self._stored_tokens(height, seen=True, most=(num_hot - 1) * each)
+            sees_all = None in self._windows[num_layers - height :]
+            passing = min(2 * each, max(0, prefix - num_hot * each)) if sees_all else 0
+            used["device"] += (hot + passing) * cell.kv_gradient_layer
+        return Needs(*map(int, used.values()))
+
+    def _stored_tokens(self, height: int, *, seen: bool = False, most: float = inf) -> float:
+        """Tokens times layers of the last `height` ones, at most so many in each; `seen`: only
+        those that the last chunk sees."""
+        total = 0.0
+        first = self._num_layers - height
+        for window, attends in zip(self._windows[first:], self._attends[first:], strict=True):
+            if not attends:
+                continue
+            stored = self._stored
+            if window is not None and seen:
+                stored = min(stored, window - 1)
+            elif window is not None:
+                stored = (self._num_chunks - 1) * min(self._size, window - 1)
+            total += min(stored, most)
+        return total
