@@ -44,6 +44,8 @@ from furlong.planners.chunks import (
 from furlong.planners.options import ChunkOptions
 from furlong.planners.question import Candidate, Question
 
+_LARGEST_POOL = 128
+"""Devices of a pool on which whole sequences are placed: it takes minutes to place them on more."""
 _NUM_IMPROVED = 6
 """Starts, the best ones, that are improved a little; then the best of them goes on."""
 _FEW_TRIES = 240
@@ -68,7 +70,7 @@ class _Start:
 
 def candidates(question: Question, layout: Layout) -> Iterator[Candidate]:
     """One for a pool of several devices on one stage: its plans fit by themselves."""
-    if layout.pp > 1 or layout.sp == 1:
+    if layout.pp > 1 or not 1 < layout.sp <= _LARGEST_POOL:
         return
     model, limit_bytes = question.model_of(layout), question.limits.limit_bytes
 

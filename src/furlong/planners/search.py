@@ -54,6 +54,8 @@ _MAX_ACTIONS = 16_000
 none does: then the search ends."""
 _MOST_FITTING = 4
 """Plans of chunks that fit and are timed in each layout of several devices."""
+_MOST_REPLICAS = 8
+"""Replicas that are all planned by methods with chunks of their own; of more the busiest alone."""
 LOCAL = "local sequences"
 """Chunks with whole sequences on one process of a pool where that balances."""
 
@@ -229,14 +231,24 @@ class _Search:
         return True
 
     def _try_planned(self, candidate: Candidate) -> bool:
-        """Try a planner that fits its plans itself."""
+        """Try a planner that fits its plans itself: first for the busiest replica, which no step
+        takes less than. Of many replicas that one alone is planned."""
         space, dealt = self._spaces[candidate.layout]
+        share = space.sequences_per_step / len(space.seq_lens)
         try:
-            plans = plans_of(space, dealt, candidate.plan_of)
+            busiest = plans_of(space, [step[:1] for step in dealt], candidate.plan_of)
+            found_s = share * sum(step_s(space.model, own[0]) for own in busiest)
+            if found_s >= self._best_s:
+                return False
+            if 1 < candidate.layout.dp <= _MOST_REPLICAS:
+                others = plans_of(space, [step[1:] for step in dealt], candidate.plan_of)
+                busiest = [[*a, *b] for a, b in zip(busiest, others, strict=True)]
         except (UserError, PlanError):  # none of its plans fits, or none is faster
             return False
-        trial = self._walked(candidate, [own[0] for own in plans], space.model)
-        self.fitting.append(replace(trial, step_s=mean_step_s(space, dealt, plans)))
+        trial = self._walked(candidate, [own[0] for own in busiest], space.model)
+        if candidate.layout.dp <= _MOST_REPLICAS:
+            found_s = mean_step_s(space, dealt, busiest)
+        self.fitting.append(replace(trial, step_s=found_s))
         return True
 
     def _walked(self, candidate: Candidate, plans: Sequence[ChunkPlan], model: CostModel) -> Trial:
