@@ -49,7 +49,7 @@ def test_two_processes_choose_their_layout_and_keep_it(
     # the plan of two devices is that of the run
     file.write_text((run / "config.json").read_text())
     capsys.readouterr()
-    assert main(["plan", str(file), "--devices=2", "--runnable", "--json"]) == 0
+    assert main(["plan", str(file), "--devices=2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["parallel"] == told
     assert decided["layout"].items() <= planned["layout"].items()

@@ -97,7 +97,7 @@ def runs_words(report: PlanReport, train_on: str = "") -> str:
     """Whether this release runs the plan. `train_on`: the device on which a run would decide for
     this very plan, one for each of the report's processes."""
     if report.missing:
-        own = "furlong train makes a plan of its own (see --runnable)"
+        own = "furlong train makes a plan of its own"
         return f"no, it needs {report.missing}; {own}"
     if train_on:
         if report.num_processes == 1:
