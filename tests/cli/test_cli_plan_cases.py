@@ -148,14 +148,13 @@ def test_the_plan_is_that_of_a_run(plan: Any) -> None:
     [
         ("{sp: 2}", [], (None, 2, 1, 2)),
         ("{dp: 2, sp: 1}", [], (2, 1, 1, 2)),
-        ("{sp: 2}", ["--devices=4"], (None, 2, None, 4)),
-        ("{sp: 1, pp: 1}", ["--devices=2"], (None, None, None, 2)),
-        ("{sp: 1, pp: 1}", ["--devices=2", "--parallel.sp=1"], (None, 1, None, 2)),
-        ("{sp: 1, pp: 1}", ["--parallel.sp=4"], (None, 4, None, 4)),
-        ("{sp: 4}", ["--parallel.sp=auto", "--devices=8"], (None, None, None, 8)),
+        ("{sp: 2}", ["--devices=4"], (None, 2, 1, 4)),
+        ("{sp: 1, pp: auto}", ["--devices=2"], (None, 1, None, 2)),
+        ("{sp: 1, pp: 1}", ["--parallel.sp=4"], (None, 4, 1, 4)),
+        ("{sp: 4}", ["--parallel.sp=auto", "--devices=8"], (None, None, 1, 8)),
     ],
 )
-def test_sizes_of_a_run_file_hold_until_flags_ask_for_devices(
+def test_sizes_of_a_run_file_hold_as_they_do_when_it_trains(
     tmp_path: Path, sizes: str, flags: list[str], searched: tuple[int | None, ...]
 ) -> None:
     lengths, run = tmp_path / "lens.json", tmp_path / "run.yaml"

@@ -25,7 +25,7 @@ Beside the flags that come first all keys of furlong train are flags: sizes of p
 memory that are given hold, what is left out or auto is searched.
 """
 _OF_A_PLAN = (
-    "--model", "--memory.device", "--memory.host", "--hardware", "--zero", "--no-calibration",
+    "--model", "--memory.device", "--memory.host", "--hardware", "--no-calibration",
     "--json", "--out", "--picture", "--trace",
 )  # fmt: skip
 """Flags, or what they begin with, that go with a plan which is there already."""
@@ -117,9 +117,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
          help="a known device (docs/presets.md); cpu, and a run's default: this machine")
     flag("--devices", type=number("--devices", 1, MAX_DEVICES), metavar="N",
          help="how many (default: the product of the sizes of parallel)")
-    flag("--zero", type=int, choices=range(4), metavar="0..3",
-         help="what replicas and sp ranks of a saved plan shard: 1 optimizer, 2 gradients too, 3"
-         " weights too (default: 1, as furlong train shards it; on one device 0)")
     flag("--no-calibration", action="store_true",
          help="predict with assumed figures, not with those that furlong calibrate has measured")
     flag("--smallest", action="store_true",

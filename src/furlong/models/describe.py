@@ -56,7 +56,9 @@ def _described(config_class: type, text: str, source: str) -> ModelShape:
             setattr(config, name, 0.0)
     try:
         refuse_config(config, f"a model of type {config.model_type}", source)
-        return _measured(config, source)
+        # whatever the caller's state is, and leaving it as it is
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+            return _measured(config, source)
     except ConfigError:
         raise
     except UserError as error:
@@ -284,12 +286,20 @@ def _storage(x: Tensor) -> int:
 
 def _measured(config: Any, source: str) -> ModelShape:
     whole = _built(config, source, torch.bfloat16)
-    kinds = _kinds(whole, config)
+    listed = [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == whole.num_layers
+    ]
+    kinds = _kinds(whole, listed)
     # a second layer of each kind: the first also saves what is made once for all
-    kept = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
-    models = _cut(config, kept, [kinds[n] for n in kept], source)
+    kept: Sequence[int] = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
+    models = None
+    for some in (kept, range(kept[-1] + 1)):  # a rule may count layers from the first
+        if models is None:
+            kept, models = some, _cut(config, some, listed, [kinds[n] for n in some], source)
     if models is None:  # layers that know others by their numbers
-        kept, models = list(range(len(kinds))), [whole, _built(config, source, torch.float32)]
+        kept, models = range(len(kinds)), [whole, _built(config, source, torch.float32)]
     chunks: list[_Chunk] = []
     for model in models:
         plain = _passed(model, ())
@@ -306,9 +316,10 @@ def _built(config: Any, source: str, dtype: torch.dtype) -> CausalLM:
     return CausalLM(model, max_seq_len=num_positions(config))
 
 
-def _kinds(model: CausalLM, config: Any) -> list[tuple[int, Any]]:
-    """For each layer the number of its own parameters, and all else that tells it from others."""
-    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == model.num_layers]
+def _kinds(model: CausalLM, listed: Sequence[str]) -> list[tuple[int, Any]]:
+    """For each layer the number of its own parameters, and all else that tells it from others;
+    `listed`: keys of the config with an entry per layer."""
+    lists = [getattr(model.config, name) for name in listed]
     seen: set[int] = set()
     found = []
     for n, layer in enumerate(model.layers):
@@ -320,7 +331,7 @@ def _kinds(model: CausalLM, config: Any) -> list[tuple[int, Any]]:
 
 
 def _cut(
-    config: Any, kept: Sequence[int], kinds: Sequence[Any], source: str
+    config: Any, kept: Sequence[int], listed: Sequence[str], kinds: Sequence[Any], source: str
 ) -> list[CausalLM] | None:
     """Models of some layers in two dtypes, None where these are others than within the whole."""
     values = config.to_dict()
@@ -328,7 +339,7 @@ def _cut(
     try:
         small = type(config).from_dict(values)
         models = [_built(small, source, dtype) for dtype in (torch.bfloat16, torch.float32)]
-        return models if _kinds(models[0], small) == list(kinds) else None
+        return models if _kinds(models[0], listed) == list(kinds) else None
     except (UserError, ValueError, LookupError):
         return None
 

@@ -94,11 +94,16 @@ def take_step(
 
 def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
     """Take the pinned memory that a plan needs before its first action: seconds for each 10 GB,
-    once. A plan whose sequences are no longer than those before finds it there; what cannot be
-    predicted is taken as the step goes on."""
-    model, pools, longest = followed.model, followed.kept.opened, max(plan.seq_lens, default=0)
+    once. A plan with no more tokens than those before finds it there; what cannot be predicted,
+    and what `memory.host` does not hold, is taken as the step goes on."""
+    model, pools = followed.model, followed.kept.opened
     lower = {plan.tiers.kv, plan.tiers.inputs, plan.tiers.attention, plan.tiers.graphs}
-    if model.device.type != "cuda" or "host" not in lower or longest <= pools.reserved_tokens:
+    if model.device.type != "cuda" or "host" not in lower:
+        return
+    kind = bool(plan.trained), plan.tiers
+    before = longest, total = pools.reserved.get(kind, (0, 0))
+    most = max(longest, *plan.seq_lens), max(total, sum(plan.seq_lens))
+    if most == before:
         return
     try:
         shape = describe(model.config)
@@ -108,8 +113,9 @@ def _take_pinned(followed: FollowedModel, plan: ChunkPlan) -> None:
     memory = PlanMemory(shape, Training.in_dtype(str(dtype).removeprefix("torch.")), 0)
     num_bytes = int(memory.curve(plan, followed.rank).host.max())
     limit_bytes = pools.storage.host_bytes
-    pools.host.reserve(num_bytes if limit_bytes is None else min(num_bytes, limit_bytes))
-    pools.reserved_tokens = longest
+    if limit_bytes is None or num_bytes <= limit_bytes:
+        pools.host.reserve(num_bytes, limit_bytes)
+    pools.reserved[kind] = most
 
 
 def _surroundings(

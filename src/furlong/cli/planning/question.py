@@ -37,7 +37,7 @@ from furlong.plan.lengths import (
     write_lengths,
 )
 from furlong.planners.budget import MARGIN
-from furlong.planners.decide import given_dials, training_of
+from furlong.planners.decide import FREE_RAM, given_dials, training_of
 from furlong.planners.options import checked_tier
 from furlong.planners.question import SIZES, Limits, Question
 from furlong.planners.spaco import check_sampling
@@ -269,23 +269,14 @@ def figures_of(
     config: RunConfig,
     spec: HardwareSpec,
     num_devices: int,
-    zero: ZeroStage | None,
     *,
     calibrate: bool,
 ) -> Calibrated:
     """The cost model of a run on a device, as it was calibrated if it was. Raises ConfigError."""
-    stage: ZeroStage = zero if zero is not None else 1 if num_devices > 1 else 0
-    training = replace(training_of(config.model), zero_stage=stage, gathers=num_devices > 1)
+    zero: ZeroStage = 1 if num_devices > 1 else 0
+    training = replace(training_of(config.model), zero_stage=zero, gathers=num_devices > 1)
     model = CostModel(_model_shape_of(config.model.name), spec, training)
     return (calibrated if calibrate else uncalibrated)(model, config.model.dtype)
-
-
-def check_zero(zero: int | None, num_devices: int) -> None:
-    """Raises ConfigError for a stage of ZeRO where there is nobody to share the state with."""
-    if zero and num_devices == 1:
-        given, required = f"--zero {zero} on one device", "several devices, which share the state"
-        source = "--zero, and the number of devices"
-        raise refusal(given, required, "leave --zero out, or give several --devices", source)
 
 
 def missing(flag: str) -> UserError:
@@ -303,10 +294,10 @@ class PlanSubject:
     config: RunConfig
     is_run: bool
     """Whether there is data, which `furlong train` could train on."""
-    runs_here: bool
-    """Whether it would train on this machine's CPU."""
     figures: Calibrated
     """The problem's model, and where its seconds and bytes come from."""
+    budget_words: str
+    """The origin of the device's budget."""
 
     @property
     def num_positions(self) -> int | None:
@@ -351,7 +342,6 @@ class PlanSubject:
         return {
             "run": run,
             "hardware": model.hardware.name,
-            "zero": model.training.zero_stage,
             "num_tokens": sum(self.question.seq_lens),
         }
 
@@ -391,9 +381,8 @@ def subject_of(flags: RunFlags) -> PlanSubject:
     if own.hardware is None and not is_run:
         raise missing("--hardware")
     batch = batch_of(flags, config)
-    sizes, num_devices = _layout(flags, config)
+    sizes, num_devices = _layout(flags, config, is_run=is_run)
     spec = spec_of(THIS_CPU if own.hardware is None else own.hardware, num_devices)
-    check_zero(own.zero, num_devices)
     dials = _dials(own, config, batch, num_devices)
     tier, budget = dials.get("tier"), config.memory.device
     host_bytes, disk_bytes = tier_budgets(
@@ -401,25 +390,26 @@ def subject_of(flags: RunFlags) -> PlanSubject:
         on_cpu=spec.name == THIS_CPU, free_host_bytes=int(spec.host_bytes),
     )  # fmt: skip
     assert host_bytes is not None  # the hardware's is known
-    budget_bytes = spec.budget_bytes if budget == "auto" else budget
-    runs_here = is_run and spec.name == THIS_CPU
-    if budget == "auto" and runs_here:
-        budget_bytes = free_ram_budget_bytes() // num_devices  # as furlong train takes it
+    budget_words = "memory.device"
+    if budget == "auto":
+        budget, budget_words = spec.budget_bytes, f"of one {spec.name}"
+        if is_run and spec.name == THIS_CPU:  # as furlong train takes it
+            budget, budget_words = free_ram_budget_bytes() // num_devices, FREE_RAM
+            budget_words += f" over {num_devices} processes" if num_devices > 1 else ""
     figures = figures_of(
-        config, replace(spec, host_bytes=host_bytes), num_devices, own.zero,
-        calibrate=not own.no_calibration,
-    )  # fmt: skip
+        config, replace(spec, host_bytes=host_bytes), num_devices, calibrate=not own.no_calibration
+    )
     if config.train.loss == "dpo":
         sizes = {}
     question = Question(
         batch.seq_lens, figures.model,
-        Limits(budget_bytes, host_bytes, disk_bytes, figures.margin(MARGIN)), num_devices,
-        given=dials | {name: size for name, size in sizes.items() if size is not None},
+        Limits(budget, host_bytes, disk_bytes, figures.margin(MARGIN)), num_devices,
+        given=dials | sizes,
         method=config.chunks.method, seed=batch.seed,
     )  # fmt: skip
     return PlanSubject(
-        question=question, batch=batch, config=config, is_run=is_run, runs_here=runs_here,
-        figures=figures,
+        question=question, batch=batch, config=config, is_run=is_run, figures=figures,
+        budget_words=budget_words,
     )  # fmt: skip
 
 
@@ -456,24 +446,14 @@ def _dials(
     return dials
 
 
-def _layout(flags: RunFlags, config: RunConfig) -> tuple[dict[str, Any], int]:
-    """Sizes of dp, sp and pp, where None is searched, and the number of devices.
-
-    With devices or sizes among the flags a run file's sizes of 1, its defaults, are searched.
-    """
-    own, given = flags.own, {f"--parallel.{name}" for name in SIZES} & flags.names
-    may_be_default = given or own.devices
-    sizes: dict[str, Any] = {}
+def _layout(flags: RunFlags, config: RunConfig, *, is_run: bool) -> tuple[dict[str, int], int]:
+    """The sizes of dp, sp and pp that are given, and the number of devices. Those of a run hold, as
+    they do when it trains; without one what no flag gives is searched."""
+    sizes: dict[str, int] = {}
     for name in SIZES:
         size = getattr(config.parallel, name)
-        is_default = size == 1 and may_be_default and f"--parallel.{name}" not in given
-        sizes[name] = None if size == "auto" or is_default else size
-    needed = prod(size or 1 for size in sizes.values())
-    if own.zero not in (None, 1) and (own.devices or needed) > 1:
-        raise refusal(
-            f"--zero {own.zero} on several devices",
-            "1: furlong train gathers weights once in a step, and shards the optimizer's state",
-            "leave --zero out",
-        )
+        if size != "auto" and (is_run or f"--parallel.{name}" in flags.names):
+            sizes[name] = size
+    needed = prod(sizes.values())
     check_num_devices(needed, "the product of dp, sp and pp")
-    return sizes, own.devices or needed
+    return sizes, flags.own.devices or needed

@@ -9,34 +9,34 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from furlong.cli.flag_types import check_num_devices, refusal
 from furlong.cli.planning.question import (
     PlanSubject,
-    check_zero,
     figures_of,
     run_of,
     spec_of,
     subject_of,
 )
-from furlong.cli.planning.search import Found, find
 from furlong.config.sources import RunFlags
 from furlong.cost.model import CostModel
 from furlong.errors import PlanError, UserError
 from furlong.plan.check import check
-from furlong.plan.lengths import read_lengths
-from furlong.plan.plan import ChunkPlan
+from furlong.plan.lengths import count_lengths, read_lengths
+from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
 from furlong.planners.budget import fit
-from furlong.planners.decide import dials_in_words
+from furlong.planners.decide import Decision, decide, dials_in_words, division_in_words
 from furlong.planners.longest import Longest, longest_sequence
-from furlong.planners.options import dials_of
+from furlong.planners.options import ChunkOptions, dials_of
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.pairs import check_dials, decide_pairs
-from furlong.planners.search import METHODS
+from furlong.planners.predict import one_draw
+from furlong.planners.question import Answer
+from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.measured import MEASURED, read_measured
 from furlong.report.patience import Tell
@@ -67,6 +67,78 @@ _ABOUT_UNITS = (
 _ABOUT_PEAKS = (
     "device peak: all memory in use; on a CPU that of the whole process, which plans do not predict"
 )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The decision of a search, and the plan of the subject's batch."""
+
+    decision: Decision
+    answer: Answer
+    method: str
+    """Names of the planners of the batch's replicas."""
+    plan: ChunkPlan
+    model: CostModel
+
+    def words(self) -> str:
+        """The method, the layout and the dials."""
+        layout = self.decision.layout
+        division = division_in_words(layout, self.decision.stages)
+        division = division if layout.num_devices > 1 else ""
+        return ", ".join(filter(None, (self.method, division, self.dials_words())))
+
+    def dials_words(self) -> str:
+        """The dials; empty where all chunks are a method's own."""
+        own = set(own_methods(self.answer.question)).issuperset(self.method.split(", "))
+        return "" if own else dials_in_words(self.decision.options)
+
+    def to_json(self) -> dict[str, Any]:
+        decision, answer = self.decision, self.answer
+        next_best = [
+            _plain(t.candidate.method, t.candidate.layout, t.candidate.options)
+            | {"step_s": t.step_s}
+            for t in answer.tried[1:2]
+        ]
+        return _plain(self.method, decision.layout, decision.options) | {
+            "next_best": next_best[0] if next_best else None,
+            "search": {
+                "num_tried": len(answer.tried),
+                "num_refused": len(answer.refused),
+                "num_pruned": answer.num_pruned,
+                "seconds": answer.seconds,
+            },
+        }
+
+
+def _plain(method: str, layout: Layout, options: ChunkOptions) -> dict[str, Any]:
+    return {"method": method, "layout": asdict(layout), "dials": dials_of(options)}
+
+
+def _find(subject: PlanSubject, method: str | None = None, tell: Tell | None = None) -> _Found:
+    """The decision of a run on the subject's devices, of one `method` or the subject's own.
+
+    Raises ConfigError where no plan is predicted to fit.
+    """
+    question, batch = subject.question, subject.batch
+    decision = decide(
+        batch.lengths or count_lengths(batch.seq_lens),
+        sequences_per_step=len(batch.seq_lens),
+        model=question.model,
+        limits=question.limits,
+        budget_words=subject.budget_words,
+        num_devices=question.num_devices,
+        seed=batch.seed,
+        steps=None if subject.is_run else batch.seq_lens,
+        given=question.given,
+        method=method or question.method,
+        must_fit=True,
+        alone=subject.is_run,
+        tell=tell,
+    )
+    answer, model = decision.answer, decision.model
+    assert answer is not None and model is not None
+    name, plan = best_plan(batch.seq_lens, answer)
+    return _Found(decision, answer, name, one_draw(plan, decision.options), model)
 
 
 def show_search(flags: RunFlags, tell: Tell) -> None:
@@ -129,7 +201,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _show_found(flags: RunFlags, subject: PlanSubject, tell: Tell) -> None:
     chosen, question = flags.own, subject.question
     sampling = question.given.get("sample")
-    found = find(subject, tell=tell)
+    found = _find(subject, tell=tell)
     decision, plan = found.decision, found.plan
     tell("a plan is found, it is measured")
     report = report_plan(
@@ -206,7 +278,7 @@ def _longest_fits(longest: Longest, subject: PlanSubject) -> bool:
     return tokens <= max(longest.num_tokens, *subject.question.seq_lens)
 
 
-def _search_words(found: Found) -> str:
+def _search_words(found: _Found) -> str:
     answer = found.answer
     return (
         f"{count_words(len(answer.tried), 'candidate')} fit and were timed;"
@@ -221,10 +293,9 @@ def _show_pair(flags: RunFlags, subject: PlanSubject) -> None:
     _require_one_pair(flags, subject)
     check_dials(subject.config.chunks)
     hardware, (first, second) = question.model.hardware, question.seq_lens
-    is_own = subject.config.memory.device == "auto"
     decision = decide_pairs(
         [(first, second)], model=question.model, budgets=limits,
-        budget_words=hardware.name if is_own else "memory.device", dials=question.dials,
+        budget_words=subject.budget_words, dials=question.dials,
     )  # fmt: skip
     if decision is None:
         raise refusal(
@@ -269,11 +340,11 @@ def show_comparison(flags: RunFlags, tell: Tell) -> None:
     chosen = flags.own
     subject = subject_of(flags)
     _require_one_pair(flags, subject)
-    found: dict[str, Found] = {}
+    found: dict[str, _Found] = {}
     rows: list[Row] = []
     for name in ("auto", *METHODS):
         try:
-            found[name] = find(subject, name, _telling(name, tell))
+            found[name] = _find(subject, name, _telling(name, tell))
         except (UserError, PlanError) as error:
             rows.append(Row(name, refusal=_reason(error)))
     question, panels = subject.question, []
@@ -287,9 +358,9 @@ def show_comparison(flags: RunFlags, tell: Tell) -> None:
     fastest_s = min((report.step_s for report in reports.values()), default=0.0)
     for name, one in found.items():
         report, layout = reports[name], one.decision.layout
-        words = dials_in_words(one.decision.options)
-        own = f"{one.method}: " if one.method != name else ""
-        rows.append(Row(name, f"{layout.dp} x {layout.sp} x {layout.pp}", own + words, report))
+        words = one.dials_words() if one.method == name else f"{one.method}: {one.dials_words()}"
+        sizes = f"{layout.dp} x {layout.sp} x {layout.pp}"
+        rows.append(Row(name, sizes, words.removesuffix(": "), report))
         if name != "auto" and report.step_s <= _SLOWEST * fastest_s:
             panels.append(report.panel(name, one.words()))
     if chosen.json:
@@ -363,22 +434,11 @@ def _show_timeline(
 def _show_predicted(plan: ChunkPlan, file: str, flags: RunFlags, saved: Mapping[str, Any]) -> None:
     chosen = flags.own
     config = run_of(flags, saved.get("run", {}))
-    zero = saved.get("zero") if chosen.zero is None else chosen.zero
     spec = spec_of(chosen.hardware or str(saved.get("hardware")))
     if config.memory.host != "auto":
         spec = replace(spec, host_bytes=config.memory.host)
     num_devices = len(plan.actions) * plan.sp_size
-    check_zero(chosen.zero, num_devices)
-    if chosen.zero is not None and (chosen.zero == 3) != plan.regathers:
-        comes = "with every pass" if plan.regathers else "once in a step"
-        required = "3" if plan.regathers else "0, 1 or 2"
-        raise refusal(
-            f"--zero {chosen.zero} for a plan that gathers weights {comes}", required,
-            "leave --zero out, or make the plan again", f"--zero, and regathers in {file}",
-        )  # fmt: skip
-    if zero == 3 and not plan.regathers:
-        zero = 1  # the plan says what it gathers, whatever it was made for
-    figures = figures_of(config, spec, num_devices, zero, calibrate=not chosen.no_calibration)
+    figures = figures_of(config, spec, num_devices, calibrate=not chosen.no_calibration)
     shape, budget = figures.model.shape, config.memory.device
     if sum(plan.stages) != shape.num_layers:
         given = f"a model of {count_words(shape.num_layers, 'layer')}, {config.model.name}"
@@ -416,13 +476,13 @@ def _checked(saved: Any, most_tokens: int, file: str) -> Mapping[str, Any]:
 
     Raises ConfigError where they were edited.
     """
-    kinds = {"run": dict, "hardware": str, "zero": int, "num_tokens": int}
+    kinds = {"run": dict, "hardware": str, "num_tokens": int}
     if saved == {}:
         return {}
     is_whole = isinstance(saved, dict) and all(
         type(saved.get(name)) is kind for name, kind in kinds.items()
     )
-    if not (is_whole and saved["zero"] in range(4) and 0 < saved["num_tokens"] <= most_tokens):
+    if not (is_whole and 0 < saved["num_tokens"] <= most_tokens):
         required = f"{', '.join(kinds)} as furlong plan --out writes them"
         change = "make the plan again, or remove made_for"
         raise refusal(f"made_for = {saved!r:.80}", required, change, file)

@@ -44,13 +44,14 @@ class HostPool(StagedPool):
             budget=budget, staging_bytes=staging_bytes, poison=poison,
         )  # fmt: skip
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, limit_bytes: int | None) -> None:
         """Take memory for so many bytes in all, where it has to be pinned; elsewhere it costs
-        nothing until it is used."""
+        nothing until it is used. A few more are for the ends of slabs, within the limit."""
         places = self._places
         assert isinstance(places, _HostPlaces)
         if places.device.type == "cuda":
-            places.reserve(num_bytes + num_bytes // 32)  # what is left at the ends of slabs
+            wanted = num_bytes + num_bytes // 32
+            places.reserve(wanted if limit_bytes is None else min(wanted, limit_bytes))
 
 
 def _stream(device: torch.device, _: str) -> Lane:

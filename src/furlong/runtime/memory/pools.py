@@ -15,7 +15,7 @@ from furlong.kv.pools.device import DevicePool
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.pools.staged import Budget
-from furlong.plan.plan import Tier
+from furlong.plan.plan import Tier, Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ class Pools:
         self, arena: Arena, storage: Storage, budgets: Mapping[Tier, Budget] | None = None
     ) -> None:
         self.arena, self.storage = arena, storage
-        self.reserved_tokens = 0
-        """Tokens of the longest sequence for whose plan memory was taken beforehand."""
+        self.reserved: dict[tuple[bool, Tiers], tuple[int, int]] = {}
+        """Kinds of plans (whether they train, their tiers) for which memory was taken beforehand:
+        the most tokens of one sequence, and of all."""
         self._budgets = budgets or {
             "host": Budget(storage.host_bytes), "disk": Budget(storage.disk_bytes)
         }  # fmt: skip
