@@ -16,11 +16,8 @@ from pydantic import BaseModel
 from furlong.cli.main import main
 from furlong.config.foreign import ANSWERS
 from furlong.config.foreign import answer as foreign_answer
-from furlong.config.messages import example_of
-from furlong.config.run_file import read_yaml
-from furlong.config.schema import RunConfig
-from furlong.config.sources import build_run, load_run, parse_run
-from furlong.config.tiers import Kind, TierName
+from furlong.config.schema import Kind, RunConfig, TierName
+from furlong.config.sources import build_run, example_of, load_run, parse_run, read_yaml
 from furlong.errors import ConfigError
 from furlong.plan.plan import Tier, Tiers
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import byte_tokenizer, word_tokenizer
 
-from furlong.config.data import DataConfig
+from furlong.config.schema import DataConfig
 from furlong.data import cache
 from furlong.data.dataset import DataSet
 from furlong.data.load import load_data

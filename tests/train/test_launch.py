@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from furlong.config.parallel import ParallelConfig
+from furlong.config.schema import ParallelConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
 from furlong.train.processes.launch import Launch, command_like, layout_of, read_launch

@@ -15,8 +15,7 @@ import transformers
 
 import furlong
 from furlong.api import Engine
-from furlong.config.data import DataConfig
-from furlong.config.schema import ModelConfig, RunConfig
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig
 from furlong.kv.pools.disk import DiskPool
 from furlong.kv.pools.host import HostPool
 from furlong.kv.store import KVStore
@@ -173,8 +172,7 @@ def test_a_nan_is_no_small_error(llama: Subject, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_config_that_cannot_be_built_is_told_of_the_users_own_folder(tmp_path):
-    from furlong.config.data import DataConfig
-    from furlong.config.schema import ModelConfig, RunConfig
+    from furlong.config.schema import DataConfig, ModelConfig, RunConfig
     from furlong.errors import ConfigError
     from furlong.verify.run import verify
 

@@ -9,9 +9,7 @@ import pytest
 import transformers
 
 from furlong.cli.main import main
-from furlong.config.data import DataConfig
-from furlong.config.schema import ModelConfig, RunConfig
-from furlong.config.train import TrainConfig
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from furlong.models.small.shrink import shrink_config
 from furlong.verify import run as verify_run
 from furlong.verify.checks import Finding

@@ -17,10 +17,15 @@ import yaml
 import furlong
 from furlong.api import Engine
 from furlong.cli.main import main
-from furlong.config.data import DataConfig
-from furlong.config.schema import ChunksConfig, ModelConfig, RunConfig, SampleConfig
+from furlong.config.schema import (
+    ChunksConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
 from furlong.config.sources import build_run
-from furlong.config.train import TrainConfig
 from furlong.models.small.shrink import shrink_config
 from furlong.planners.spaco import EXACT, Factors, Sampling, draw
 from furlong.runtime.cells import layer_view

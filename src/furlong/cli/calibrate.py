@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_config(subject: str | None) -> RunConfig | None:
-    from furlong.config.run_file import is_run_file
+    from furlong.config.sources import is_run_file
 
     if subject is None or not is_run_file(subject):
         return None

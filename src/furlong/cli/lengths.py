@@ -44,7 +44,7 @@ class _Found:
 
 def run(arguments: Sequence[str]) -> int:
     chosen = _parse(arguments)
-    from furlong.config.run_file import is_run_file
+    from furlong.config.sources import is_run_file
     from furlong.report.patience import patience
 
     run_file = len(chosen.data) == 1 and is_run_file(chosen.data[0])

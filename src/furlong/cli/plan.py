@@ -38,7 +38,7 @@ _KEYS = {"--out": ("chunks", "actions"), "--trace": ("traceEvents",)}
 def run(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
     from furlong.cli.planning import show
-    from furlong.config.run_file import is_run_file
+    from furlong.config.sources import is_run_file
     from furlong.report.patience import patience
 
     subject = flags.own.subject

@@ -1,11 +1,18 @@
 """The one schema of a run: it serves the run file, the flags, `--help` and Python.
 
-Numbers may be given as text, as flags are (see `numbers`).
+Values may be given as text, as flags are. `1000`, `1e3` and `1000.0` are the same whole number; a truth
+value is no number, and neither is infinity. In paths `~` is the home folder, and nothing else is
+expanded. Keys of `model.rope` are transformers' own.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,22 +20,357 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
-from furlong.config.data import DataConfig
-from furlong.config.numbers import AmountBytes, Natural, Number, Positive
-from furlong.config.parallel import ParallelConfig
-from furlong.config.paths import PlainPath, require_plain
-from furlong.config.rope import RopeConfig
-from furlong.config.tiers import TierDial, names_tier, told
-from furlong.config.train import TrainConfig
+from furlong.units import count_words, parse_bytes
+
+
+def words_of(error: ErrorDetails) -> str:
+    """The words for the values that a key takes."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "a whole number"
+        case "float_parsing" | "float_type":
+            return "a number"
+        case "finite_number":
+            return "a finite number"
+        case "string_type":
+            return "a text"
+        case "bool_parsing" | "bool_type":
+            return "true or false"
+        case "string_too_short":
+            return "a text that is not empty"
+        case "too_short":
+            return f"a list of at least {count_words(context['min_length'], 'item')}"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return error["msg"].replace("Input should be", "a number")
+    return re.sub(r"^Input should be |^Value error, ", "", error["msg"])
+
+
+MAX_WHOLE = 10**12
+MAX_BYTES = 2**60
+_NOT_FINITE = ("inf", "infinity", "nan")
+
+
+def _refuse_odd(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("truth_value", "Input should be a number, not true or false")
+    if isinstance(value, str) and value.strip().lower().lstrip("+-.") in _NOT_FINITE:
+        raise PydanticCustomError("finite_number", "Input should be a finite number")
+    return value
+
+
+def _read_whole(value: object) -> object:
+    _refuse_odd(value)
+    if isinstance(value, str):
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def _read_amount(value: object) -> object:
+    number = _read_whole(value)
+    if number == "auto" or number is None or not isinstance(number, str):
+        return number
+    return parse_bytes(number)
+
+
+Number = Annotated[float, BeforeValidator(_refuse_odd), Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_read_whole), Field(le=MAX_WHOLE)]
+Natural = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(gt=0)]
+AmountBytes = Annotated[int, BeforeValidator(_read_amount), Field(ge=0, le=MAX_BYTES)]
+"""Bytes, also written as `512MiB`, `24GiB` or `80GB`."""
+
+
+Kind = Literal["kv", "inputs", "attention", "graphs"]
+TierName = Literal["device", "host", "disk"]
+_KINDS, _TIERS = get_args(Kind), get_args(TierName)
+
+
+def _read(value: object) -> object:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):  # a flag's mapping, which `sources` has written as JSON
+            value = json.loads(value)
+    if not isinstance(value, Mapping):
+        if value not in ("auto", *_TIERS):
+            required = f"auto, {', '.join(_TIERS)} or a mapping of kinds, as {{attention: host}}"
+            raise told(required=required, change=_near(value, ("auto", *_TIERS)))
+        return value
+    for kind, tier in value.items():
+        if kind not in _KINDS:
+            required = f"a mapping of kinds among {', '.join(_KINDS)}"
+            raise told(required=required, change=_near(kind, _KINDS))
+        if tier not in _TIERS:
+            required = f"one of {', '.join(_TIERS)} for {kind}"
+            raise told(required=required, change=_near(tier, _TIERS))
+    return value
+
+
+def _near(name: object, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {close[0]}?" if close else "set chunks.tier, such as host"
+
+
+def told(**parts: str) -> PydanticCustomError:
+    """An error with parts of its message: required and change, also given and the key."""
+    return PydanticCustomError("told", "{required}", dict(parts))
+
+
+TierDial = Annotated[Literal["auto"] | TierName | dict[Kind, TierName], BeforeValidator(_read)]
+
+
+def names_tier(value: object, tier: str) -> bool:
+    """Whether a value of chunks.tier puts anything on `tier`."""
+    return tier in value.values() if isinstance(value, Mapping) else value == tier
+
+
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\}|\(.*\))")
+
+
+def require_plain(path: str | None) -> str | None:
+    """The same path. Raises PydanticCustomError for a variable in it, of which a folder with that
+    very name would be made."""
+    if path is not None and (found := _VARIABLE.search(path)):
+        raise told(
+            required=f"a path as it is: variables such as {found[0]} are not expanded, ~ is",
+            change="write the path itself, or give the key as a flag, where the shell expands it",
+        )
+    return path
+
+
+PlainPath = Annotated[str, AfterValidator(require_plain)]
+
+
+class RopeConfig(BaseModel):
+    """Another rotary position embedding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rope_type: Literal["default", "linear", "yarn", "llama3", "longrope"] = Field(examples=["yarn"])
+    """default changes rope_theta only; which keys a type needs, transformers says."""
+    rope_theta: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[1e6])
+    """Base; null keeps the model's."""
+    factor: Annotated[Number, Field(ge=1)] | None = Field(default=None, examples=[4])
+    """How many times as many positions."""
+    original_max_position_embeddings: Positive | None = None
+    """Positions before any scaling; null takes the model's."""
+    attention_factor: Number | None = None
+    """yarn, longrope: scale of the attention; null infers it."""
+    beta_fast: Number | None = None
+    """yarn: rotations above which nothing is interpolated."""
+    beta_slow: Number | None = None
+    """yarn: rotations below which all is interpolated."""
+    mscale: Number | None = None
+    """yarn: scale of the attention factor."""
+    mscale_all_dim: Number | None = None
+    """yarn: scale of its divisor."""
+    truncate: bool | None = None
+    """yarn: whether the range between the betas is rounded to whole dimensions."""
+    low_freq_factor: Number | None = None
+    """llama3: below it all is interpolated."""
+    high_freq_factor: Number | None = None
+    """llama3: above it nothing is."""
+    short_factor: tuple[Number, ...] | None = None
+    """longrope: one factor per frequency, for runs within the original length."""
+    long_factor: tuple[Number, ...] | None = None
+    """longrope: the same beyond it; data.max_seq_len decides, once for the run."""
+
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ParallelConfig(BaseModel):
+    """Layout over devices."""
+
+    model_config = _SECTION
+
+    dp: Positive | Literal["auto"] = Field(default="auto", examples=[2])
+    """Data parallel replicas; auto: as many as the other sizes leave processes for."""
+    sp: Positive | Literal["auto"] = 1
+    """Processes that share a sequence; auto: what the search finds fastest."""
+    pp: Positive | Literal["auto"] = 1
+    """Pipeline stages; auto: what the search finds fastest."""
+
+
+class SourceConfig(BaseModel):
+    """A source of sequences with more to say than its path."""
+
+    model_config = _SECTION
+
+    path: str = Field(min_length=1)
+    """File or folder."""
+    weight: Number = Field(default=1.0, gt=0, le=1000)
+    """Sequences that an epoch draws from it, relative to those that it has."""
+    split: str | None = None
+    """Which split of a folder that holds several."""
+
+
+def _listed_sources(value: object) -> object:
+    return [value] if isinstance(value, str | Mapping) else value
+
+
+def _read_source(value: object) -> object:
+    """One message about a source, where pydantic would have one per kind that it could be."""
+    path = value.get("path") if isinstance(value, Mapping) else value
+    if isinstance(path, str):
+        require_plain(path)
+    try:
+        if isinstance(value, str) and value:
+            return value
+        return SourceConfig.model_validate({"path": value} if value == "" else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        match first["type"]:
+            case "extra_forbidden":
+                close = difflib.get_close_matches(key, SourceConfig.model_fields, n=1, cutoff=0.75)
+                raise told(
+                    required=f"paths, or mappings of path, weight and split: {key} is none of them",
+                    change=f"write {close[0]} for {key}" if close else f"remove {key}",
+                ) from None
+            case "missing":
+                reason = f"{key} is missing"
+            case _ if isinstance(value, int | float) and not isinstance(value, bool):
+                reason = f"this is a number; as a path it is ./{value}"
+            case _ if not key:
+                reason = f"this is of type {type(value).__name__}"
+            case _:
+                reason = f"{key} should be {words_of(first)}"
+        raise PydanticCustomError(
+            "source",
+            "paths, or mappings of path, weight and split: {reason}",
+            {"reason": reason},
+        ) from None
+
+
+def _once(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
+    if any(not isinstance(source, str) and source.weight != 1 for source in sources):
+        raise PydanticCustomError("weight", "no weight: held-out sequences are read once each")
+    return sources
+
+
+def _without_null(value: Any) -> Any:
+    """A flag's null arrives as a list of it, since a flag may be given several times."""
+    return None if value == [None] else value
+
+
+Sources = Annotated[
+    tuple[Annotated[str | SourceConfig, BeforeValidator(_read_source)], ...],
+    BeforeValidator(_listed_sources),
+    Field(min_length=1, examples=["books.jsonl"]),
+]
+
+
+class DataConfig(BaseModel):
+    """The sequences."""
+
+    model_config = _SECTION
+
+    train: Sources
+    """Text, .jsonl, .parquet files or folders, or {path, weight, split} for each of them."""
+    eval: Annotated[
+        Annotated[Sources, AfterValidator(_once)] | None, BeforeValidator(_without_null)
+    ] = Field(default=None, examples=["held-out.jsonl"])
+    """Held-out data, named in the same way."""
+    format: Literal["auto", "text", "chat", "completion", "tokens", "preference"] = "auto"
+    """auto goes by the fields of each source's first record: text, messages, prompt + completion
+    or input_ids. With train.loss: dpo it is preference: chosen + rejected."""
+    max_seq_len: Positive = 131072
+    """Most tokens in a sequence."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """Treatment of a sequence above max_seq_len."""
+    cache_dir: Annotated[str | None, AfterValidator(require_plain)] = None
+    """Folder of tokenized data; null = furlong in the user's cache directory."""
+
+
+class TrainConfig(BaseModel):
+    """The optimizer's steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    steps: Positive | None = 100
+    """Optimizer steps; null leaves it to epochs."""
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3])
+    """Passes over the training data, instead of steps."""
+    sequences_per_step: Positive = 32
+    """Sequences in a global batch; with dpo, pairs of them."""
+    lr: Number = Field(default=2.0e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's two decay rates."""
+    eps: Number = Field(default=1.0e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Decay of trained weights with two or more axes; norms and biases never decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after warm-up."""
+    warmup_ratio: Number = Field(default=0.03, ge=0, le=1)
+    """Share of the steps in which the learning rate rises to lr."""
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm; null leaves them."""
+    seed: Whole = Field(default=0, ge=0, lt=2**32)
+    """Seed of the data's order, of random weights and of dropout."""
+    save_every_steps: Natural = 50
+    """Steps between checkpoints, also one after the last step; 0 = none at all."""
+    eval_every_steps: Natural = 50
+    """Steps between evaluations; 0 = before the first and after the last step only."""
+    loss: Literal["sft", "dpo"] = "sft"
+    """sft learns what has labels; dpo learns to prefer the chosen of two answers to the rejected
+    one, beside the model that the run begins with: data.train then holds pairs."""
+    beta: Number = Field(default=0.1, gt=0)
+    """With dpo: how strongly the model is held to the one it began with."""
+    loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "ipo"] = "sigmoid"
+    """With dpo: the loss of a pair. sigmoid_norm and ipo go by the mean over an answer's tokens,
+    the others by their sum."""
+    label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
+    """With dpo: how likely a pair is the wrong way round; ipo has none."""
+    eval_train_share: Number = Field(default=0.0, ge=0, le=1)
+    """Share of the training sequences that evaluations read beside data.eval; 0 = none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_the_default_steps(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("epochs") is not None:
+            return {"steps": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise PydanticCustomError("run_length", "one of train.steps and train.epochs, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_a_loss(self) -> TrainConfig:
+        for name in ("beta", "loss_type", "label_smoothing"):
+            value = getattr(self, name)
+            if self.loss == "sft" and value != type(self).model_fields[name].default:
+                raise told(
+                    key=f"train.{name} and train.loss",
+                    given=f"train.{name} = {value} with train.loss: sft",
+                    required="train.loss: dpo, whose option it is",
+                    change=f"set train.loss to dpo, or remove train.{name}",
+                )
+        if self.loss_type == "ipo" and self.label_smoothing:
+            raise told(
+                key="train.label_smoothing and train.loss_type",
+                given=f"train.label_smoothing = {self.label_smoothing} with train.loss_type: ipo",
+                required="train.label_smoothing: 0, for a loss that has none",
+                change="remove train.label_smoothing, or set train.loss_type to robust",
+            )
+        return self
 
 
 def _listed(value: object) -> object:

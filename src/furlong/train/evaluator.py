@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from torch import nn
 
-from furlong.config.train import TrainConfig
+from furlong.config.schema import TrainConfig
 from furlong.data.dataset import DataSet
 from furlong.data.loader import in_order
 from furlong.data.tokenize import Sequence

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from furlong.config.schema import RunConfig
-from furlong.config.train import TrainConfig
+from furlong.config.schema import RunConfig, TrainConfig
 from furlong.models.folders.build import build_model, export_model
 from furlong.models.small.shrink import LONGEST_TOKENS, VOCAB_SIZE
 from furlong.train.run_folder import CHECKPOINTS, EXPORT, METRICS, REPORT

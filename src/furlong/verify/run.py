@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from furlong.config.data import DataConfig
-from furlong.config.schema import ModelConfig, RunConfig
+from furlong.config.schema import DataConfig, ModelConfig, RunConfig
 from furlong.models.folders.build import model_of_config, read_config
 from furlong.models.folders.folder import check_folder
 from furlong.models.small.shrink import LONGEST_TOKENS, shrink_config

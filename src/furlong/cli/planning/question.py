@@ -200,8 +200,7 @@ def _check_count(count: int, source: str) -> None:
 def run_of(flags: RunFlags, made_for: Mapping[str, Any] | None = None) -> RunConfig:
     """The run that is planned: a run file's, or one of flags alone. `made_for`: values of a run
     that were saved with a plan. Raises ConfigError."""
-    from furlong.config.run_file import read_run_file
-    from furlong.config.sources import merge
+    from furlong.config.sources import merge, read_run_file
 
     file = flags.own.subject
     if made_for is None and file is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from furlong.config.parallel import ParallelConfig
+from furlong.config.schema import ParallelConfig
 from furlong.errors import ConfigError
 from furlong.plan.plan import Layout
 

@@ -16,9 +16,7 @@ from typing import Any, Literal
 import torch
 
 from furlong.api import Engine
-from furlong.config.data import DataConfig
-from furlong.config.schema import RunConfig
-from furlong.config.train import TrainConfig
+from furlong.config.schema import DataConfig, RunConfig, TrainConfig
 from furlong.cost.model import CostModel
 from furlong.data.dataset import DataSet
 from furlong.data.load import describe_shared, load_data

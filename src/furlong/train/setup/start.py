@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from furlong.config.data import SourceConfig
-from furlong.config.schema import RunConfig
+from furlong.config.schema import RunConfig, SourceConfig
 from furlong.data.sources import Source, list_files
 from furlong.errors import ConfigError
 from furlong.models.folders.folder import check_files

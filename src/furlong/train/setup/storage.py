@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from furlong.config.schema import RunConfig
-from furlong.config.tiers import names_tier
+from furlong.config.schema import RunConfig, names_tier
 from furlong.cost.machine import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
