@@ -1,8 +1,8 @@
 """The one schema of a run: it serves the run file, the flags, `--help` and Python.
 
-Values may be given as text, as flags are. `1000`, `1e3` and `1000.0` are the same whole number; a truth
-value is no number, and neither is infinity. In paths `~` is the home folder, and nothing else is
-expanded. Keys of `model.rope` are transformers' own.
+Values may be given as text, as flags are. `1000`, `1e3` and `1000.0` are the same whole number; a
+truth value is no number, and neither is infinity. In paths `~` is the home folder, and nothing else
+is expanded. Keys of `model.rope` are transformers' own.
 """
 
 from __future__ import annotations
