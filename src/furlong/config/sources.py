@@ -1,8 +1,8 @@
 """Sources of a run's values, strongest first: flags, the run file, the schema's defaults.
 
 There are no environment variables. Scalars of YAML are those of YAML 1.2: 010 is ten, yes is a
-text. Whatever is wrong with a file, a key or a flag ends as one ConfigError that names where it came
-from; all wrong keys are told at once.
+text. Whatever is wrong with a file, a key or a flag ends as one ConfigError that names where it
+came from; all wrong keys are told at once.
 """
 
 from __future__ import annotations
