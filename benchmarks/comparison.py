@@ -41,10 +41,9 @@ from furlong.cost.shape import model_shape
 from furlong.cost.training import Lora, Training
 from furlong.errors import ConfigError
 from furlong.plan.plan import Unshard
-from furlong.planners.budget import MARGIN
 from furlong.planners.decide import dials_in_words
 from furlong.planners.predict import step_s
-from furlong.planners.question import Limits, Question
+from furlong.planners.question import MARGIN, Limits, Question
 from furlong.planners.search import best_plan, whole_model
 from furlong.planners.search import search as one_search
 

@@ -51,8 +51,7 @@ from rich.table import Table
 from furlong.cost.machine import this_cpu
 from furlong.report.scene import Panel
 from furlong.report.timelines import save_timelines
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import measure
+from furlong.simulate.clock import measure, simulate
 from furlong.timeline import Timeline
 
 _BOUNDS = {"two": 0.20, "four": 0.10, "eight": 0.10, "limited": 0.20}

@@ -41,8 +41,7 @@ from furlong.planners.orders import join_replicas
 from furlong.planners.question import Limits, Question
 from furlong.planners.search import search
 from furlong.planners.skrull import schedule_skrull
-from furlong.simulate.clock import simulate
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate
 
 _NUM_ACTIONS = 100_000
 _CONTEXT_TOKENS = 192 * 1024

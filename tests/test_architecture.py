@@ -5,6 +5,7 @@ Every rule is a function of sources, so that the last tests can show it sources 
 
 import ast
 import graphlib
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,30 @@ def test_the_rules_can_fail():
     assert fragments({"a": attribute, "b": '"""Offers."""'}) == ["a: Of the rank."]
     assert heavy_modules_after("torch") == ["torch"]
     assert floor_of("furlong.utils") is None
+
+
+MOST_FILES_OF_A_PLAN = 52
+
+
+def test_a_plan_on_eight_devices_enters_few_files(tmp_path, capsys):
+    """Files of ours in which a function ran, imports aside: what one has to open to follow it."""
+    lengths, entered = tmp_path / "lengths.json", set()
+    lengths.write_text('{"version": 1, "lengths": [9000, 700, 300]}')
+    main = importlib.import_module("furlong.cli.main").main
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_name != "<module>":
+            entered.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        code = main(
+            ["plan", "--lengths", str(lengths), "--model.name", "Qwen2.5-0.5B", "--devices", "8",
+             "--hardware", "H100"]
+        )  # fmt: skip
+    finally:
+        sys.setprofile(before)
+    assert code == 0, capsys.readouterr().err
+    ours = sorted(str(Path(f).relative_to(ROOT)) for f in entered if f.startswith(str(ROOT)))
+    assert 0 < len(ours) <= MOST_FILES_OF_A_PLAN, ours

@@ -14,9 +14,7 @@ from furlong.plan.text import parse_chunk
 from furlong.planners.chunks import whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import measure
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, measure, simulate
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fused import OtherMemory, fused
 from papers.tables import Row, Table, aggregate, printed

@@ -17,8 +17,7 @@ from furlong.cost.training import Lora, Training
 from furlong.plan.plan import ChunkPlan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.spaco import Sampling, sampled
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, time_actions
 from papers.chunkflow_plan import plan_chunkflow
 from papers.fused import OtherMemory
 from papers.tables import Row, Table, speedup

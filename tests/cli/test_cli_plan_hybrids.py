@@ -9,8 +9,8 @@ from furlong.cli.main import main
 
 BASE = {k: v for k, v in HYBRIDS["qwen3_5_text"].items() if not k.startswith(("linear", "layer"))}
 LATENT = {
-    "model_type": "deepseek_v3", "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4, "n_group": 1,
+    "model_type": "deepseek_v3", "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 32,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4, "n_group": 1,
     "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
@@ -90,7 +90,8 @@ def test_cut_sequences_have_states_in_the_memory_table(plan):
          "parallel.pp 1"),
         ("gemma4_text", ["--chunks.order", "layer-first", "--chunks.stage_layers", "2"],
          "feeds token ids and shared keys and values to later layers", "one stage of all layers"),
-        ("deepseek_v32", [], "picks the keys of each token with a learned indexer", "layers in which"),
+        ("deepseek_v32", [], "picks the keys of each token with a learned indexer",
+         "layers in which"),
         ("rwkv", [], "keeps its state outside of transformers' cache", "layers in which"),
     ],
 )  # fmt: skip

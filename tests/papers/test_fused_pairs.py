@@ -8,8 +8,7 @@ from papers.fused_pairs import FusedPairs
 from furlong.errors import PlanError
 from furlong.plan.plan import Chunk, Slice
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import Clock
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import Clock, UnitCosts
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.plan.plan import Layout
-from furlong.planners.budget import fit
 from furlong.planners.chunks import group_chunks
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_seq1f1b
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.planners.question import fit
+from furlong.simulate.clock import UnitCosts, time_actions
 
 MODEL = CostModel(model_shape("Qwen2.5-7B"), hardware("H100"), Training(zero_stage=1))
 LENS = [60_000, 31_000, 22_000, 9_000, 7_000, 5_000, 3_000, 2_000, 1_500]

@@ -31,9 +31,9 @@ from furlong.errors import ConfigError
 from furlong.plan.check import check
 from furlong.plan.plan import Layout
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.budget import DoesNotFitError, advice, fit
 from furlong.planners.layouts import cut_layers, layouts, mean_attended_keys
 from furlong.planners.orders import join_replicas
+from furlong.planners.question import DoesNotFitError, advice, fit
 from furlong.simulate.clock import time_actions
 
 GIB = 2**30

@@ -12,7 +12,6 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError
 from furlong.plan.lengths import count_lengths
 from furlong.plan.plan import Tiers
-from furlong.planners.budget import MARGIN
 from furlong.planners.candidates import (
     ByteBound,
     Space,
@@ -26,7 +25,7 @@ from furlong.planners.decide import Decision, decide
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options
 from furlong.planners.orders import plan_on_device
 from furlong.planners.predict import one_draw, predict, simulated_s
-from furlong.planners.question import Limits
+from furlong.planners.question import MARGIN, Limits
 from furlong.planners.search import SLACK
 from furlong.planners.spaco import Sampling
 

@@ -16,7 +16,6 @@ from furlong.cost.shape import model_shape
 from furlong.errors import ConfigError
 from furlong.plan.lengths import Lengths, count_lengths
 from furlong.plan.plan import Layout, Unshard
-from furlong.planners.budget import MARGIN
 from furlong.planners.candidates import (
     TimeEstimate,
     bounds_of,
@@ -33,7 +32,7 @@ from furlong.planners.decide import Decision, decide, sample_steps
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions
 from furlong.planners.predict import predict, predict_step, step_s
-from furlong.planners.question import Limits, Question
+from furlong.planners.question import MARGIN, Limits, Question
 from furlong.planners.search import SLACK, mean_step_s, plans_of, whole_model
 from furlong.train.batches.plans import Wanted, plan_batch
 

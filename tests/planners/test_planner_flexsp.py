@@ -17,8 +17,8 @@ from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.cost.training import Training
 from furlong.errors import ConfigError
-from furlong.planners.budget import fit
 from furlong.planners.places import PoolBatch, Rates
+from furlong.planners.question import fit
 from furlong.simulate.clock import time_actions
 
 K = 1024

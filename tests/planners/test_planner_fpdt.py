@@ -17,8 +17,7 @@ from furlong.plan.liveness import kv_frees
 from furlong.plan.plan import Backward, Forward, Place, RebuildKV, Reduce, Tiers
 from furlong.plan.text import format_action
 from furlong.planners.orders import stage_heights
-from furlong.simulate.clock import simulate, time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate, time_actions
 
 
 def texts(plan):

@@ -21,8 +21,7 @@ from furlong.plan.text import format_action, format_chunk
 from furlong.planners.chunks import by_order, chunk_by_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, time_actions
 
 K = 1024
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"), Training(zero_stage=3))

@@ -14,7 +14,6 @@ from furlong.errors import DataError
 from furlong.models.describe import describe
 from furlong.plan.plan import ON_DEVICE, Forward, Tiers
 from furlong.plan.text import load_plan, parse_chunk, save_plan
-from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks import shard
 from furlong.planners.infinipipe import (
     SliceWork,
@@ -24,9 +23,8 @@ from furlong.planners.infinipipe import (
     plan_infinipipe,
     slice_numbers,
 )
-from furlong.simulate.clock import simulate, time_actions
-from furlong.simulate.figures import measure
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.planners.question import DoesNotFitError
+from furlong.simulate.clock import UnitCosts, measure, simulate, time_actions
 
 K = 1024
 SMALL = {

@@ -8,7 +8,7 @@ from furlong.cost.machine import hardware
 from furlong.cost.model import CostModel
 from furlong.cost.shape import model_shape
 from furlong.plan.plan import Layout
-from furlong.planners.longest import longest_sequence
+from furlong.planners.decide import longest_sequence
 from furlong.planners.orders import plan_replica
 from furlong.planners.predict import predict
 from furlong.planners.question import Limits, Question

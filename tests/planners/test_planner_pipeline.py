@@ -17,9 +17,7 @@ from furlong.plan.text import format_action, format_chunk, load_plan, parse_chun
 from furlong.planners.chunks import longest_first, whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import measure
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, measure, simulate
 
 FOUR = (1,) * 4
 

@@ -19,10 +19,10 @@ from furlong.cost.training import Training
 from furlong.errors import ConfigError, DataError
 from furlong.models.describe import describe
 from furlong.plan.text import load_plan, save_plan
-from furlong.planners.budget import fit
 from furlong.planners.chunks import peak_bytes
 from furlong.planners.places import Division, PoolBatch, Spot, fastest_spots, plan_of, plan_places
 from furlong.planners.places import settings as settings_of
+from furlong.planners.question import fit
 from furlong.simulate.clock import time_actions
 
 K = 1024

@@ -29,8 +29,7 @@ from furlong.planners.infinipipe import plan_infinipipe
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b, plan_on_device, plan_seq1f1b, plan_two_phases
 from furlong.planners.spaco import Sampling, sampled
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, time_actions
 
 MODEL = CostModel(model_shape("Qwen2.5-0.5B"), hardware("A100-80"))
 KEEPS = ("input", "kv", "attention", "all")

@@ -28,8 +28,7 @@ from furlong.plan.text import format_action, format_chunk
 from furlong.planners.chunks import by_cost, by_order
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, time_actions
 
 
 def join(seq_lens, dp_size, make):

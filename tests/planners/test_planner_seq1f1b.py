@@ -17,8 +17,7 @@ from furlong.planners.orders import (
     plan_seq1f1b,
     recompute_on_diagonals,
 )
-from furlong.simulate.clock import simulate
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate
 
 
 def step(plan):

@@ -17,8 +17,7 @@ from furlong.plan.text import format_action, load_plan, save_plan
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_on_device
 from furlong.planners.spaco import EXACT, Factors, Sampling, draw_chunks, sample_backwards, sampled
-from furlong.simulate.clock import time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, time_actions
 
 
 def step(plan):

@@ -4,7 +4,7 @@ import pytest
 
 from furlong.errors import ConfigError
 from furlong.plan.plan import Tiers
-from furlong.planners.tier_budgets import tier_budgets
+from furlong.planners.question import tier_budgets
 
 GIB = 2**30
 

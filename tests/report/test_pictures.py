@@ -38,8 +38,7 @@ from furlong.report.scene import (
     tint,
 )
 from furlong.report.timelines import save_timelines
-from furlong.simulate.clock import simulate
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate
 from furlong.timeline import Record, Timeline
 from furlong.units import format_bytes
 

@@ -14,8 +14,7 @@ from furlong.plan.text import format_action, parse_action, parse_chunk
 from furlong.planners.chunks import whole_groups
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_1f1b
-from furlong.simulate.clock import simulate, time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate, time_actions
 
 
 def plan_of(chunks, *ranks, stages=(1,)):

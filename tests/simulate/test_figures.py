@@ -10,9 +10,7 @@ from papers.chunkflow_plan import plan_chunkflow
 from furlong.plan.plan import ChunkPlan
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import RankSeconds, measure
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import RankSeconds, UnitCosts, measure, simulate
 from furlong.timeline import Record, Timeline
 
 

@@ -14,8 +14,7 @@ from furlong.plan.plan import Backward, ChunkPlan, Forward, RebuildKV, Recompute
 from furlong.plan.text import parse_action, parse_chunk
 from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import join_replicas
-from furlong.simulate.clock import simulate, time_actions
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, simulate, time_actions
 
 
 class Drawn:

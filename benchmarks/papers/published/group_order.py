@@ -17,7 +17,7 @@ from typing import Literal
 from furlong.cost.model import CostModel
 from furlong.errors import UserError
 from furlong.plan.plan import Action, ChunkPlan, Computing
-from furlong.planners.budget import fit
+from furlong.planners.question import fit
 from furlong.simulate.clock import time_actions
 
 _MOST_TRIED = 64

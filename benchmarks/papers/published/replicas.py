@@ -11,9 +11,9 @@ from furlong.cost.model import CostModel
 from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Chunk, ChunkPlan, Layout
-from furlong.planners.budget import fit
 from furlong.planners.chunks import by_cost, fitting_tokens, sequence_work
 from furlong.planners.places import PoolBatch, Rates
+from furlong.planners.question import fit
 from furlong.simulate.clock import time_actions
 from papers.published.bounds import least_s
 from papers.published.build import build, groups_of, replica_model

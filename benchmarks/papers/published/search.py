@@ -22,8 +22,8 @@ from math import inf
 from furlong.cost.training import ZeroStage
 from furlong.errors import PlanError, UserError
 from furlong.plan.plan import Layout
-from furlong.planners.budget import DoesNotFitError, fit
 from furlong.planners.infinipipe import NotFasterError
+from furlong.planners.question import DoesNotFitError, fit
 from furlong.units import format_seconds
 from papers.published.bounds import stage_bounds_s
 from papers.published.build import replica_model

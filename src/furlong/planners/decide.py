@@ -4,35 +4,110 @@
     decision.options, decision.words, decision.predict(plan)
 
 The search is that of `planners.search`; what is given holds. Times are those of a run's first
-steps, or of some sequences of them; the longest sequence of the data must fit.
+steps, or of some sequences of them; the longest sequence of the data must fit. `longest_sequence`
+finds the longest one that a decision could still train.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.cost.machine import are_links_measured
 from furlong.cost.model import CostModel
 from furlong.cost.training import Lora, Training
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, PlanError, UserError
 from furlong.plan.lengths import Lengths, draw_lengths
 from furlong.plan.plan import ONE_DEVICE, ChunkPlan, Layout
-from furlong.planners.budget import DoesNotFitError, advice
 from furlong.planners.candidates import SMALLEST_CHUNK, space_of, state_of
 from furlong.planners.options import ChunkOptions, dials_of, fixed_options, value_in_words
-from furlong.planners.predict import Needs, Prediction, predict_step
-from furlong.planners.question import SIZES, Answer, Limits, Question, Trial
+from furlong.planners.orders import plan_replica
+from furlong.planners.predict import Needs, Prediction, needs_of, predict_step
+from furlong.planners.question import (
+    SIZES,
+    Answer,
+    DoesNotFitError,
+    Limits,
+    Question,
+    Trial,
+    advice,
+)
 from furlong.planners.search import SLACK, search, walkable, whole_model
 from furlong.planners.spaco import Sampling
 from furlong.units import count_words, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
+
+
+MAX_CHUNKS = 2048
+"""Chunks of the sequences that are tried: more take too long to plan for a figure."""
+MAX_ACTIONS = 6_000
+"""Most actions of one rank in a plan that is tried."""
+MAX_TOKENS = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The answer to how long a sequence may be."""
+
+    num_tokens: int
+    """0 where not even one token fits."""
+    limit: Literal["memory", "positions", "trials"]
+    """Reason for the limit: a longer sequence does not fit, the model has no more positions, or
+    nothing longer was tried."""
+
+
+def longest_sequence(
+    answer: Answer, *, start: int = 1024, num_positions: int | None = None
+) -> Longest:
+    """By bisection, to 1 % or a token, with the chosen method and with the dials of its layout.
+
+    `start`: a length to try first; `num_positions`: the most that the model has, None where that is
+    unknown. The other replicas share the state and hold less.
+    """
+    question, layout = answer.question, answer.best.candidate.layout
+    model, stages = question.model_of(layout), question.stages_of(layout)
+    memory, options = model.memory(), answer.dials.candidate.options
+
+    def plans(num_tokens: int) -> Iterator[ChunkPlan]:
+        yield plan_replica(
+            [num_tokens], options, num_layers=model.shape.num_layers, stages=stages,
+            sp_size=layout.sp,
+        )  # fmt: skip
+        if answer.best is not answer.dials:
+            with suppress(UserError):
+                yield answer.best.candidate.plan_of([num_tokens])
+
+    def try_length(num_tokens: int) -> ChunkPlan | None:
+        """The plan, or None where there is none that fits."""
+        with suppress(PlanError):
+            for plan in plans(num_tokens):
+                curves = (memory.curve(plan, rank) for rank in range(len(plan.actions)))
+                if all(question.limits.hold(needs_of(curve)) for curve in curves):
+                    return plan
+        return None
+
+    most = num_positions or MAX_TOKENS
+    low, high = 0, min(max(1, start), most)
+    while (tried := try_length(high)) is not None:
+        low = high
+        if high == num_positions:
+            return Longest(low, "positions")
+        is_large = len(tried.chunks) >= MAX_CHUNKS or len(tried.actions[0]) >= MAX_ACTIONS
+        if is_large or high >= most:
+            return Longest(low, "trials")
+        high = min(2 * high, most)
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if try_length(middle) is not None else (low, middle)
+    return Longest(low, "memory")
+
 
 FREE_RAM = "three fifths of the free RAM"
 """The budget of `memory.device: auto` on a CPU."""

@@ -50,7 +50,6 @@ from furlong.plan.plan import (
     Slice,
     Tiers,
 )
-from furlong.planners.budget import DoesNotFitError
 from furlong.planners.chunks import Groups, refuse_unusable, shard, split_equal_work
 from furlong.planners.layouts import cut_layers, mean_attended_keys
 from furlong.planners.options import ChunkOptions
@@ -63,7 +62,7 @@ from furlong.planners.orders import (
     seq1f1b_cells,
     with_messages,
 )
-from furlong.planners.question import Candidate, Question
+from furlong.planners.question import Candidate, DoesNotFitError, Question
 from furlong.simulate.clock import time_actions
 from furlong.units import count_words
 

@@ -15,8 +15,7 @@ from furlong.cost.seconds import Array, Hidden, PassPart, chunk_table
 from furlong.plan.check import missing_to_run
 from furlong.plan.plan import COMPUTING, ON_DEVICE, ChunkPlan, Computing, Forward, Place
 from furlong.report.scene import Panel, ranks_per_replica
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import StepFigures, measure
+from furlong.simulate.clock import StepFigures, measure, simulate
 from furlong.timeline import Timeline
 
 

@@ -31,7 +31,7 @@ from furlong.plan.plan import (
     Reduce,
     Reshard,
 )
-from furlong.simulate.figures import StepFigures, measure
+from furlong.simulate.clock import StepFigures, measure
 from furlong.timeline import Record, Timeline
 from furlong.units import count_words, format_bytes, format_count, format_seconds, plural
 

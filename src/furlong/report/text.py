@@ -27,7 +27,7 @@ from furlong.report.scene import (
     is_alone,
     share_words,
 )
-from furlong.simulate.figures import StepFigures
+from furlong.simulate.clock import StepFigures
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 BREAKDOWN_WORDS = {

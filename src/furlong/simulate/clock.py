@@ -21,20 +21,35 @@ does the gradient that it has for the stage before.
 
 Where two ranks wait only for each other, the order in which they are looked at does not matter: all
 times follow from the plan. Left out: the links of different pairs of ranks share no bandwidth.
+
+Behind the clock: the figures of a timeline, simulated or measured (seconds of each rank, the bubble
+ratio), and `UnitCosts`, costs without hardware, as ChunkFlow's figures have them: time is
+proportional to tokens, a backward takes twice as long as a forward, messages take no time.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import repeat
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from furlong.errors import PlanError
 from furlong.plan.check import Grid
-from furlong.plan.passes import directions
-from furlong.plan.plan import Action, Backward, ChunkPlan, Forward, Recv, Reduce, Send, Unshard
+from furlong.plan.passes import computed_late, directions
+from furlong.plan.plan import (
+    Action,
+    Backward,
+    ChunkPlan,
+    Forward,
+    RebuildKV,
+    Recompute,
+    Recv,
+    Reduce,
+    Send,
+    Unshard,
+)
 from furlong.timeline import Lane, Record, Timeline
 
 Collective = tuple[type[Action] | Literal["pass", "gathering", "reducing"], int]
@@ -318,3 +333,157 @@ class Clock:
         grid = Grid(self._plan)
         places = [(rank, grid.starts[rank] + index) for rank, index in stuck]
         return grid.refuse("no rank waits for ever", grid.waiting_words(places), places[0][1])
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeconds:
+    """The seconds of one rank; they add up to the step's. Where several fields claim a moment, it
+    belongs to the first of them."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Backwards, with the recomputation inside them of layers that were checkpointed one by one."""
+    recompute_s: float = 0.0
+    """The second forward of cells, and what makes their K,V again."""
+    copies_s: float = 0.0
+    """Idle time while K,V are copied between tiers."""
+    messages_s: float = 0.0
+    """Idle time while a message for this rank is on its way."""
+    collectives_s: float = 0.0
+    """Idle time while parameters are gathered or gradients are reduced."""
+    waiting_s: float = 0.0
+    """Idle time for all other reasons: the bubble proper."""
+
+
+_FIELDS: dict[type[Action], str] = {
+    Backward: "backward_s",
+    RebuildKV: "recompute_s",
+    Recv: "messages_s",
+    Unshard: "collectives_s",
+    Reduce: "collectives_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """The figures of one step over all its ranks."""
+
+    duration_s: float
+    ranks: tuple[RankSeconds, ...]
+    peak_device_bytes: tuple[int, ...]
+    """Bytes on the device of each rank at its peak."""
+    peak_host_bytes: tuple[int, ...]
+    """Bytes of each rank in the tiers below at their peak."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of all ranks' time that is neither a first forward nor a backward, 0..1.
+
+        Recomputation is no useful work (ChunkFlow, Eq. 1; its Figure 6 fits no other reading).
+        """
+        return self._share_without("forward_s", "backward_s")
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of all ranks' time in which nothing is computed, 0..1."""
+        return self._share_without("forward_s", "backward_s", "recompute_s")
+
+    def _share_without(self, *busy: str) -> float:
+        total_s = self.duration_s * len(self.ranks)
+        busy_s = sum(getattr(rank, name) for rank in self.ranks for name in busy)
+        return 1 - busy_s / total_s if total_s else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Share of all ranks' time by the fields of RankSeconds without their unit; sums to 1."""
+        total_s = self.duration_s * len(self.ranks)
+        names = RankSeconds.__dataclass_fields__
+        sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
+        return {
+            name.removesuffix("_s"): (value / total_s if total_s else 0.0)
+            for name, value in sums.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        ratios = {"bubble_ratio": self.bubble_ratio, "idle_ratio": self.idle_ratio}
+        return asdict(self) | ratios | {"shares": self.shares()}
+
+
+def measure(timeline: Timeline, plan: ChunkPlan | None = None) -> StepFigures:
+    """The figures of a timeline; its ranks are those that left a record and all below them.
+
+    `plan`: the plan that ran. Where one of its Forwards computes nothing, the Recompute is the
+    cell's first forward, and counts as such; None: every Recompute counts as a second one.
+    """
+    num_ranks = max((record.rank for record in timeline.records), default=-1) + 1
+    by_rank: list[list[Record]] = [[] for _ in range(num_ranks)]
+    for record in timeline.records:
+        by_rank[record.rank].append(record)
+    late = computed_late(plan) if plan is not None else frozenset()
+    return StepFigures(
+        duration_s=timeline.duration_s,
+        ranks=tuple(_measure_rank(records, timeline.duration_s, late) for records in by_rank),
+        peak_device_bytes=tuple(max((r.device_bytes for r in rs), default=0) for rs in by_rank),
+        peak_host_bytes=tuple(max((r.host_bytes for r in rs), default=0) for rs in by_rank),
+    )
+
+
+def _measure_rank(
+    records: Sequence[Record], duration_s: float, late: frozenset[tuple[int, int]]
+) -> RankSeconds:
+    """Every moment belongs to the first field of RankSeconds for which a record stands then."""
+    changes: list[tuple[float, int, str]] = []
+    for record in records:
+        if name := _field(record, late):
+            changes += [(record.start_s, 1, name), (record.stop_s, -1, name)]
+    seconds = dict.fromkeys(RankSeconds.__dataclass_fields__, 0.0)
+    running = dict.fromkeys(seconds, 0) | {"waiting_s": 1}
+    now = 0.0
+    for time, change, name in [*sorted(changes), (duration_s, 0, "waiting_s")]:
+        seconds[next(field for field in running if running[field])] += time - now
+        running[name] += change
+        now = time
+    return RankSeconds(**seconds)
+
+
+def _field(record: Record, late: frozenset[tuple[int, int]]) -> str | None:
+    """The field of RankSeconds that a record's time belongs to."""
+    action = record.action
+    if record.lane == "copy":
+        return "copies_s"
+    if isinstance(action, (Forward, Recompute)):
+        is_first = isinstance(action, Forward) != ((action.chunk, action.stage) in late)
+        return "forward_s" if is_first else "recompute_s"
+    return _FIELDS.get(type(action))
+
+
+class UnitCosts:
+    """ActionCosts of one plan, in units instead of seconds; a dummy counts one token.
+
+    Layers that a Forward or a Recompute has checkpointed run once more within the Backward
+    (InfiniPipe, Eq. 11).
+    """
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        self._tokens = [chunk.num_tokens or 1 for chunk in plan.chunks]
+        mean = max(1, sum(plan.stages)) / max(1, len(plan.stages))
+        self._heights = [num_layers / mean for num_layers in plan.stages]
+        self._again: dict[tuple[int, int], float] = {}
+        """Share of a cell's layers that its Backward recomputes."""
+        for actions in plan.actions:
+            for action in actions:
+                if isinstance(action, (Forward, Recompute)) and action.recompute_layers:
+                    share = action.recompute_layers / plan.stages[action.stage]
+                    self._again[action.chunk, action.stage] = share
+
+    def compute_s(self, action: Action, rank: int) -> float:
+        match action:
+            case Forward(chunk, stage) | Recompute(chunk, stage) | RebuildKV(chunk, stage):
+                return self._tokens[chunk] * self._heights[stage]
+            case Backward(chunk, stage):
+                share = 2 + self._again.get((chunk, stage), 0.0)
+                return self._tokens[chunk] * self._heights[stage] * share
+        return 0.0
+
+    def transfer_s(self, action: Send, rank: int) -> float:
+        return 0.0

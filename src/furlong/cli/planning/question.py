@@ -36,12 +36,10 @@ from furlong.plan.lengths import (
     read_lengths,
     write_lengths,
 )
-from furlong.planners.budget import MARGIN
 from furlong.planners.decide import FREE_RAM, given_dials, training_of
 from furlong.planners.options import checked_tier
-from furlong.planners.question import SIZES, Limits, Question
+from furlong.planners.question import MARGIN, SIZES, Limits, Question, tier_budgets
 from furlong.planners.spaco import check_sampling
-from furlong.planners.tier_budgets import tier_budgets
 from furlong.report.text import line
 from furlong.units import count_words, format_bytes, format_count, plural
 

@@ -28,14 +28,19 @@ from furlong.plan.check import check
 from furlong.plan.lengths import count_lengths, read_lengths
 from furlong.plan.plan import ChunkPlan, Layout
 from furlong.plan.text import format_plan, load_plan, read_made_for, save_plan
-from furlong.planners.budget import fit
-from furlong.planners.decide import Decision, decide, dials_in_words, division_in_words
-from furlong.planners.longest import Longest, longest_sequence
+from furlong.planners.decide import (
+    Decision,
+    Longest,
+    decide,
+    dials_in_words,
+    division_in_words,
+    longest_sequence,
+)
 from furlong.planners.options import ChunkOptions, dials_of
 from furlong.planners.orders import plan_two_phases
 from furlong.planners.pairs import check_dials, decide_pairs
 from furlong.planners.predict import one_draw
-from furlong.planners.question import Answer
+from furlong.planners.question import Answer, fit
 from furlong.planners.search import METHODS, best_plan, own_methods
 from furlong.planners.spaco import Sampling, num_drawn, sampling_in_words
 from furlong.report.measured import MEASURED, read_measured
@@ -52,9 +57,7 @@ from furlong.report.text import (
     runs_words,
 )
 from furlong.report.timelines import save_timelines
-from furlong.simulate.clock import simulate
-from furlong.simulate.figures import measure
-from furlong.simulate.unit_costs import UnitCosts
+from furlong.simulate.clock import UnitCosts, measure, simulate
 from furlong.units import count_words, format_bytes, format_count, format_seconds
 
 _SLOWEST = 2

@@ -25,7 +25,6 @@ from furlong.models.describe import describe
 from furlong.models.folders.build import read_config
 from furlong.models.folders.folder import check_folder
 from furlong.plan.lengths import count_lengths
-from furlong.planners.budget import MARGIN
 from furlong.planners.decide import (
     FREE_RAM,
     SEARCHED_DIALS,
@@ -37,7 +36,7 @@ from furlong.planners.decide import (
 from furlong.planners.layouts import layouts
 from furlong.planners.options import ChunkOptions, fixed_options
 from furlong.planners.pairs import decide_pairs
-from furlong.planners.question import Limits, Question
+from furlong.planners.question import MARGIN, Limits, Question
 from furlong.planners.search import BatchPlans
 from furlong.planners.spaco import check_sampling
 from furlong.runtime.memory.pools import Storage

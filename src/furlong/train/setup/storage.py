@@ -13,7 +13,7 @@ from furlong.cost.machine import free_ram_budget_bytes
 from furlong.errors import ConfigError
 from furlong.kv.pools.disk import NamelessFile
 from furlong.planners.decide import Decision
-from furlong.planners.tier_budgets import tier_budgets
+from furlong.planners.question import tier_budgets
 from furlong.runtime.memory.pools import Storage
 from furlong.units import format_bytes
 
