@@ -10,8 +10,8 @@ from furlong.cli.main import main
 BASE = {k: v for k, v in HYBRIDS["qwen3_5_text"].items() if not k.startswith(("linear", "layer"))}
 LATENT = {
     "model_type": "deepseek_v3", "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 32,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4, "n_group": 1,
-    "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 MAMBA = {
