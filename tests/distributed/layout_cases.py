@@ -118,13 +118,20 @@ def read_by(
 
 
 def whole_grads(model: nn.Module) -> Grads:
+    """The gradients of this process's stage, which are then cleared."""
+    found = read_grads(model)
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def read_grads(model: nn.Module) -> Grads:
     """The gradients of this process's stage, each put together from all that share it."""
     found = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         if grad is not None:
-            found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
-    model.zero_grad(set_to_none=True)
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            found[name] = whole.double().clone()
     return found
 
 

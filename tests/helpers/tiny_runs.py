@@ -80,7 +80,7 @@ def signal_after(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
         MetricsLog.step = original
 
 
-def build_tiny_run(folder: Path) -> TinyRun:
+def build_tiny_run(folder: Path, *, num_layers: int = 2, num_heads: int = 2) -> TinyRun:
     """Writes model, tokenizer and texts into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -95,8 +95,8 @@ def build_tiny_run(folder: Path) -> TinyRun:
         vocab_size=300,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         tie_word_embeddings=True,
     )
     with torch.random.fork_rng(devices=[]):

@@ -19,7 +19,8 @@ from furlong.planners.options import ChunkOptions
 from furlong.planners.orders import plan_replica
 from furlong.planners.predict import step_s
 from furlong.planners.question import Limits, Question
-from furlong.planners.search import SLACK, BatchPlans
+from furlong.planners.search import SLACK, BatchPlans, search
+from furlong.planners.skrull import plan_skrull
 
 LENS = (30_000, 9_000, 6_000, 2_500, 1_200, 900, 700, 500, 300, 200)
 SHORT = (2_000,) * 16 + (300,) * 40
@@ -109,3 +110,13 @@ def test_a_method_that_is_named_is_what_runs(sp, pp, method):
     small = replace(LIMITS, device_bytes=2**30)
     with pytest.raises(UserError):
         planners(sp, pp, method=method, limits=small).best_plan(LENS, own, OPTIONS)
+
+
+def test_a_method_needs_dials_that_fit():
+    """A run takes them where a step did not fit, and in its evaluations."""
+    lens, limits = (60,) * 8, Limits(6100 * 2**20, margin=0.0)
+    question = Question(lens, BASE, limits, 2, 60, 8, {"sp": 2}, "skrull")
+    model = question.model_of(Layout(sp=2))
+    plan_skrull(lens, model, sp_size=2, budget_bytes=limits.limit_bytes)
+    answer = search(question)
+    assert not answer.tried and answer.refused

@@ -269,20 +269,23 @@ class _Search:
         return num_chunks * (14 if options.sampling is None else 4 * num_stages)
 
     def _find_dials(self) -> None:
-        """Find dials for the chosen layout, which a run needs beside a method's own chunks."""
-        if not self.fitting:
-            return
-        layout = self._ranked()[0].candidate.layout
-        if any(trial.candidate.longest for trial in self.fitting
-               if trial.candidate.layout == layout):  # fmt: skip
-            return
-        for candidate in chunks(self._question, layout):
-            if candidate.least is None or self._limits.hold(candidate.least):
-                plan = candidate.plan_of(candidate.longest)
-                trial = self._walked(candidate, [plan], self._spaces[layout][0].model)
-                if self._limits.hold(trial.needs):
-                    self.fitting.append(replace(trial, step_s=candidate.estimate_s))
-                    return
+        """Find dials for the chosen layout, which a run needs beside a method's own chunks. A
+        layout in which none fits is given up."""
+        while self.fitting:
+            layout = self._ranked()[0].candidate.layout
+            if any(trial.candidate.longest for trial in self.fitting
+                   if trial.candidate.layout == layout):  # fmt: skip
+                return
+            offered = list(chunks(self._question, layout))
+            for candidate in offered:
+                if candidate.least is None or self._limits.hold(candidate.least):
+                    plan = candidate.plan_of(candidate.longest)
+                    trial = self._walked(candidate, [plan], self._spaces[layout][0].model)
+                    if self._limits.hold(trial.needs):
+                        self.fitting.append(replace(trial, step_s=candidate.estimate_s))
+                        return
+            self._found += offered
+            self.fitting = [t for t in self.fitting if t.candidate.layout != layout]
 
     def try_least(self) -> None:
         """Find what lacks least, for the message that no plan fits."""
