@@ -182,7 +182,7 @@ def excess(draw):
     return seconds(plan, model) / best_s - 1
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.nightly)])
 def test_near_the_optimum_of_small_cases(count):
     """Within 5 % of the best of all divisions on average, 20 % at worst."""
     draw = random.Random(count)
