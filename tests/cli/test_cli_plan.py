@@ -97,6 +97,8 @@ def test_refuses_what_it_cannot_read_or_write(arguments, given, capsys):
         ([], {"hardware": "A100-40"}, "smallest   1 x A100-40; too small: 1 x A10G, 1 x L4, ", 5),
         (["--devices=2"], {"hardware": "A10G"}, "smallest   2 x A10G\n", 1),
         (["--hardware=H100"], {"devices": 3}, "1024 x H100, the last of --smallest: too much", 11),
+        (["--memory.device=40GiB"], {}, "smallest   1 x A100-40; too small: 1 x A10G, 1 x L4, ", 1),
+        (["--model.name=nothing"], {}, "given:    model 'nothing'\n", 0),
         (["--compare"], {}, "--smallest with --compare", 0),
     ],
 )
@@ -109,7 +111,8 @@ def test_the_smallest_card_or_number_of_cards(flags, enough, found, num_tried, c
             raise ConfigError(given="too much", required="less", source="", change="")
 
     monkeypatch.setattr(show, "show_search", search)
-    assert main(["plan", "--lengths=github", "--model.name=x", "--smallest", *flags]) in (0, 2)
+    asked = "--lengths=github", "--model.name=Qwen2.5-0.5B"
+    assert main(["plan", *asked, "--smallest", *flags]) in (0, 2)
     printed = capsys.readouterr()
     assert found in printed.out + printed.err and len(tried) == num_tried
 

@@ -293,3 +293,14 @@ def test_stages_sum_to_the_model_and_copy_a_tied_head():
             total = sum(shape.stage_parameters(stages, s) for s in range(len(stages)))
             copied = shape.tied_head and len(stages) > 1
             assert total == shape.num_parameters + copied * shape.embedding_parameters
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"layers": ["x"]}', "{}"])
+def test_a_damaged_file_in_the_cache_is_measured_again(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    file = cached_shape(config)[1]
+    file.parent.mkdir()
+    file.write_text(text)
+    assert cached_shape(config) == (None, file)

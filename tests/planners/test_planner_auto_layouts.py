@@ -158,6 +158,21 @@ def test_nothing_fits_in_any_layout() -> None:
     assert "no plan is predicted to fit 2 GiB" in decision.words
 
 
+@pytest.mark.parametrize(
+    ("method", "needs"),
+    [("spaco", "chunks.sample"), ("infinipipe", "parallel.pp above 1"), ("places", "parallel.sp")],
+)
+def test_a_method_without_a_plan_says_what_it_needs(method: str, needs: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(num_devices=1, method=method)
+    assert needs in caught.value.required and method in caught.value.given
+
+
+def test_dials_beside_a_methods_own_chunks_are_counted_as_candidates() -> None:
+    answer = choose(method="places", sizes={"dp": 1, "sp": 4, "pp": 1}).answer
+    assert answer is not None and answer.best is not answer.dials and answer.num_pruned >= 0
+
+
 def test_two_decisions_are_equal() -> None:
     first, second = choose(num_devices=2), choose(num_devices=2)
     for name in ("options", "layout", "stages", "words", "layout_words"):

@@ -87,6 +87,17 @@ def test_chunks_are_those_of_dials_that_are_given_or_have_shrunk():
             assert max(chunk.num_tokens for chunk in plan.chunks) <= options.size
 
 
+def test_replicas_that_are_joined_share_the_stages_of_the_dials():
+    """Places have one stage: beside a replica that goes layer-first they cannot be joined."""
+    options = replace(OPTIONS, order="layer-first", stage_layers=2)
+    own = own_plan(LENS, 4, options=options)
+    assert len(own.stages) > 1
+    for dp, names in ((1, {"places"}), (2, {CHUNKS, "local sequences"})):
+        asked = replace(planners(4, 1), layout=Layout(dp, 4, 1), options=options)
+        name, plan = asked.best_plan(LENS, own, options)
+        assert name in names and (dp == 1 or plan.stages == own.stages)
+
+
 def test_none_is_taken_that_does_not_fit():
     own = own_plan(LENS, 4)
     small = replace(LIMITS, device_bytes=2**30)

@@ -68,9 +68,10 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
     powers of two. Raises ConfigError where none does."""
     from furlong.cli.planning import show
-    from furlong.cost.machine import KNOWN
+    from furlong.cost.machine import KNOWN, THIS_CPU, hardware
     from furlong.errors import UserError
     from furlong.report.text import line
+    from furlong.units import format_bytes
 
     own, too_small, changes = flags.own, "", [{"devices": 2**n} for n in range(11)]
     if own.hardware is None:
@@ -78,11 +79,20 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
         for name in sorted(KNOWN, key=lambda name: KNOWN[name].peak_flops_per_s):
             of_size.setdefault(KNOWN[name].memory_bytes, name)
         changes = [{"hardware": of_size[num_bytes]} for num_bytes in sorted(of_size)]
+    # what is wrong on every card is told as it is
+    asked = flags._replace(own=argparse.Namespace(**vars(own) | changes[0]))
+    given = show.subject_of(asked).config.memory.device
     for changed in changes:
         chosen = argparse.Namespace(**vars(own) | changed)
         words = f"{chosen.devices or 1} x {chosen.hardware}"
         tell(words + too_small)
         try:
+            is_card = chosen.hardware != THIS_CPU
+            if given != "auto" and is_card and given > hardware(chosen.hardware).memory_bytes:
+                raise refusal(
+                    f"memory.device = {format_bytes(given)}", f"what a {chosen.hardware} has",
+                    "leave memory.device out, or lower it",
+                )  # fmt: skip
             show.show_search(flags._replace(own=chosen), lambda _: None)
         except UserError as error:
             last, too_small = error, f"{too_small}{', ' if too_small else '; too small: '}{words}"

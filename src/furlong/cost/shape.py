@@ -269,5 +269,5 @@ def cached_shape(config_file: Path) -> tuple[ModelShape | None, Path]:
     file = Path(base) / "furlong" / f"model-{key}.json"
     try:
         return ModelShape.from_values(json.loads(file.read_text(encoding="utf-8"))), file
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None, file

@@ -45,6 +45,14 @@ if TYPE_CHECKING:
     from furlong.config.schema import ChunksConfig, ModelConfig
 
 
+_NEEDS = {
+    "spaco": "chunks.sample, a layout",
+    "infinipipe": "a pipeline (parallel.pp above 1)",
+    "skrull": "a pool (parallel.sp above 1) without a pipeline",
+    "places": "a pool (parallel.sp above 1) without a pipeline",
+    "seco": "no pipeline, keep kv, num_retained 0, order chunk-first",
+}
+"""What a method cannot do without."""
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
 MAX_ACTIONS = 6_000
@@ -366,10 +374,11 @@ def _nothing_offered(question: Question) -> ConfigError:
         given=f"chunks.method = {question.method}"
         + (f" with {dials}" if dials else "")
         + f" on {count_words(question.num_devices, 'device')}",
-        required="a layout, dials and a batch for which the method has a plan that fits",
-        source="chunks.method",
+        required=f"{_NEEDS.get(question.method, 'a layout')}, dials and a batch for which the"
+        " method has a plan that fits",
+        source=f"chunks.method, in {count_words(len(layouts), 'layout')}",
         change=f"give fewer of {', '.join((*SIZES, 'chunks'))}, start more processes, or use"
-        f" another method: {count_words(len(layouts), 'layout')} were asked for",
+        " another method",
     )
 
 

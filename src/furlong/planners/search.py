@@ -134,6 +134,8 @@ class _Search:
         self._refused: list[Trial] = []
         self._too_large: list[tuple[Layout, int]] = []
         self._slower: dict[Layout, float] = {}
+        self._busiest: dict[Layout, float] = {}
+        """Seconds of steps that were timed on their busiest replica alone, and are slower."""
         self._found: list[Candidate] = []
         self._num_actions = self._num_left = 0
         self._spaces: dict[Layout, tuple[Space, Dealt]] = {}
@@ -222,6 +224,8 @@ class _Search:
         if candidate.busiest_s is not None and (self._is_one or candidate.layout.dp > 1):
             busy_s = candidate.busiest_s() * share
             if not self._is_one and busy_s >= self._best_s:
+                known_s = self._busiest.get(candidate.layout, inf)
+                self._busiest[candidate.layout] = min(busy_s, known_s)
                 return True
         if not self._is_one:
             plans = plans_of(space, dealt, candidate.plan_of)
@@ -276,15 +280,14 @@ class _Search:
             if any(trial.candidate.longest for trial in self.fitting
                    if trial.candidate.layout == layout):  # fmt: skip
                 return
-            offered = list(chunks(self._question, layout))
-            for candidate in offered:
+            for candidate in chunks(self._question, layout):
+                self._found.append(candidate)
                 if candidate.least is None or self._limits.hold(candidate.least):
                     plan = candidate.plan_of(candidate.longest)
                     trial = self._walked(candidate, [plan], self._spaces[layout][0].model)
                     if self._limits.hold(trial.needs):
                         self.fitting.append(replace(trial, step_s=candidate.estimate_s))
                         return
-            self._found += offered
             self.fitting = [t for t in self.fitting if t.candidate.layout != layout]
 
     def try_least(self) -> None:
@@ -335,6 +338,7 @@ class _Search:
             too_large[layout] = min(lacking, too_large.get(layout, lacking))
             if not lacking:
                 slower[layout] = min(candidate.estimate_s, slower.get(layout, inf))
+        slower |= self._busiest
         return Answer(
             question=self._question,
             tried=tuple(tried),
@@ -453,6 +457,8 @@ class BatchPlans:
             except (UserError, StopIteration):  # none of its plans fits, or none is faster
                 continue
         for name, one in found:
+            if self.layout.dp > 1 and one.stages != plan.stages:
+                continue  # another replica may take the dials, and all of a step share its stages
             if (one_s := step_s(model, one)) < best_s:
                 best, best_s = (name, one), one_s
         return best
