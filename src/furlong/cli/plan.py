@@ -68,6 +68,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
     """The plan for the smallest known card that holds one, or for the fewest of --hardware's, in
     powers of two. Raises ConfigError where none does."""
     from furlong.cli.planning import show
+    from furlong.cli.planning.question import subject_of
     from furlong.cost.machine import KNOWN, THIS_CPU, hardware
     from furlong.errors import UserError
     from furlong.report.text import line
@@ -81,7 +82,7 @@ def _show_smallest(flags: RunFlags, tell: Tell) -> None:
         changes = [{"hardware": of_size[num_bytes]} for num_bytes in sorted(of_size)]
     # what is wrong on every card is told as it is
     asked = flags._replace(own=argparse.Namespace(**vars(own) | changes[0]))
-    given = show.subject_of(asked).config.memory.device
+    given = subject_of(asked).config.memory.device
     for changed in changes:
         chosen = argparse.Namespace(**vars(own) | changed)
         words = f"{chosen.devices or 1} x {chosen.hardware}"
