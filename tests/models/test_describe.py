@@ -180,7 +180,7 @@ def counted(shape, training):
     return stage_bytes(shape, (shape.num_layers,), 0, training).graph()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_bytes_are_those_of_a_real_graph(name, dtype):
     real = real_bytes_per_token(config(name), dtype)
@@ -194,7 +194,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("adapters", [ATTENTION, ATTENTION + MLP])
 def test_frozen_matrices_save_no_input(name, dtype, adapters):
     lora = Lora(1, mlp=len(adapters) > 4)
