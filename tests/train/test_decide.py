@@ -67,6 +67,9 @@ def test_a_model_that_cannot_be_counted_takes_the_fixed_rule(
     )
     options = json.loads((out / "options.json").read_text())
     assert (options["size"], options["num_retained"], options["keep"]) == (256, 1, "attention")
+    named = (*ENDLESS, "--chunks.method=seco")
+    assert main(tiny_run.arguments(tmp_path / "named", *named)) == 2
+    assert "chunks.method = seco and no hidden_size" in capsys.readouterr().err
 
 
 def test_nothing_is_searched_where_every_dial_is_given(tiny_run, tmp_path, capsys):

@@ -159,7 +159,15 @@ def _uncounted(
     *,
     rope: dict[str, Any] | None,
 ) -> Decision:
-    """The decision for a model whose work cannot be counted, by fixed rules."""
+    """The decision for a model whose work cannot be counted, by fixed rules. Raises ConfigError for
+    a method by name, which only a search finds plans of."""
+    if config.chunks.method != "auto":
+        raise ConfigError(
+            given=f"chunks.method = {config.chunks.method} and {error.given}",
+            required="a model whose work can be counted, which every method plans by",
+            source="chunks.method",
+            change="leave chunks.method out",
+        )
     layout = layout_of(config.parallel, num_processes)
     if layout.pp > 1:
         given.setdefault("order", "chunk-first")
