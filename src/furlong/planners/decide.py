@@ -52,7 +52,7 @@ _NEEDS = {
     "places": "a pool (parallel.sp above 1) without a pipeline",
     "seco": "no pipeline, keep kv, num_retained 0, order chunk-first",
 }
-"""What a method cannot do without."""
+"""The needs of each method, which it cannot do without."""
 MAX_CHUNKS = 2048
 """Chunks of the sequences that are tried: more take too long to plan for a figure."""
 MAX_ACTIONS = 6_000
