@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from furlong.cost.memory import TOKEN_BYTES, StageBytes
-from furlong.cost.model import CostModel, PlanCosts
+from furlong.cost.model import CostModel
 from furlong.cost.seconds import Hidden, PassPart, chunk_table, parts_of
 from furlong.errors import ConfigError
 from furlong.plan.passes import passes
@@ -422,7 +422,6 @@ class TimeEstimate:
         self._table = chunk_table(chunks, model.shape, sp_size, tile_tokens)
         self._tokens = sum(chunk.num_tokens for chunk in chunks) / sp_size
         self._prefix_tokens = sum(chunk.slices[0].start for chunk in chunks) / sp_size
-        self._costs: dict[tuple[int, ...], PlanCosts] = {}
         self._sums: dict[tuple[tuple[int, ...], int, PassPart], list[float]] = {}
         self._compute: dict[ChunkOptions, float] = {}
 
@@ -489,13 +488,10 @@ class TimeEstimate:
         """Seconds of a part of a pass for the first n chunks, by n."""
         key = stages, stage, part
         if key not in self._sums:
-            if stages not in self._costs:
-                self._costs[stages] = self._model.costs(
-                    ChunkPlan((), (), stages, ((),), sp_size=self._sp_size)
-                )
-            costs = self._costs[stages]
-            seconds = costs.process_seconds((part,), stage, self._table)[0].max(axis=0)
-            self._sums[key] = [0.0, *np.cumsum(seconds).tolist()]
+            seconds = self._model.pass_seconds(
+                (part,), self._table, stages, stage, layout=Layout(sp=self._sp_size)
+            )
+            self._sums[key] = [0.0, *np.cumsum(seconds[0].max(axis=0)).tolist()]
         return self._sums[key]
 
     def _copies_s(self, options: ChunkOptions) -> float:
